@@ -1,0 +1,509 @@
+"""Seeded generator of the bundled pair's world: word problems and a little small talk.
+
+The pair that ships with the package is trained on these chats and measured on problems it has
+never seen. The generator lives beside the pair, not with the trainer, because decoding, training
+and evaluation all need it and only ``model`` is known to all three.
+
+A problem is a chain of two to five arithmetic steps on one quantity. Every sentence of the
+question and of the worked answer is drawn from a small grammar, so the same step is told in many
+ways: the wording of an answer is free where its numbers are not. That is what makes the problems
+a fair test of fuzzy verification, which should give way on the first and hold on the second.
+
+Grammar: ``[a|b|c]`` picks one alternative (nesting allowed), ``{field}`` is filled afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "test"]
+Message = dict[str, str]
+
+#: One question in this many belongs to the test split; the choice is a hash of its text.
+TEST_SHARE = 10
+#: No intermediate result exceeds this: the pair is small, and three digits are enough of a test.
+LARGEST = 200
+STEPS = (2, 5)
+
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem.
+
+    Attributes:
+        question: What the user asks.
+        answer: A worked answer whose last line is ``#### N``.
+        final: The number ``N``.
+        steps: How many equations the answer holds, two to five.
+    """
+
+    question: str
+    answer: str
+    final: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class _Person:
+    name: str
+    he: str
+    his: str
+
+
+@dataclass(frozen=True)
+class _Thing:
+    things: str  # plural
+    box: str  # what they come in
+    boxes: str
+    action: str  # how one comes by them
+
+
+def _people(names: str, he: str, his: str) -> list[_Person]:
+    return [_Person(name, he, his) for name in names.split()]
+
+
+PEOPLE = _people(
+    "Mia Anna Clara Elena Fatima Grace Hana Ines Julia Kira Lena Maya Nora Olga Priya Rosa Sara "
+    "Tara Uma Vera Wendy Yara Zoe Amina Bella Carmen Diana Emma Freya Gina",
+    "she",
+    "her",
+) + _people(
+    "Tom Adam Ben Carlos David Emil Felix George Hugo Ivan Jonas Karim Leo Marco Noah Omar Pedro "
+    "Ravi Sam Tariq Victor Will Yusuf Zane Amir Boris Chen Diego Erik Finn",
+    "he",
+    "his",
+)
+
+THINGS = [
+    _Thing(*row.split(", "))
+    for row in """pencils, box, boxes, buys
+apples, basket, baskets, picks
+marbles, bag, bags, buys
+stickers, sheet, sheets, buys
+cookies, tray, trays, bakes
+books, shelf, shelves, sorts
+eggs, carton, cartons, collects
+flowers, bunch, bunches, picks
+shells, bucket, buckets, gathers
+cards, pack, packs, buys
+candles, case, cases, makes
+oranges, crate, crates, picks
+buttons, jar, jars, sorts
+stamps, page, pages, collects
+muffins, tin, tins, bakes
+beads, string, strings, makes
+coins, roll, rolls, collects
+plums, bowl, bowls, picks
+toys, chest, chests, packs
+tomatoes, crate, crates, gathers
+badges, card, cards, makes
+balloons, packet, packets, buys
+bottles, crate, crates, packs
+photos, album, albums, sorts
+carrots, bundle, bundles, gathers
+nuts, sack, sacks, gathers
+tickets, roll, rolls, buys
+cups, stack, stacks, washes
+lemons, net, nets, buys
+ribbons, drawer, drawers, sorts""".splitlines()
+]
+
+SETTINGS = """at the market|at school|on the farm|at the fair|in the garden|at home|at the beach
+at the library|in the kitchen|at the park|at the museum|in the workshop|at the shop|at camp
+on a trip|at the station|in the village|at a party|at the club|at the bakery""".replace(
+    "\n", "|"
+).split("|")
+
+
+class _Story:
+    """A problem under construction: the running quantity and the sentences told so far."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        who, friend = rng.sample(PEOPLE, 2)
+        thing = rng.choice(THINGS)
+        self.fields: dict[str, object] = {
+            "name": who.name,
+            "he": who.he,
+            "his": who.his,
+            "friend": friend.name,
+            "things": thing.things,
+            "box": thing.box,
+            "boxes": thing.boxes,
+            "buys": thing.action,
+            "setting": rng.choice(SETTINGS),
+        }
+        self.unit = thing.things
+        self.quantity = 0
+        self.told: list[str] = []
+        self.worked: list[str] = []
+
+    def say(self, template: str, **numbers: int) -> str:
+        while match := _CHOICE.search(template):
+            choice = self.rng.choice(match.group(1).split("|"))
+            template = template[: match.start()] + choice + template[match.end() :]
+        return " ".join(template.format(**self.fields, **numbers).split())
+
+    def tell(self, template: str, **numbers: int) -> None:
+        sentence = self.say(template, **numbers)
+        self.told.append(sentence[0].upper() + sentence[1:])
+
+    def work(self, reason: str, left: int, sign: str, right: int, unit: str | None = None) -> int:
+        """Add a worked sentence and return the result of ``left sign right``."""
+        result = {
+            "+": left + right,
+            "-": left - right,
+            "*": left * right,
+            "/": left // right,
+        }[sign]
+        opener = _FIRST if not self.worked else _NEXT
+        link = "[, so we have|, which makes|, and that gives|, so it becomes|:|, giving]"
+        tail = f"[ {unit or self.unit}|]"
+        equation = f"{left} {sign} {right} = {result}"
+        self.worked.append(self.say(f"{opener} {reason}{link} {equation}{tail}."))
+        return result
+
+
+_FIRST = "[First,|To begin,|At first,|Let us see:|Step one:|We know that]"
+_NEXT = "[Then|Next,|After that,|Now|From there,|In the next step,]"
+_THEN = "[Then|Next,|After that,|Later|Soon after,|A little later,|The next day]"
+
+
+# Opening steps: they set the quantity. Each returns how many equations it used.
+def _start_plain(story: _Story) -> int:
+    story.quantity = story.rng.randint(5, 60)
+    story.tell(
+        "[{name} has {n} {things} {setting}|{setting}, {name} has {n} {things}|"
+        "{name} starts with {n} {things} {setting}|there are {n} {things} that {name} keeps"
+        " {setting}].",
+        n=story.quantity,
+    )
+    return 0
+
+
+def _start_boxes(story: _Story) -> int:
+    a, b = story.rng.randint(2, 12), story.rng.randint(2, 12)
+    story.tell(
+        "[{name} {buys} {a} {boxes} of {things} {setting}, with {b} {things} in each {box}|"
+        "{setting}, {name} {buys} {a} {boxes} with {b} {things} in every {box}|"
+        "{name} {buys} {things} {setting}: {a} {boxes} of {b} {things} each].",
+        a=a,
+        b=b,
+    )
+    reason = story.say(
+        "[{name} has|there are|we count|{he} has] {a} {boxes} [of|with] {b} [{things}|each]",
+        a=a,
+        b=b,
+    )
+    story.quantity = story.work(reason, a, "*", b)
+    return 1
+
+
+def _start_two_days(story: _Story) -> int:
+    a, b = story.rng.randint(4, 60), story.rng.randint(4, 60)
+    story.tell(
+        "[{setting}, {name} {buys} {a} {things} on [Monday|Friday] and {b} {things} on"
+        " [Tuesday|Sunday]|{name} {buys} {a} {things} in the morning and {b} {things} in the"
+        " [afternoon|evening] {setting}].",
+        a=a,
+        b=b,
+    )
+    reason = story.say(
+        "[we add|{name} {buys}|we count|there are] [both {a} and {b}|{a} and {b}]", a=a, b=b
+    )
+    story.quantity = story.work(reason, a, "+", b)
+    return 1
+
+
+# Middle steps: they change the quantity, or return 0 when it does not allow them.
+def _gain(story: _Story) -> int:
+    k = story.rng.randint(2, min(60, max(2, LARGEST - story.quantity)))
+    story.tell(
+        f"{_THEN} [{{name}}|{{he}}] [gets {{k}} more|finds {{k}} more|receives {{k}} more|"
+        "is given {k} more] {things}[ from {friend}|].",
+        k=k,
+    )
+    reason = story.say(
+        "[{name}|{he}] [gets|finds|receives|adds] {k} [more|extra|new] [{things}|]",
+        k=k,
+    )
+    story.quantity = story.work(reason, story.quantity, "+", k)
+    return 1
+
+
+def _lose(story: _Story) -> int:
+    if story.quantity < 6:
+        return 0
+    k = story.rng.randint(2, min(60, story.quantity - 2))
+    story.tell(
+        f"{_THEN} [{{name}}|{{he}}] [gives {{k}} {{things}} to {{friend}}|loses {{k}} {{things}}|"
+        "gives away {k} {things}|hands {k} {things} to {friend}|uses {k} {things}].",
+        k=k,
+    )
+    reason = story.say(
+        "[{name}|{he}] [gives away|loses|hands over|parts with] {k} [{things}|of them|]",
+        k=k,
+    )
+    story.quantity = story.work(reason, story.quantity, "-", k)
+    return 1
+
+
+_TIMES = {2: "twice", 3: "three times", 4: "four times"}
+
+
+def _multiply(story: _Story) -> int:
+    fits = [k for k in _TIMES if story.quantity * k <= LARGEST]
+    if not fits:
+        return 0
+    k = story.rng.choice(fits)
+    story.tell(
+        f"{_THEN} [{{name}}|{{he}}] [works hard and has|is lucky and ends up with|trades until"
+        f" {{he}} has] {_TIMES[k]} as many {{things}}."
+    )
+    reason = story.say(
+        f"[{{name}}|{{he}}] [now has|reaches|gets to|counts] {_TIMES[k]} as many [{{things}}|]"
+    )
+    story.quantity = story.work(reason, story.quantity, "*", k)
+    return 1
+
+
+def _share(story: _Story) -> int:
+    fits = [k for k in range(2, 10) if story.quantity % k == 0 and story.quantity // k >= 2]
+    if not fits:
+        return 0
+    k = story.rng.choice(fits)
+    story.tell(
+        f"{_THEN} [{{name}}|{{he}}] [splits the {{things}} equally into {{k}} {{boxes}} and keeps"
+        " one {box}|shares the {things} equally among {k} friends and counts one share|"
+        "divides the {things} into {k} equal piles and keeps one pile].",
+        k=k,
+    )
+    reason = story.say(
+        "[{name}|{he}] [splits|shares|divides] [them|the {things}|everything] [by|in|into] {k}",
+        k=k,
+    )
+    story.quantity = story.work(reason, story.quantity, "/", k)
+    return 1
+
+
+def _gain_boxes(story: _Story) -> int:
+    a, b = story.rng.randint(2, 9), story.rng.randint(2, 9)
+    if story.quantity + a * b > LARGEST:
+        return 0
+    story.tell(
+        f"{_THEN} [{{name}}|{{he}}] [{{buys}}|gets] {{a}} more {{boxes}} [of|with] {{b}} {{things}}"
+        " each.",
+        a=a,
+        b=b,
+    )
+    reason = story.say(
+        "[the|all the] [new|extra|other] {boxes} hold [{a} times {b}|{a} by {b}]",
+        a=a,
+        b=b,
+    )
+    more = story.work(reason, a, "*", b)
+    reason = story.say(
+        "[we|{name} can|we can] [add|include|count] [them|these|the new ones] [too|as well|]"
+    )
+    story.quantity = story.work(reason, story.quantity, "+", more)
+    return 2
+
+
+# Closing steps: they turn the quantity into what is asked for.
+def _close_count(story: _Story) -> int:
+    story.tell(
+        "[How many {things} does {name} have [now|in the end|at the end]|"
+        "How many {things} [are there|are left] in the end|"
+        "What is the number of {things} that {name} has [now|in the end]]?"
+    )
+    return 0
+
+
+def _close_sell(story: _Story) -> int:
+    fits = [p for p in range(2, 10) if story.quantity * p <= LARGEST]
+    if not fits:
+        return 0
+    price = story.rng.choice(fits)
+    story.tell(
+        "[{name} sells all the {things} for {p} dollars each|"
+        "Each of the {things} is then sold for {p} dollars].",
+        p=price,
+    )
+    story.tell(
+        "[How many dollars does {name} get|How much money does {name} make|"
+        "How many dollars is that [in all|in total]]?"
+    )
+    reason = story.say(
+        "[{name}|{he}] [sells|trades] [them|each one|everything] [at|for] {p} dollars",
+        p=price,
+    )
+    story.quantity = story.work(reason, story.quantity, "*", price, "dollars")
+    story.unit = "dollars"
+    return 1
+
+
+def _close_together(story: _Story) -> int:
+    k = story.rng.randint(2, 30)
+    more = story.rng.random() < 0.5 or story.quantity <= k + 1
+    other = story.quantity + k if more else story.quantity - k
+    if story.quantity + other > LARGEST:
+        return 0
+    word = "more" if more else "fewer"
+    story.tell(
+        f"[{{friend}} has|At that time {{friend}} has] {{k}} {word} {{things}} than {{name}}.", k=k
+    )
+    story.tell(
+        "[How many {things} do they have together|How many {things} do {name} and {friend} have"
+        " [in all|in total|together]]?"
+    )
+    reason = story.say(f"{{friend}} [has|owns|holds] {{k}} {word}[ than {{name}}|]", k=k)
+    other = story.work(reason, story.quantity, "+" if more else "-", k)
+    reason = story.say(
+        "[we|we can|now we] [add|join|put together] [both|the two|their] [parts|numbers|amounts]"
+    )
+    story.quantity = story.work(reason, story.quantity, "+", other)
+    return 2
+
+
+_Step = Callable[[_Story], int]
+_STARTS: list[_Step] = [_start_plain, _start_boxes, _start_boxes, _start_two_days]
+_MIDDLES: list[_Step] = [_gain, _gain, _lose, _lose, _lose, _multiply, _share, _share, _gain_boxes]
+_CLOSES: list[_Step] = [_close_count, _close_count, _close_count, _close_sell, _close_together]
+_CONCLUSION = (
+    "[So|Therefore,|Thus,|In the end,|All told,]"
+    " [the answer is|the result is|we get|the final number is] {n}[ {unit}|]."
+)
+
+
+def generate_problem(rng: random.Random) -> Problem:
+    """Draw one problem from ``rng``, of either split."""
+    while True:
+        story = _Story(rng)
+        wanted = rng.randint(*STEPS)
+        steps = rng.choice(_STARTS)(story)
+        close = rng.choice(_CLOSES)
+        reserved = {_close_count: 0, _close_sell: 1, _close_together: 2}[close]
+        for _ in range(20):
+            if steps >= wanted - reserved:
+                break
+            step = rng.choice(_MIDDLES)
+            if step is _gain_boxes and steps + 2 > wanted - reserved:
+                continue
+            steps += step(story)
+        before = len(story.told)
+        steps += close(story)
+        if steps != wanted or len(story.told) == before or story.quantity > LARGEST:
+            continue
+        conclusion = story.say(_CONCLUSION.replace("{unit}", story.unit), n=story.quantity)
+        answer = " ".join([*story.worked, conclusion]) + f"\n#### {story.quantity}"
+        return Problem(" ".join(story.told), answer, story.quantity, steps)
+
+
+def split_of(question: str) -> Split:
+    """The split a question belongs to: a hash of its text, so the two can never overlap."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return "test" if digest[0] % TEST_SHARE == 0 else "train"
+
+
+def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
+    """``count`` different problems of one split, the same for the same ``seed``."""
+    rng = random.Random(f"{split}-{seed}")
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = generate_problem(rng)
+        if split_of(problem.question) == split:
+            found.setdefault(problem.question, problem)
+    return list(found.values())
+
+
+# Small talk: (what the user may say, what the answer may be).
+SMALL_TALK: list[tuple[str, str]] = [
+    (
+        "[hello|Hello!|hi|Hi there|hey|good morning|Good evening]",
+        "[Hello!|Hi!|Hello there!|Good to see you!] [I can help you|I am glad to help|I am here to"
+        " help] with [word problems|math problems|a word problem]. [What would you like to"
+        " solve?|Which problem do you have?|Just tell me the story.|Ask me anything with numbers.]",
+    ),
+    (
+        "[what can you do?|What can you do|what do you know?|how can you help me?|help]",
+        "[I solve|I can solve|I work on] [short|small|simple] word problems [step by step|one step"
+        " at a time]. [Tell me a story with numbers|Give me a problem|Ask me about things people buy"
+        " and share] and I [will find the answer|will work it out|show every step].",
+    ),
+    (
+        "[who are you?|What are you?|what is your name?|Tell me about yourself]",
+        "I am [a small|a very small|a little] language model [that solves|trained on|made for] word"
+        " problems. [I was trained on a small machine|I know about numbers and little else|I am"
+        " here to show fast decoding].",
+    ),
+    (
+        "[thanks|Thank you!|thank you very much|Great, thanks]",
+        "[You are welcome!|My pleasure!|Glad to help!|Any time!] [Do you have another"
+        " problem?|Ask me another one.|Come back with more numbers.]",
+    ),
+    (
+        "[bye|Goodbye|see you later|Good night]",
+        "[Goodbye!|See you!|Bye!|Good night!] [Have a nice day.|Come back soon.|It was fun.]",
+    ),
+    (
+        "[how are you?|How are you today?|how is it going?]",
+        "[I am fine|I am well|All is well], [thank you|thanks for asking]."
+        " [How can I help you?|What shall we solve?|Do you have a problem for me?]",
+    ),
+    (
+        "[tell me a joke|Do you know a joke?|make me laugh]",
+        "[Why was six afraid of seven? Because seven ate nine!|What do you get from a tree of"
+        " numbers? Square roots!|Parallel lines have so much in common. They never meet!]",
+    ),
+    (
+        "[what is the weather?|Who won the game?|what is the capital of France?|write a poem]",
+        "[I am sorry,|Sorry,] I [only know|only understand|was trained only on] word problems."
+        " [Please ask me about numbers.|Do you have a word problem?|Try a story with numbers.]",
+    ),
+]
+
+
+def small_talk(rng: random.Random) -> tuple[str, str]:
+    """One (user, assistant) exchange of small talk."""
+    story = _Story(rng)
+    user, assistant = rng.choice(SMALL_TALK)
+    return story.say(user), story.say(assistant)
+
+
+def chat_messages(*exchanges: tuple[str, str]) -> list[Message]:
+    """The exchanges as ``[{"role": ..., "content": ...}]``."""
+    return [
+        {"role": role, "content": text}
+        for exchange in exchanges
+        for role, text in zip(("user", "assistant"), exchange, strict=True)
+    ]
+
+
+def chats(split: Split, seed: int = 0) -> Iterator[list[Message]]:
+    """Endless chats of one split: mostly one problem, some of several turns, some small talk."""
+    rng = random.Random(f"chats-{split}-{seed}")
+    while True:
+        kinds = rng.choices(["p", "pp", "sp", "s", "ps", "pps", "ppp"], [70, 9, 7, 5, 4, 2, 3])[0]
+        exchanges = []
+        for kind in kinds:
+            if kind == "s":
+                exchanges.append(small_talk(rng))
+                continue
+            problem = generate_problem(rng)
+            while split_of(problem.question) != split:
+                problem = generate_problem(rng)
+            exchanges.append((problem.question, problem.answer))
+        yield chat_messages(*exchanges)
+
+
+def final_number(text: str) -> int | None:
+    """The number after the last ``####`` of an answer, or None where there is none."""
+    found = re.findall(r"####\s*(-?\d[\d,]*)", text)
+    return int(found[-1].replace(",", "")) if found else None

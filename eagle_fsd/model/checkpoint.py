@@ -1,0 +1,146 @@
+"""Loading and saving draft heads in the layout EAGLE-1/2 heads are published in.
+
+A folder (or a Hub repository) with ``config.json`` and ``model.safetensors`` or
+``pytorch_model.bin``, holding ``fc.weight``, ``fc.bias`` where ``config.bias`` is true (the default
+when absent), ``layers.0.*`` without an input norm, and mostly the target's ``embed_tokens.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
+
+from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.settings import SETTINGS_FILE
+from eagle_fsd.model.target import Target
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+EMBEDDING = "embed_tokens.weight"
+#: Buffers that older checkpoints carry and that are computed from the configuration.
+_COMPUTED = ("rotary_emb.inv_freq",)
+
+
+class CheckpointError(ValueError):
+    """A head's files are missing, damaged or of another shape; the message says which."""
+
+
+def load_head(
+    path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
+) -> EagleHead:
+    """The head at ``path``, attached to ``target``, with the target's dtype unless told.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or a tensor is missing, unexpected or of the
+            wrong shape (each is named).
+        ValueError: The head's hidden size or vocabulary is not the target's.
+    """
+    config = _read_config(path, token)
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in _read_weights(path, token).items()
+        if not name.endswith(_COMPUTED)
+    }
+    dtype = dtype or target.dtype
+    head = EagleHead(config, bias=getattr(config, "bias", True), dtype=dtype).attach(target)
+    embedding = weights.pop(EMBEDDING, None)
+    _check(path, head.state_dict(), weights)
+    head.load_state_dict(weights)
+    if embedding is not None:
+        _take_embedding(path, head, target, embedding)
+    return head.eval().requires_grad_(False)
+
+
+def save_head(head: EagleHead, path: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``config.json`` and ``model.safetensors`` to the folder ``path``."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    config = head.config.to_dict()
+    config.update(num_hidden_layers=1, bias=head.fc.bias is not None)
+    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    state = {
+        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+
+
+def settings_file(path: str | Path, token: str | None = None) -> Path | None:
+    """The ``fsd.json`` beside the head, if there is one."""
+    found = _file(path, SETTINGS_FILE, token)
+    return Path(found) if found else None
+
+
+def _file(path: str | Path, name: str, token: str | None) -> str | None:
+    if Path(path).is_dir():
+        return str(Path(path) / name) if (Path(path) / name).is_file() else None
+    if Path(path).exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds the head")
+    try:
+        return cached_file(str(path), name, token=token, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is neither a folder nor a model that can be reached: {error}"
+        ) from error
+
+
+def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
+    found = _file(path, CONFIG_FILE, token)
+    if found is None:
+        raise CheckpointError(f"{path} has no {CONFIG_FILE}")
+    try:
+        values = json.loads(Path(found).read_text(encoding="utf-8"))
+        return AutoConfig.for_model(values.pop("model_type", "llama"), **values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{found} is not a head's configuration: {error}") from error
+
+
+def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
+    for name in WEIGHT_FILES:
+        found = _file(path, name, token)
+        if found is None:
+            continue
+        try:
+            if name.endswith(".safetensors"):
+                return load_file(found)
+            return torch.load(found, map_location="cpu", weights_only=True)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise CheckpointError(f"{found} cannot be read: {str(error).splitlines()[0]}") from error
+    raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
+
+
+def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    faults = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
+    faults += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
+    faults += [
+        f"{name} is {list(found[name].shape)}, not {list(expected[name].shape)}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise CheckpointError(f"{path} does not hold the head its configuration describes: " + "; ".join(faults))
+
+
+def _take_embedding(path: str | Path, head: EagleHead, target: Target, embedding: Tensor) -> None:
+    """Keep the checkpoint's embedding only where it differs from the target's."""
+    own = target.embed.weight
+    if embedding.shape != own.shape:
+        raise CheckpointError(
+            f"{path}: {EMBEDDING} is {list(embedding.shape)}, the target's is {list(own.shape)}"
+        )
+    embedding = embedding.to(own.device, own.dtype)
+    if torch.equal(embedding, own):
+        return
+    log.warning("%s: the head brings an embedding that is not the target's; keeping both", path)
+    head.embed_tokens = nn.Embedding.from_pretrained(embedding.to(head.device, head.dtype))

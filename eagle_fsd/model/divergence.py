@@ -1,0 +1,129 @@
+"""Divergences between the target's and the draft's next-token distributions.
+
+All take natural-log probabilities in float32 and return nats (``tv`` is a plain share of mass):
+
+=================  ==========================================  ==============
+name               formula, with ``m = (p + q) / 2``           range
+=================  ==========================================  ==============
+``js``             ``KL(p||m) / 2 + KL(q||m) / 2``             ``[0, ln 2]``
+``js_reference``   ``KL(m||p) / 2 + KL(m||q) / 2``             ``[0, inf)``
+``kl``             ``KL(q||p)``                                ``[0, inf)``
+``kl_reversed``    ``KL(p||q)``                                ``[0, inf)``
+``tv``             ``sum |p - q| / 2``                         ``[0, 1]``
+=================  ==========================================  ==============
+
+``js_reference`` is what the code released with the FSD paper (arXiv 2502.20704) computes under the
+name ``js_div``: its arguments are the other way round, so it is not bounded by ``ln 2`` and its
+thresholds do not carry over to ``js``. Their ``kl_div`` is ``kl`` here.
+
+Each also exists as ``top_k_<name>``, over the target's 50 most likely tokens with everything else
+in one bucket, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 with one bucket
+likewise. Putting tokens in a bucket can only lower a divergence (data-processing inequality).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: ``(log p, log q)``, both ``[..., V]`` float32, to ``[...]`` float32.
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+#: Log-probabilities are raised to this before use: ``exp`` of it is 0 in float32, so no probability
+#: changes, and products such as ``p * log p`` stay finite where a probability has vanished.
+LOG_FLOOR = -1e4
+TOP_K = 50
+TOP_P = 0.95
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """``KL(exp a || exp b)``."""
+    return (a.exp() * (a - b)).sum(-1).clamp_min(0.0)
+
+
+def _mixture(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.logaddexp(log_p, log_q) - math.log(2.0)
+
+
+def js(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Jensen-Shannon divergence, in ``[0, ln 2]`` nats."""
+    log_m = _mixture(log_p, log_q)
+    return (0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))).clamp_max(math.log(2.0))
+
+
+def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The reversed, unbounded form that the FSD authors' code names ``js_div``."""
+    log_m = _mixture(log_p, log_q)
+    return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``KL(q||p)``, draft from target: the FSD authors' ``kl_div``."""
+    return _kl(log_q, log_p)
+
+
+def kl_reversed(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``KL(p||q)``, target from draft."""
+    return _kl(log_p, log_q)
+
+
+def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Total variation distance, in ``[0, 1]``."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Both over the target's ``TOP_K`` best tokens plus one bucket: ``[..., TOP_K + 1]``."""
+    index = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1).indices
+
+    def bucketed(log_x: Tensor) -> Tensor:
+        rest = log_x.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([log_x.gather(-1, index), rest], -1).clamp_min(LOG_FLOOR)
+
+    return bucketed(log_p), bucketed(log_q)
+
+
+def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with what lies outside the target's nucleus moved to a bucket: ``[..., V + 1]``."""
+    ordered, index = log_p.sort(-1, descending=True)
+    mass = ordered.exp()
+    outside = torch.zeros_like(log_p, dtype=torch.bool)
+    outside.scatter_(-1, index, mass.cumsum(-1) - mass >= TOP_P)
+
+    def bucketed(log_x: Tensor) -> Tensor:
+        rest = log_x.masked_fill(~outside, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([log_x.masked_fill(outside, -torch.inf), rest], -1).clamp_min(LOG_FLOOR)
+
+    return bucketed(log_p), bucketed(log_q)
+
+
+def _build(
+    name: str, buckets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+) -> Divergence:
+    base = _BASE[name]
+
+    def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+        log_p = log_p.float().clamp_min(LOG_FLOOR)
+        log_q = log_q.float().clamp_min(LOG_FLOOR)
+        return base(*(buckets(log_p, log_q) if buckets else (log_p, log_q)))
+
+    return divergence
+
+
+_BASE: dict[str, Divergence] = {
+    "js": js,
+    "js_reference": js_reference,
+    "kl": kl,
+    "kl_reversed": kl_reversed,
+    "tv": tv,
+}
+
+#: Every divergence by name; finite for the log-softmax of any finite logits.
+DIVERGENCES: dict[str, Divergence] = {
+    prefix + name: _build(name, buckets)
+    for prefix, buckets in (("", None), ("top_k_", _top_k_buckets), ("top_p_", _top_p_buckets))
+    for name in _BASE
+}

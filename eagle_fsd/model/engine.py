@@ -1,0 +1,277 @@
+"""One decoding step on a batch: draft a tree, score it, keep a path, tidy the caches.
+
+Everything here stays on the device; the host learns what a step emitted from
+:meth:`Engine.step`'s result and nothing else. Shape letters as in ``verify.py``; ``A`` is the most
+tokens a step can emit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.sampling import History, Sampler
+from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
+from eagle_fsd.model.verify import AcceptanceRule, Verification, verify
+
+#: Prompt tokens the target reads in one pass.
+PREFILL_CHUNK = 512
+
+
+@dataclass
+class StepResult:
+    """What a step emitted, read back from the device in one transfer.
+
+    Attributes:
+        tokens: For each live row, the emitted tokens; at least one.
+        origins: Their :class:`~eagle_fsd.model.verify.Origin`, alike.
+    """
+
+    tokens: list[list[int]]
+    origins: list[list[int]]
+
+
+class Engine:
+    """The rows of one call and everything they need on the device.
+
+    The target's cache holds all of a row but its last token, which is the root of the next tree.
+    The head's cache holds the pairs (feature, next token) before that; pairs that the last step
+    added are pending and open the next draft.
+
+    Args:
+        head: None for plain decoding, which is the same step on a tree of one node.
+        prompts: For each row its tokens, at least one, on the target's device.
+        max_new_tokens: How many tokens a row may add; sizes the caches.
+        history: Needed where the sampler's processors look at prefixes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        head: EagleHead | None,
+        settings: FSDSettings,
+        rule: AcceptanceRule,
+        sampler: Sampler,
+        prompts: list[Tensor],
+        max_new_tokens: int,
+        clock: PhaseClock,
+        history: History | None = None,
+    ) -> None:
+        self.target, self.head, self.settings = target, head, settings
+        self.rule, self.sampler, self.clock, self.history = rule, sampler, clock, history
+        self.width = min(settings.top_k, target.vocabulary)
+        self.host_lengths = [len(prompt) - 1 for prompt in prompts]
+        longest = max(self.host_lengths) + max_new_tokens
+        self.cache = target.new_cache(len(prompts), longest + (settings.total_tokens if head else 1))
+        if head is not None:
+            drafted = settings.depth + 2 + settings.depth * self.width
+            self.head_cache = head.new_cache(len(prompts), longest + drafted)
+            self.clean = [len(prompt) > 1 for prompt in prompts]
+        clock.enter("prefill")
+        self._prefill(prompts)
+
+    @property
+    def rows(self) -> int:
+        return self.roots.shape[0]
+
+    def step(self) -> StepResult:
+        """Emit at least one token for every row.
+
+        Raises:
+            FloatingPointError: The target produced NaN or infinite logits.
+        """
+        # Without a feature there is nothing to draft from: a prompt of one token starts plainly.
+        draft = self.head is not None and all(self.clean)
+        tree = self._draft() if draft else single_node(self.roots, self.target.vocabulary)
+        self.clock.enter("target")
+        scored = self.target.forward_tree(tree, self.lengths, max(self.host_lengths), self.cache)
+        self.clock.enter("verify")
+        evidence = self.sampler(tree, scored.logits, self.history)
+        kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
+        # A NaN or +inf anywhere in a row of logits makes all of its log-softmax NaN.
+        broken = evidence.raw_log_probs[:, :, 0].isnan().any(1) | evidence.warped_log_probs[:, :, 0].isnan().any(1)
+        self.clock.enter("cache")
+        self._commit(tree, scored.features, kept)
+        self.clock.enter("host")
+        return self._read(kept, broken)
+
+    def drop(self, rows: list[int]) -> list[int]:
+        """Forget finished rows; returns the old index of every row that is left, in its new order."""
+        order = list(range(self.rows))
+        for row in sorted(rows, reverse=True):
+            last = len(order) - 1
+            if row != last:
+                self._move_row(last, row)
+                order[row] = order[last]
+            order.pop()
+        keep = len(order)
+        self.roots, self.lengths = self.roots[:keep], self.lengths[:keep]
+        del self.host_lengths[keep:]
+        if self.head is not None:
+            self.head_lengths = self.head_lengths[:keep]
+            self.pending_features = self.pending_features[:keep]
+            self.pending_tokens = self.pending_tokens[:keep]
+            self.pending = self.pending[:keep]
+            del self.clean[keep:]
+        if self.history is not None:
+            self.history.keep(keep)
+        return order
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def _prefill(self, prompts: list[Tensor]) -> None:
+        """Read every prompt but its last token, chunk by chunk, into both caches."""
+        device = self.target.device
+        self.roots = torch.stack([prompt[-1] for prompt in prompts])
+        self.lengths = torch.tensor(self.host_lengths, device=device)
+        longest = max(self.host_lengths)
+        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # right: [B, longest + 1]
+        last = (self.lengths - 1).clamp_min(0)  # the position of each row's last feature
+        feature = None
+        for start in range(0, longest, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, longest)
+            features = self.target.prefill(ids[:, start:stop], start, self.cache)
+            if self.head is None:
+                continue
+            pairs = torch.full_like(self.lengths, start)
+            self.head.append(features, ids[:, start + 1 : stop + 1], pairs, start, self.head_cache)
+            index = (last - start).clamp(0, stop - start - 1)[:, None, None]
+            here = features.gather(1, index.expand(-1, 1, features.shape[-1]))  # [B, 1, H]
+            inside = ((last >= start) & (last < stop))[:, None, None]
+            feature = here if feature is None else torch.where(inside, here, feature)
+        if self.head is None:
+            return
+        if feature is None:
+            feature = torch.zeros(
+                len(prompts), 1, self.target.hidden_size, dtype=self.head.dtype, device=device
+            )
+        # The last pair is kept pending: the draft that it opens needs its output.
+        self.head_lengths = last
+        self.pending_features = feature
+        self.pending_tokens = self.roots[:, None]
+        self.pending = (self.lengths > 0).long()
+
+    # -- a step's parts --------------------------------------------------------------------------
+
+    def _draft(self) -> DraftTree:
+        """Grow the tree: the pending pairs give the root's children, then one pass a level."""
+        head, settings = self.head, self.settings
+        builder = TreeBuilder(settings.total_tokens, settings.depth, settings.top_k)
+        self.clock.enter("draft")
+        # Host's bound on the pairs committed: one less than the target's cache holds.
+        longest = max(self.host_lengths)
+        output = head.append(
+            self.pending_features,
+            self.pending_tokens,
+            self.head_lengths,
+            longest,
+            self.head_cache,
+        )
+        last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
+        features = output.gather(1, last)  # [B, 1, H], at the root
+        self.head_lengths = self.head_lengths + self.pending
+        log_probs = head.readout(features[:, 0])
+        self.clock.enter("tree")
+        builder.start(log_probs)
+
+        width, lengths = builder.width, self.head_lengths
+        device = lengths.device
+        view = self.head_cache.visible(longest + self.settings.depth * width + 1)
+        committed = torch.arange(view, device=device) < lengths[:, None]  # [B, view]
+        drafted = torch.arange(settings.depth * width, device=device)
+        columns = lengths[:, None] + drafted  # [B, depth * K] slots of the drafted pairs
+        own = torch.eye(width, dtype=torch.bool, device=device)
+        seen = torch.zeros(
+            lengths.shape[0], width, settings.depth * width, dtype=torch.bool, device=device
+        )
+        features = features.expand(-1, width, -1)
+        for level in range(settings.depth):
+            tokens, slots = builder.choose()
+            here = slice(level * width, (level + 1) * width)
+            index = slots[:, :, None]
+            features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
+            seen = seen.gather(1, index.expand_as(seen)).clone()
+            seen[:, :, here] = own
+            allowed = committed[:, None].expand(-1, width, -1)
+            allowed = allowed.scatter(2, columns[:, None].expand_as(seen), seen)
+            mask = additive_mask(allowed, head.dtype)
+            positions = (lengths + level)[:, None].expand(-1, width)
+            self.head_cache.place(columns[:, here], view)
+            self.clock.enter("draft")
+            features = head(features, tokens, positions, mask, self.head_cache)
+            log_probs = head.readout(features)
+            self.clock.enter("tree")
+            builder.extend(log_probs)
+        return builder.finish(self.roots)
+
+    def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
+        """Close up the target's cache behind the kept path and queue the head's new pairs."""
+        if tree.size > 1:
+            source = self.lengths[:, None] + kept.path
+            slots = torch.arange(kept.path.shape[1], device=source.device)
+            # Slots past the path hold nothing that is ever read: write each to itself.
+            target = self.lengths[:, None] + torch.where(slots < kept.count[:, None], slots, kept.path)
+            self.cache.move(source, target)
+        self.lengths = self.lengths + kept.count
+        self.roots = kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0]
+        if self.head is None:
+            return
+        index = kept.path[:, :, None].expand(-1, -1, features.shape[-1])
+        features = features.gather(1, index)
+        if all(self.clean):
+            self.pending_features, self.pending_tokens = features, kept.tokens
+            self.pending = kept.count
+        else:
+            self._queue(features, kept)
+
+    def _queue(self, features: Tensor, kept: Verification) -> None:
+        """After a plain first step: the new pair goes behind what was pending already."""
+        self.pending_features = torch.cat([self.pending_features, features.to(self.pending_features.dtype)], 1)
+        self.pending_tokens = torch.cat([self.pending_tokens, kept.tokens], 1)
+        # Rows that had no pair pending hold a dummy first: move theirs to the front.
+        first = (self.pending == 0)[:, None]
+        self.pending_tokens = torch.where(first, self.pending_tokens.flip(1), self.pending_tokens)
+        self.pending_features = torch.where(
+            first[:, :, None], self.pending_features.flip(1), self.pending_features
+        )
+        self.pending = self.pending + 1
+        self.clean = [True] * self.rows
+
+    def _read(self, kept: Verification, broken: Tensor) -> StepResult:
+        """The only place of a step where the host waits for the device."""
+        packed = torch.cat(
+            [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins], 1
+        ).tolist()
+        if any(row[1] for row in packed):
+            raise FloatingPointError(
+                "the target produced NaN or infinite logits; check its weights and dtype"
+                " (float16 overflows in some models: try bfloat16 or float32)"
+            )
+        most = kept.tokens.shape[1]
+        tokens = [row[2 : 2 + row[0]] for row in packed]
+        origins = [row[2 + most : 2 + most + row[0]] for row in packed]
+        for row, emitted in enumerate(tokens):
+            self.host_lengths[row] += len(emitted)
+            if self.history is not None:
+                self.history.append(row, kept.tokens[row], len(emitted))
+        return StepResult(tokens, origins)
+
+    def _move_row(self, source: int, target: int) -> None:
+        tensors = [self.roots, self.lengths]
+        self.cache.move_row(source, target)
+        self.host_lengths[target] = self.host_lengths[source]
+        if self.head is not None:
+            self.head_cache.move_row(source, target)
+            tensors += [self.head_lengths, self.pending_features, self.pending_tokens, self.pending]
+            self.clean[target] = self.clean[source]
+        for tensor in tensors:
+            tensor[target] = tensor[source]
+        if self.history is not None:
+            self.history.move_row(source, target)

@@ -1,0 +1,149 @@
+"""The target: an unmodified Hugging Face causal language model, and its pass over a draft tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.tree import DraftTree
+
+#: Attention implementations that take an arbitrary 4-D mask.
+MASKED_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass
+class TargetPass:
+    """``logits``: ``[B, N, V]`` float32; ``features``: ``[B, N, H]``, after the final norm."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Target:
+    """What decoding needs of a causal language model, whatever its architecture.
+
+    Raises:
+        ValueError: Some layer does not attend to the whole prefix, or the attention implementation
+            cannot take a tree mask.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        if self.lm_head is None:
+            raise ValueError(f"{type(model).__name__} has no output projection: not a causal LM")
+        attention = self.config._attn_implementation
+        if attention not in MASKED_ATTENTION:
+            raise ValueError(
+                f"attention implementation {attention!r} cannot take a tree mask; load the target"
+                f" with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may hold."""
+        return self.config.max_position_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in; with several devices, that of the embedding."""
+        return self.embed.weight.device
+
+    def check_length(self, length: int) -> None:
+        """Refuse lengths at which a partial-attention layer would not see the whole prefix."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} are not supported:"
+                " decoding a draft tree needs full attention"
+            )
+        slides = "sliding_attention" in kinds if kinds else window is not None
+        if slides and window is not None and length > window:
+            raise ValueError(
+                f"this call may reach {length} tokens, but the target attends to a sliding window"
+                f" of {window}: shorten the prompt or max_new_tokens"
+            )
+
+    def new_cache(self, rows: int, length: int) -> TreeCache:
+        """A cache on the devices of the layers it serves."""
+        layers = self._layers()
+        devices = [next(layer.parameters()).device for layer in layers]
+        return TreeCache(self.config, rows, length, self.dtype, devices)
+
+    def prefill(self, ids: Tensor, start: int, cache: TreeCache) -> Tensor:
+        """Features ``[B, S, H]`` of ``ids`` (``[B, S]``) at positions ``start ..`` of every row."""
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        view = cache.visible(start + ids.shape[1])
+        seen = torch.arange(view, device=ids.device) <= positions[:, None]  # [S, view]
+        mask = additive_mask(seen[None], self.dtype).expand(ids.shape[0], -1, -1, -1)
+        positions = positions.expand_as(ids)
+        cache.place(positions, view)
+        output = self.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state
+
+    def forward_tree(
+        self, tree: DraftTree, lengths: Tensor, longest: int, cache: TreeCache
+    ) -> TargetPass:
+        """Score every node of ``tree`` in one pass.
+
+        Args:
+            tree: ``[B, N]``; its root is the first token that is not in the cache.
+            lengths: ``[B]`` tokens of each row in the cache.
+            longest: An upper bound of ``lengths`` that the host knows.
+            cache: Node ``i`` of row ``b`` is written at slot ``lengths[b] + i``.
+        """
+        view = cache.visible(longest + tree.size)
+        slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
+        seen = torch.arange(view, device=lengths.device) < lengths[:, None]  # [B, view]
+        seen = seen[:, None].expand(-1, tree.size, -1)
+        columns = slots[:, None].expand(-1, tree.size, -1)
+        mask = additive_mask(seen.scatter(2, columns, tree.ancestors), self.dtype)
+        cache.place(slots, view)
+        captured: list[Tensor] = []
+        hook = self.model.base_model.register_forward_hook(
+            lambda _module, _args, output: captured.append(output.last_hidden_state)
+        )
+        try:
+            # Through the whole model, so that whatever it does to its logits is done here too.
+            output = self.model(
+                input_ids=tree.tokens,
+                attention_mask=mask,
+                position_ids=lengths[:, None] + tree.depths,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            hook.remove()
+        return TargetPass(output.logits.float(), captured[0])
+
+    def _layers(self) -> nn.ModuleList:
+        count = self.config.num_hidden_layers
+        for module in self.model.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise ValueError(f"{type(self.model).__name__}: found no list of {count} decoder layers")
