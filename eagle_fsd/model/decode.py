@@ -182,18 +182,13 @@ class EagleFSD:
         streamer: BaseStreamer | None = options.pop("streamer", None)
         if streamer is not None and input_ids.shape[0] != 1:
             raise ValueError("a streamer follows one prompt; this call has several")
-        call = _Call(self, input_ids, *args, **options)
+        decoding = Decoding(self, input_ids, *args, **options)
         if streamer is not None:
             streamer.put(input_ids[0].cpu())
-        for chunk in call.run():
-            if streamer is not None:
-                streamer.put(torch.tensor(chunk.tokens))
-        if streamer is not None:
-            streamer.end()
-        return call.output()
+        return decoding.finish(streamer)
 
-    def stream(self, input_ids: Tensor, *args: Any, **options: Any) -> Iterator[StreamChunk]:
-        """Decode, yielding what each step emitted for each row.
+    def stream(self, input_ids: Tensor, *args: Any, **options: Any) -> Decoding:
+        """Decode step by step: iterate over the result for a :class:`StreamChunk` a row and step.
 
         Args:
             input_ids: ``[B, S]``; shorter prompts padded on the left.
@@ -216,7 +211,7 @@ class EagleFSD:
             ValueError: Something of the above is out of its bounds; the message says what.
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        return _Call(self, input_ids, *args, **options).run()
+        return Decoding(self, input_ids, *args, **options)
 
     def custom_generate(
         self,
@@ -247,7 +242,7 @@ class EagleFSD:
         if generation_config.num_beams != 1:
             raise ValueError("draft trees and beam search do not go together: set num_beams=1")
         sampled = generation_config.do_sample
-        call = _Call(
+        decoding = Decoding(
             self,
             input_ids,
             attention_mask=model_kwargs.get("attention_mask"),
@@ -266,16 +261,15 @@ class EagleFSD:
             method=method,
             seed=seed,
         )
-        for chunk in call.run():
-            if streamer is not None:
-                streamer.put(torch.tensor(chunk.tokens))
-        if streamer is not None:
-            streamer.end()
-        return call.output().sequences
+        return decoding.finish(streamer).sequences
 
 
-class _Call:
-    """One ``generate`` call: checks its arguments, runs the engine, ends each row in time."""
+class Decoding:
+    """One call on its way: checks its arguments, runs the engine, ends each row in time.
+
+    Made by :meth:`EagleFSD.stream`, which documents the arguments. Iterating decodes; afterwards
+    :meth:`output` has the whole. Stopping early is fine: ``output`` then has what there is.
+    """
 
     def __init__(
         self,
@@ -360,6 +354,7 @@ class _Call:
         self.origins: list[list[int]] = [[] for _ in prompts]
         self.stats = DecodeStats.empty(len(prompts))
         self.clock = PhaseClock(target.device)
+        self.stats.seconds = self.clock.seconds
         self._make_engine = lambda: Engine(
             target,
             owner.head if method == "fsd" else None,
@@ -372,8 +367,17 @@ class _Call:
             history,
         )
 
+    def finish(self, streamer: BaseStreamer | None = None) -> GenerateOutput:
+        """Decode to the end, telling ``streamer`` what each step emitted."""
+        for chunk in self:
+            if streamer is not None:
+                streamer.put(torch.tensor(chunk.tokens))
+        if streamer is not None:
+            streamer.end()
+        return self.output()
+
     @torch.inference_mode()
-    def run(self) -> Iterator[StreamChunk]:
+    def __iter__(self) -> Iterator[StreamChunk]:
         engine = self._make_engine()
         live = list(range(len(self.new)))
         while live:
@@ -393,7 +397,6 @@ class _Call:
                 live = [live[place] for place in engine.drop(ended)]
             elif ended:
                 live = []
-        self.stats.seconds = dict(self.clock.seconds)
 
     def _take(self, row: int, tokens: list[int]) -> tuple[list[int], bool]:
         """Add a step's tokens to a row, up to where it ends; the tokens taken, and whether it did."""
@@ -411,6 +414,7 @@ class _Call:
         return bool(self.criteria(ids[None], None).any())
 
     def output(self) -> GenerateOutput:
+        """Everything emitted so far."""
         width = max(map(len, self.new))
         device = self.input_ids.device
 

@@ -44,19 +44,21 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
     return (a.exp() * (a - b)).sum(-1).clamp_min(0.0)
 
 
-def _mixture(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return torch.logaddexp(log_p, log_q) - math.log(2.0)
-
-
 def js(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Jensen-Shannon divergence, in ``[0, ln 2]`` nats."""
-    log_m = _mixture(log_p, log_q)
-    return (0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))).clamp_max(math.log(2.0))
+    """Jensen-Shannon divergence, in ``[0, ln 2]`` nats.
+
+    Computed as ``sum (p log p + q log q) / 2 - m log m``: three transcendental functions a token
+    instead of five, and this one runs at every step.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    m = 0.5 * (p + q)
+    value = (0.5 * (p * log_p + q * log_q) + torch.special.entr(m)).sum(-1)
+    return value.clamp(0.0, math.log(2.0))
 
 
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The reversed, unbounded form that the FSD authors' code names ``js_div``."""
-    log_m = _mixture(log_p, log_q)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
 
 

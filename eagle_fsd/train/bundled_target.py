@@ -8,19 +8,20 @@ token and the pair behaves as pairs of real size do.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
 from eagle_fsd.model.bundled.problems import Message, chats
+from eagle_fsd.train.record import write_record
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ class TargetRecipe:
     """Everything that decides the bundled target; the defaults are what was shipped.
 
     Attributes:
-        tokens_per_batch: Tokens (padding included) an optimiser step sees.
-        prompt_weight: Weight of the loss on what the user says, relative to the answer's.
-        minutes: Wall-clock budget; the schedule is laid out in ``steps``, whichever ends first.
+        tokens_per_batch: Tokens an optimiser step sees, padding included.
+        prompt_weight: Weight of the loss on what the user says; the answer's is 1.
+        decay_share: The part of the steps over which the learning rate falls to zero at the end.
     """
 
     vocab_size: int = 1024
@@ -57,12 +58,10 @@ class TargetRecipe:
     layers: int = 14
     heads: int = 4
     context: int = 2048
-    steps: int = 3000
+    steps: int = 3200
     tokens_per_batch: int = 4096
     prompt_weight: float = 0.1
-    optimizer: str = "muon"
-    muon_lr: float = 0.02
-    adam_lr: float = 3e-3
+    lr: float = 2e-3
     weight_decay: float = 0.05
     warmup: int = 50
     decay_share: float = 0.35
@@ -163,84 +162,78 @@ def build_model(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> Lla
     )
 
 
-def train_target(recipe: TargetRecipe, out: Path) -> None:
-    """Train and save to ``out``; a run that was stopped goes on from its last checkpoint."""
-    out.mkdir(parents=True, exist_ok=True)
+def train_target(recipe: TargetRecipe, work: Path, out: Path) -> None:
+    """Train with checkpoints in ``work``, then save to ``out`` in half precision.
+
+    A run that was stopped goes on from its last checkpoint.
+    """
+    work.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(recipe.vocab_size)
-    tokenizer.save_pretrained(out)
     model = build_model(recipe, tokenizer)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    for layer in model.model.layers:
-        layer.compile(dynamic=True)
-    optimisers = [
-        torch.optim.Muon(
-            matrices,
-            lr=recipe.muon_lr,
-            weight_decay=recipe.weight_decay,
-            adjust_lr_fn="original",
-        )
-        if recipe.optimizer == "muon"
-        else torch.optim.AdamW(
-            matrices, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
-        ),
-        torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=recipe.lr,
+        betas=(0.9, 0.95),
+    )
     decay = int(recipe.steps * recipe.decay_share)
-    schedules = [
-        get_wsd_schedule(o, recipe.warmup, decay, num_training_steps=recipe.steps) for o in optimisers
-    ]
+    schedule = get_wsd_schedule(optimiser, recipe.warmup, decay, num_training_steps=recipe.steps)
+    parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
     log.info("target: %.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    stream = batches(tokenizer, recipe)
-    checkpoint = out / "checkpoint.pt"
-    first = 0
+
+    checkpoint = work / "checkpoint.pt"
+    first, seen, spent = 0, 0, 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for part, saved in zip([*optimisers, *schedules], state["parts"], strict=True):
-            part.load_state_dict(saved)
-        first = state["step"]
-        for _ in range(first):
-            next(stream)
-        log.info("resumed at step %d", first)
-    started, seen, smooth = time.monotonic(), 0, None
-    for step in range(first, recipe.steps):
-        ids, weights = next(stream)
-        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        kept = weights[:, 1:] > 0
-        logits = model.lm_head(hidden[kept])
-        losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:][kept], reduction="none")
-        w = weights[:, 1:][kept]
-        loss = (losses * w).sum() / w.sum()
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        first, seen, spent = state["step"], state["tokens"], state["seconds"]
+        log.info("going on from step %d", first)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True)  # twice as fast on a CPU
+
+    stream = itertools.islice(batches(tokenizer, recipe), first, recipe.steps)
+    started, smooth = time.monotonic() - spent, None
+    for step, (ids, weights) in enumerate(stream, first + 1):
+        loss, own = _language_loss(model, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in optimisers:
-            part.step()
-            part.zero_grad(set_to_none=True)
-        for part in schedules:
-            part.step()
-        own = losses.detach()[w == 1].mean().item()
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad(set_to_none=True)
         smooth = own if smooth is None else 0.95 * smooth + 0.05 * own
         seen += ids.numel()
-        if (step + 1) % 20 == 0:
-            rate = seen / (time.monotonic() - started)
-            log.info("step %d loss %.4f tokens/s %.0f", step + 1, smooth, rate)
-        if (step + 1) % 250 == 0 or step + 1 == recipe.steps:
-            state = {
-                "model": model.state_dict(),
-                "parts": [p.state_dict() for p in [*optimisers, *schedules]],
-                "step": step + 1,
-            }
+        spent = time.monotonic() - started
+        if step % 20 == 0:
+            left = spent / step * (recipe.steps - step) / 60
+            log.info(
+                "step %d of %d, loss on answers %.4f, %.0f tokens/s, %.0f minutes left",
+                step,
+                recipe.steps,
+                smooth,
+                seen / spent,
+                left,
+            )
+        if step % 250 == 0 or step == recipe.steps:
+            state = {name: part.state_dict() for name, part in parts.items()}
+            state |= {"step": step, "tokens": seen, "seconds": spent}
             torch.save(state, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").rename(checkpoint)
-            model.save_pretrained(out)
-    (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
+            checkpoint.with_suffix(".tmp").replace(checkpoint)
+    tokenizer.save_pretrained(out)
+    model.to(torch.float16).save_pretrained(out)
+    write_record(out, recipe, seen, spent)
 
 
-if __name__ == "__main__":
-    import sys
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    overrides = dict(item.split("=") for item in sys.argv[2:])
-    recipe = TargetRecipe(**{k: type(getattr(TargetRecipe, k))(v) for k, v in overrides.items()})
-    train_target(recipe, Path(sys.argv[1]))
+def _language_loss(
+    model: LlamaForCausalLM, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, float]:
+    """Weighted mean cross-entropy of the next token, and its mean over the answers alone."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    kept = weights[:, 1:] > 0
+    losses = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")
+    weight = weights[:, 1:][kept]
+    return (losses * weight).sum() / weight.sum(), losses.detach()[weight == 1].mean().item()

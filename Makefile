@@ -1,0 +1,31 @@
+# `make demo` and `make test` need nothing but Python 3.10 or later.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test quality bundled clean
+
+demo: $(INSTALLED)
+	$(RUN)/eagle-fsd generate --show-origins "Mia buys 4 boxes of 6 pencils. Then she gives 5 pencils to Tom. How many pencils does Mia have now?"
+
+test: $(INSTALLED)
+	$(RUN)/python -m pytest -m "not slow"
+
+quality: $(INSTALLED)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+
+# Everything the virtual environment holds follows from these two files.
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet -r requirements.txt
+	$(RUN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# Train the pair that ships with the package from nothing; see eagle_fsd/train/bundled.py.
+bundled: $(INSTALLED)
+	$(RUN)/python -m eagle_fsd.train.bundled
+
+clean:
+	rm -rf $(VENV) *.egg-info
