@@ -11,17 +11,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.exceptions import TyperException
 
 from eagle_fsd.model.settings import FSDSettings, read_settings
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -70,7 +70,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.BadParameter(str(error)) from error
         return command(settings=merged, **values)
 
-    own = [p for name, p in inspect.signature(command).parameters.items() if name != "settings"]
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for name, p in signature.parameters.items() if name != "settings"]
     added = [_setting_parameter(item) for item in fields(FSDSettings)]
     file = Annotated[Path | None, typer.Option("--settings", help="An fsd.json with settings.")]
     added.append(_parameter("settings_file", file))
@@ -191,6 +192,7 @@ def generate(
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
         f" threshold {0.0 if plain else model.settings.threshold:g}",
         style="dim",
+        soft_wrap=True,
     )
 
 
@@ -363,17 +365,31 @@ class _progress:  # noqa: N801  (used as a context manager, like rich's own)
 
 
 def main() -> None:
-    """Run the command; an expected failure is one line on standard error and status 1."""
+    """Run the command; whatever is expected to go wrong is one line on standard error.
+
+    Status 0 on success, 2 for a usage error, 1 otherwise.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
-        app()
+        status = app(prog_name="eagle-fsd", standalone_mode=False)
+    except TyperException as error:
+        _fail(f"{error.format_message()} (see eagle-fsd --help)", error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("stopped", 130)
     except (ValueError, FloatingPointError, OSError) as error:
-        err.print(f"error: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
+        _fail(str(error), 1)
+    raise SystemExit(status or 0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    err.print(f"error: {' '.join(message.split())}", markup=False, soft_wrap=True)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

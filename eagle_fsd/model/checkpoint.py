@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from huggingface_hub import errors as hub_errors
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -30,6 +31,8 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
 #: Buffers that older checkpoints carry and that are computed from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
+#: What a configuration class raises for a field of the wrong type or value.
+_STRICT = (hub_errors.StrictDataclassError,)
 
 
 class CheckpointError(ValueError):
@@ -52,8 +55,11 @@ def load_head(
         for name, tensor in _read_weights(path, token).items()
         if not name.endswith(_COMPUTED)
     }
-    dtype = dtype or target.dtype
-    head = EagleHead(config, bias=getattr(config, "bias", True), dtype=dtype).attach(target)
+    try:
+        head = EagleHead(config, getattr(config, "bias", True), dtype or target.dtype)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: no head can be made of its {CONFIG_FILE}: {error}") from error
+    head.attach(target)
     embedding = weights.pop(EMBEDDING, None)
     _check(path, head.state_dict(), weights)
     head.load_state_dict(weights)
@@ -66,8 +72,12 @@ def save_head(head: EagleHead, path: str | Path, dtype: torch.dtype | None = Non
     """Write ``config.json`` and ``model.safetensors`` to the folder ``path``."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = head.config.to_dict()
-    config.update(num_hidden_layers=1, bias=head.fc.bias is not None)
+    config = head.config.to_diff_dict()
+    config.pop("_name_or_path", None)  # where the target happened to lie
+    kept = str(dtype or head.dtype).removeprefix("torch.")
+    config.update(num_hidden_layers=1, bias=head.fc.bias is not None, dtype=kept)
+    if config.get("layer_types"):  # of all the target's layers; the head has one
+        config["layer_types"] = ["full_attention"]
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
@@ -91,7 +101,7 @@ def _file(path: str | Path, name: str, token: str | None) -> str | None:
         return cached_file(str(path), name, token=token, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is neither a folder nor a model that can be reached: {error}"
+            f"{path} is neither a folder nor a model that can be reached: {_one_line(error)}"
         ) from error
 
 
@@ -102,8 +112,10 @@ def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
     try:
         values = json.loads(Path(found).read_text(encoding="utf-8"))
         return AutoConfig.for_model(values.pop("model_type", "llama"), **values)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{found} is not a head's configuration: {error}") from error
+    except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
+        raise CheckpointError(
+            f"{found} is not a head's configuration: {_one_line(error)}"
+        ) from error
 
 
 def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
@@ -114,10 +126,24 @@ def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
         try:
             if name.endswith(".safetensors"):
                 return load_file(found)
-            return torch.load(found, map_location="cpu", weights_only=True)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"{found} cannot be read: {str(error).splitlines()[0]}") from error
+            weights = torch.load(found, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            # torch's own message advises to switch its safety off.
+            raise CheckpointError(
+                f"{found} is damaged or holds more than tensors; only plain state dicts are read"
+            ) from error
+        except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+            raise CheckpointError(f"{found} cannot be read: {_one_line(error)}") from error
+        if not isinstance(weights, dict) or not all(
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
+        ):
+            raise CheckpointError(f"{found} is not a state dict: tensors by name")
+        return weights
     raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -203,6 +204,7 @@ class EagleFSD:
             method: ``"fsd"``, or ``"ar"`` for plain decoding over the same cache.
             rule: An acceptance rule that takes the place of FSD's.
             eos_token_id: One id or several; default: the target's.
+            pad_token_id: Fills rows that ended; default: the target's, else the first ``eos``.
             stopping_criteria: Hugging Face's, asked after every token.
             logits_processor: Hugging Face's; each tree node is given its own prefix.
             seed: Makes sampling repeatable; default: a seed from torch's own generator.
@@ -252,6 +254,7 @@ class EagleFSD:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             eos_token_id=generation_config.eos_token_id,
+            pad_token_id=generation_config.pad_token_id,
             threshold=threshold,
             divergence=divergence,
             min_ratio=min_ratio,
@@ -291,6 +294,7 @@ class Decoding:
         method: str = "fsd",
         rule: AcceptanceRule | None = None,
         eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         seed: int | None = None,
@@ -313,14 +317,17 @@ class Decoding:
                 f"the tree's top_k is {self.settings.top_k}, more than the vocabulary of"
                 f" {target.vocabulary} tokens"
             )
-        if max_new_tokens != int(max_new_tokens) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be a whole number of at least 1; got {max_new_tokens!r}")
+        if not 1 <= max_new_tokens < math.inf or max_new_tokens != int(max_new_tokens):
+            raise ValueError(
+                f"max_new_tokens must be a whole number of at least 1; got {max_new_tokens!r}"
+            )
 
         config = owner.model.generation_config
         eos = config.eos_token_id if eos_token_id is None else eos_token_id
-        self.eos = {eos} if isinstance(eos, int) else set(torch.as_tensor(eos).flatten().tolist()) if eos is not None else set()
-        pad = config.pad_token_id if config.pad_token_id is not None else next(iter(self.eos), 0)
-        self.pad = pad
+        eos = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
+        pad = config.pad_token_id if pad_token_id is None else pad_token_id
+        self.eos = set(eos)
+        self.pad = pad = pad if pad is not None else next(iter(eos), 0)
         self.input_ids = input_ids
         prompts = _prompts(input_ids, attention_mask, target, pad if pad not in self.eos else None)
         longest = max(map(len, prompts))
@@ -349,12 +356,13 @@ class Decoding:
         history = None
         if sampler.needs_history:
             room = self.max_new_tokens + self.settings.depth + 2
-            history = History(input_ids.to(target.device), room)
+            history = History(input_ids.to(target.device, torch.long), room)
         self.new: list[list[int]] = [[] for _ in prompts]
         self.origins: list[list[int]] = [[] for _ in prompts]
         self.stats = DecodeStats.empty(len(prompts))
         self.clock = PhaseClock(target.device)
         self.stats.seconds = self.clock.seconds
+        self._steps = self._run()
         self._make_engine = lambda: Engine(
             target,
             owner.head if method == "fsd" else None,
@@ -376,8 +384,12 @@ class Decoding:
             streamer.end()
         return self.output()
 
-    @torch.inference_mode()
     def __iter__(self) -> Iterator[StreamChunk]:
+        """Every call goes on where the last one left off."""
+        return self._steps
+
+    @torch.inference_mode()
+    def _run(self) -> Iterator[StreamChunk]:
         engine = self._make_engine()
         live = list(range(len(self.new)))
         while live:
@@ -447,4 +459,4 @@ def _prompts(
         raise ValueError(
             f"the prompt holds token ids outside the target's vocabulary of {target.vocabulary}"
         )
-    return [prompt.to(target.device) for prompt in prompts]
+    return [prompt.to(target.device, torch.long) for prompt in prompts]

@@ -74,7 +74,7 @@ def kl_reversed(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Total variation distance, in ``[0, 1]``."""
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return (0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)).clamp_max(1.0)
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

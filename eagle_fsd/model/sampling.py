@@ -6,6 +6,7 @@ node, that node's own prefix: the row up to the root and the path from the root 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -142,54 +143,63 @@ class Sampler:
         return F.log_softmax(flat, -1).view_as(log_probs)
 
     def _process(self, tree: DraftTree, logits: Tensor, history: History | None) -> Tensor:
-        result = logits.clone()
-        prefixes = None
-        for item in self.processors:
-            if isinstance(item, PREFIX_FREE):
-                result = item(None, result.flatten(0, 1)).view_as(logits)
-                continue
-            if prefixes is None:
-                prefixes = _paths(tree)
-            result = self._process_by_prefix(item, tree, result, prefixes, history)
-        return result
-
-    def _process_by_prefix(
-        self,
-        processor: LogitsProcessor,
-        tree: DraftTree,
-        logits: Tensor,
-        paths: Tensor,
-        history: History,
-    ) -> Tensor:
-        """Processors want prefixes of one length: go through rows and depths, keep what fits."""
-        rows = []
-        for row, length in enumerate(history.lengths[: tree.tokens.shape[0]]):
-            before = history.tokens[row, :length].expand(tree.size, -1)
-            own = _for_row(processor, history.rows[row])
-            kept = logits[row]
-            for depth in range(tree.max_depth + 1):
-                prefix = torch.cat([before, paths[row, :, :depth]], 1)
-                here = (tree.depths[row] == depth)[:, None]
-                kept = torch.where(here, own(prefix, logits[row].clone()), kept)
-            rows.append(kept)
+        if not self.needs_history:
+            flat = logits.flatten(0, 1)
+            for item in self.processors:
+                flat = item(None, flat)
+            return flat.view_as(logits)
+        rows = [
+            self._process_row(tree, logits, row, history) for row in range(tree.tokens.shape[0])
+        ]
         return torch.stack(rows)
+
+    def _process_row(self, tree: DraftTree, logits: Tensor, row: int, history: History) -> Tensor:
+        """One row's ``[N, V]``, each node processed once, with its own prefix.
+
+        Level by level, because a node below a forbidden edge must not be asked about: a constraint
+        knows no continuation of a text it rules out, and nothing there can be emitted anyway. Such
+        processors are Python that looks at tokens, so here, and only here, the host looks too.
+        """
+        processors = [_for_row(item, history.rows[row]) for item in self.processors]
+        before = history.tokens[row, : history.lengths[row]]
+        paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
+        result = logits[row].clone()
+        open_ = torch.zeros_like(parents, dtype=torch.bool)
+        open_[0] = True
+        for depth in range(tree.max_depth + 1):
+            if depth:
+                open_ = open_ | (open_[parents] & (result[parents, tokens] > -torch.inf))
+            nodes = (open_ & (tree.depths[row] == depth)).nonzero()[:, 0]
+            if not len(nodes):
+                break
+            prefix = torch.cat([before.expand(len(nodes), -1), paths[nodes, :depth]], 1)
+            scores = logits[row, nodes].clone()
+            for item in processors:
+                scores = item(prefix, scores)
+            result[nodes] = scores
+        return result
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """``processor`` for one prompt of the call: some of Hugging Face's hold a value for each."""
-    if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-        ignored = processor.prompt_ignore_length
-        if isinstance(ignored, Tensor):
-            return type(processor)(processor.penalty, prompt_ignore_length=int(ignored[row]))
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return type(processor)(lambda _node, ids: allowed(row, ids), num_beams=1)
-    return processor
+    own = copy.copy(processor)
+    if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, Tensor):
+            own.prompt_ignore_length = int(ignored[row])
+    elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
+        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+    elif isinstance(processor, hf.EncoderNoRepeatNGramLogitsProcessor):
+        own.generated_ngrams, own.batch_size = [processor.generated_ngrams[row]], 1
+    return own
 
 
-def _paths(tree: DraftTree) -> Tensor:
-    """``[B, N, max_depth]``: the tokens from below the root down to each node, 0 beyond it."""
+def _paths(tree: DraftTree, row: int) -> Tensor:
+    """``[N, max_depth]``: the tokens from below the root down to each node, 0 beyond it."""
     level = torch.arange(1, tree.max_depth + 1, device=tree.tokens.device)
-    at_level = tree.depths[:, None, :] == level[:, None]  # [B, D, N]
-    tokens = (at_level * tree.tokens[:, None, :])[:, None]  # [B, 1, D, N]
-    return (tree.ancestors[:, :, None, :] * tokens).sum(-1)
+    at_level = tree.depths[row] == level[:, None]  # [D, N]
+    tokens = at_level * tree.tokens[row]  # [D, N]
+    return (tree.ancestors[row][:, None, :] * tokens).sum(-1)

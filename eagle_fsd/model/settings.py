@@ -89,7 +89,7 @@ class FSDSettings:
         On a GPU a pass over 60 nodes costs about what a pass over one does (EAGLE-2's tree); on a
         CPU it does not, and a small tree wins.
         """
-        return replace(cls(), total_tokens=16, depth=5, top_k=4) if device_type == "cpu" else cls()
+        return replace(cls(), total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,12 +106,15 @@ def _checked(item: Any, value: Any) -> Any:
     whole = isinstance(item.default, int)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{item.name} must be a number; got {value!r}")
-    if whole and value != int(value if math.isfinite(value) else 0):
-        raise ValueError(f"{item.name} must be a whole number; got {value!r}")
     if not low <= value <= high:  # also refuses NaN
         bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{item.name} must be {bounds}; got {value!r}")
-    return int(value) if whole else float(value)
+    if whole and value != int(value):
+        raise ValueError(f"{item.name} must be a whole number; got {value!r}")
+    try:
+        return int(value) if whole else float(value)
+    except OverflowError:
+        raise ValueError(f"{item.name} is too large a number") from None
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +126,12 @@ class Target:
         mask = additive_mask(seen.scatter(2, columns, tree.ancestors), self.dtype)
         cache.place(slots, view)
         captured: list[Tensor] = []
-        hook = self.model.base_model.register_forward_hook(
-            lambda _module, _args, output: captured.append(output.last_hidden_state)
-        )
+
+        def capture(_module: nn.Module, _args: tuple, options: dict, output: Any) -> None:
+            if options.get("past_key_values") is cache:  # another thread's pass may end here too
+                captured.append(output.last_hidden_state)
+
+        hook = self.model.base_model.register_forward_hook(capture, with_kwargs=True)
         try:
             # Through the whole model, so that whatever it does to its logits is done here too.
             output = self.model(

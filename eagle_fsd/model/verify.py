@@ -278,6 +278,7 @@ def _draft_draw(evidence: Evidence, rule: AcceptanceRule, gate: Tensor) -> Tenso
     if evidence.drawn is None:
         raise ValueError('selection="sample" needs a draw from the draft at every node')
     nodes = torch.arange(evidence.tree.size, device=gate.device).expand_as(gate)
+    gate = gate & (evidence.tree.draft_rows >= 0)  # elsewhere there is no draft to draw from
     allowed = rule.admits(evidence, nodes, evidence.drawn)
     allowed = allowed & evidence.supported(nodes, evidence.drawn)
     return torch.where(gate & allowed, evidence.drawn, evidence.sampled)

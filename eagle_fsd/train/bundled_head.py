@@ -35,7 +35,7 @@ class HeadRecipe:
         feature_weight, token_weight: Of smooth-L1 and of the cross-entropy, as published.
     """
 
-    steps: int = 2500
+    steps: int = 800
     tokens_per_batch: int = 6144
     lr: float = 2e-3
     warmup: int = 50

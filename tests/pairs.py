@@ -1,0 +1,228 @@
+"""Tiny targets and heads for the tests: seeded, randomly initialised, float32, no files, no Hub.
+
+Two kinds of pair. :func:`tiny_pair` is a random target under an untrained head: next to nothing is
+accepted at ``T = 0``, everything at a large ``T``. :func:`kindred_pair` is built so that the head
+is right most of the time without any training, for tests in which acceptance matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from eagle_fsd import EagleFSD, EagleHead, FSDSettings
+from eagle_fsd.model.tree import DraftTree
+
+#: Every device there is to test on.
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama-grouped-llama3-rope": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-rope-tied": lambda: LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 1},
+        rope_parameters=LINEAR_ROPE,
+        tie_word_embeddings=True,
+        head_dim=16,
+    ),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "mistral-no-window": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral-wide-window": lambda: MistralConfig(**SIZES, sliding_window=128),
+}
+#: The one that tests of everything but the architecture use.
+PLAIN = "llama-grouped-llama3-rope"
+#: With these seeds no prompt of the tests leads greedy decoding into repeating one token.
+SEEDS = {**dict.fromkeys(ARCHITECTURES, 3), "qwen3": 1}
+
+
+def tiny_target(
+    architecture: str = PLAIN,
+    seed: int | None = None,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> PreTrainedModel:
+    """A fresh target. Every parameter is random, biases and norms too, and large enough that
+    greedy output wanders instead of repeating one token."""
+    config = ARCHITECTURES[architecture]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    randomise(model, SEEDS[architecture] if seed is None else seed)
+    return model.to(dtype).eval()
+
+
+def untrained_head(model: PreTrainedModel, seed: int = 7, bias: bool = True) -> EagleHead:
+    """A random head of the target's family, not attached yet."""
+    head = EagleHead(model.config, bias=bias)
+    randomise(head, seed)
+    return head.to(model.dtype).eval()
+
+
+@lru_cache
+def shared_pair(architecture: str = PLAIN) -> EagleFSD:
+    """One :func:`tiny_pair` for all tests that only decode with it."""
+    return tiny_pair(architecture)
+
+
+def tiny_pair(architecture: str = PLAIN, **settings: Any) -> EagleFSD:
+    """A fresh random target under an untrained head."""
+    model = tiny_target(architecture)
+    return EagleFSD(model, untrained_head(model), small_tree(**settings))
+
+
+def small_tree(**settings: Any) -> FSDSettings:
+    """Lossless settings with a tree that costs little, and whatever is given above them."""
+    return FSDSettings(**{"total_tokens": 12, "depth": 3, "top_k": 3, **settings})
+
+
+@lru_cache
+def kindred_pair(
+    architecture: str = PLAIN, cycle: int = VOCABULARY, context: float = 0.08
+) -> EagleFSD:
+    """A target whose next token depends mostly on the current one, and a head that knows it.
+
+    The target's attention is scaled by ``context`` and the layers above the first do nothing else,
+    so the head, a copy of the first layer fed mostly with the embedding, is a good guess but not a
+    perfect one. The output projection sends every token to its successor in a cycle of ``cycle``
+    tokens: a long one makes varied text, a short one makes it repeat itself.
+    """
+    model = tiny_target(architecture, tie_word_embeddings=False)
+    base, size = model.base_model, model.config.hidden_size
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        base.norm.weight.fill_(1.0)
+        for layer in base.layers[1:]:
+            layer.mlp.down_proj.weight.zero_()
+        for layer in base.layers:
+            layer.self_attn.o_proj.weight.zero_()
+        tokens = torch.arange(model.config.vocab_size)
+        features = base(input_ids=tokens[:, None]).last_hidden_state[:, 0]
+        order = torch.randperm(len(tokens), generator=generator).view(-1, cycle)
+        successors = order.roll(-1, dims=1)
+        model.lm_head.weight[successors.flatten()] = 6.0 * features[order.flatten()] / size
+        for layer in base.layers:
+            noise = torch.randn(layer.self_attn.o_proj.weight.shape, generator=generator)
+            layer.self_attn.o_proj.weight.copy_(context * noise)
+    head = EagleHead(model.config, bias=False)
+    randomise(head, 7)
+    first = {name: item for name, item in base.layers[0].state_dict().items() if "attn" not in name}
+    del first["input_layernorm.weight"]
+    head.layers[0].load_state_dict(first, strict=False)
+    with torch.no_grad():
+        head.fc.weight.mul_(context / 2)
+        head.fc.weight[:, :size] = torch.eye(size)
+        head.layers[0].self_attn.o_proj.weight.mul_(context)
+    return EagleFSD(model, head, small_tree())
+
+
+def randomise(module: torch.nn.Module, seed: int) -> None:
+    """Draw every parameter anew."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                noise = 1.0 + 0.2 * noise
+            elif "embed_tokens" not in name:
+                noise = 0.3 * noise
+            parameter.copy_(noise)
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
+    """``[1, length]`` random ids. 0 is left out: it is the padding of :func:`left_padded`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (1, length), generator=generator)
+
+
+def left_padded(*prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts of ``[1, S]`` to ``[B, longest]`` ids and their attention mask."""
+    width = max(item.shape[1] for item in prompts)
+    ids = [torch.nn.functional.pad(item, (width - item.shape[1], 0)) for item in prompts]
+    mask = [torch.arange(width)[None] >= width - item.shape[1] for item in prompts]
+    return torch.cat(ids), torch.cat(mask).long()
+
+
+def greedy_reference(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, new: int = 32, **options: Any
+) -> Tensor:
+    """What Hugging Face's own greedy ``generate`` returns: ``[B, S + new]``."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    options.setdefault("pad_token_id", 0)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
+
+
+def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits ``[S, V]`` and features ``[S, H]`` of one sequence (``[S]``), no cache, no mask."""
+    with torch.no_grad():
+        output = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+def hand_made_tree(
+    tokens: list[int], parents: list[int], rows: int = 1, shift: int = 0, device: str = "cpu"
+) -> DraftTree:
+    """A tree of given ``tokens`` and ``parents`` (the root is its own), with no draft behind it.
+
+    Args:
+        rows: Copies of it, row ``b`` with ``b * shift`` added to every token.
+    """
+    depths, ancestors = [0], torch.eye(len(tokens), dtype=torch.bool)
+    for node in range(1, len(tokens)):
+        depths.append(depths[parents[node]] + 1)
+        ancestors[node] |= ancestors[parents[node]]
+    added = shift * torch.arange(rows)[:, None]
+    return DraftTree(
+        tokens=((torch.tensor([tokens]) + added) % VOCABULARY).to(device),
+        parents=torch.tensor([parents] * rows, device=device),
+        depths=torch.tensor([depths] * rows, device=device),
+        ancestors=ancestors.expand(rows, -1, -1).to(device),
+        draft_rows=torch.full((rows, len(tokens)), -1, device=device),
+        draft_log_probs=torch.empty(rows, 0, VOCABULARY, device=device),
+        max_depth=max(depths),
+    )
+
+
+def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
+    """The tokens from the root of row ``row`` down to ``node``, both included."""
+    tokens = [int(tree.tokens[row, node])]
+    while node:
+        node = int(tree.parents[row, node])
+        tokens.insert(0, int(tree.tokens[row, node]))
+    return tokens

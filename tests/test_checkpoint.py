@@ -1,0 +1,591 @@
+"""Heads on disk: the published layout in all its variants, one clear line for what is damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from pairs import (
+    ARCHITECTURES,
+    VOCABULARY,
+    kindred_pair,
+    prompt,
+    shared_pair,
+    tiny_target,
+    untrained_head,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from eagle_fsd import CheckpointError, EagleFSD, EagleHead, FSDSettings
+from eagle_fsd.model import checkpoint
+from eagle_fsd.model.checkpoint import load_head, save_head
+from eagle_fsd.model.target import Target
+
+FORMATS = ["model.safetensors", "pytorch_model.bin"]
+LAYER = "layers.0."
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is not a folder is looked up in the local cache only."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_target()
+
+
+def published(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    file: str = "model.safetensors",
+    bias: bool = True,
+    config: dict[str, Any] | None = None,
+    **tensors: Tensor | None,
+) -> dict[str, Tensor]:
+    """Write a head as EAGLE's authors publish them; the tensors of ``fc`` and its one layer.
+
+    Args:
+        config: Over the fields of ``config.json``; None leaves a field out.
+        **tensors: Over the tensors, ``__`` for a dot; None leaves a tensor out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**model.config.to_dict(), "num_hidden_layers": 1, "bias": bias}
+    for name, value in (config or {}).items():
+        values.pop(name)
+        if value is not None:
+            values[name] = value
+    (folder / "config.json").write_text(json.dumps(values))
+    state = dict(untrained_head(model, seed=3, bias=bias).state_dict())
+    kept = dict(state)
+    for name, tensor in tensors.items():
+        name = name.replace("__", ".")
+        state.pop(name, None)
+        if tensor is not None:
+            state[name] = tensor
+    state = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+    if file.endswith(".bin"):
+        torch.save(state, folder / file)
+    else:
+        save_file(state, folder / file)
+    return kept
+
+
+def same_state(head: EagleHead, expected: dict[str, Tensor]) -> bool:
+    found = head.state_dict()
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """The message, which must be one line that a terminal can show."""
+    message = str(error.value)
+    assert message
+    assert message.isprintable()  # no line break, no escape sequence
+    return message
+
+
+# -- what loads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("make", [shared_pair, kindred_pair])
+def test_a_saved_head_decodes_as_before(
+    make: Callable[[str], EagleFSD], architecture: str, tmp_path: Path
+) -> None:
+    """With everything accepted the text is the head's, so its rotary scaling shows too."""
+    pair = make(architecture)
+    save_head(pair.head, tmp_path / "head")
+    loaded = EagleFSD(pair.model, load_head(tmp_path / "head", pair.target), pair.settings)
+    assert same_state(loaded.head, pair.head.state_dict())
+    for threshold in (0.0, 10.0):
+        options = {"max_new_tokens": 30, "threshold": threshold}
+        before, after = (item.generate(prompt(8), **options) for item in (pair, loaded))
+        assert torch.equal(before.sequences, after.sequences)
+        assert before.stats.accepted == after.stats.accepted
+        assert before.stats.tau > 1.5 or (make is shared_pair and threshold == 0.0)
+
+
+def test_a_saved_head_is_two_plain_files_without_the_targets_tensors(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    head = EagleFSD(model, untrained_head(model)).head
+    save_head(head, tmp_path / "head", dtype=torch.float16)
+    assert sorted(item.name for item in (tmp_path / "head").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert tensors.keys() == head.state_dict().keys()
+    assert {item.dtype for item in tensors.values()} == {torch.float16}
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert (config["bias"], config["num_hidden_layers"]) == (True, 1)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_formats_with_and_without_bias(
+    file: str, bias: bool, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    expected = published(tmp_path, model, file=file, bias=bias)
+    head = load_head(tmp_path, Target(model))
+    assert same_state(head, expected)
+    assert ("fc.bias" in expected) == bias == (head.fc.bias is not None)
+    assert not head.training
+    assert not any(item.requires_grad for item in head.parameters())
+
+
+@pytest.mark.parametrize("file", FORMATS)
+def test_a_configuration_that_does_not_mention_bias_means_there_is_one(
+    file: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    expected = published(tmp_path, model, file=file, config={"bias": None})
+    assert "bias" not in json.loads((tmp_path / "config.json").read_text())
+    assert same_state(load_head(tmp_path, Target(model)), expected)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+def test_an_embedding_like_the_targets_is_not_kept_twice(
+    file: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """What most published heads hold: a copy of the target's table."""
+    table = model.get_input_embeddings().weight
+    expected = published(tmp_path, model, file=file, embed_tokens__weight=table)
+    head = load_head(tmp_path, Target(model))
+    assert same_state(head, expected)
+    with torch.no_grad():
+        table[4] += 1.0
+    assert torch.equal(head.embed(torch.tensor([[4]]))[0, 0], table[4])
+
+
+@pytest.mark.parametrize("file", FORMATS)
+def test_an_embedding_of_the_heads_own_is_kept_and_saved(
+    file: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    table = model.get_input_embeddings().weight.detach().flip(0)
+    published(tmp_path / "a", model, file=file, embed_tokens__weight=table)
+    head = load_head(tmp_path / "a", Target(model))
+    tokens = torch.tensor([[4, 9]])
+    assert torch.equal(head.embed(tokens)[0], table[[4, 9]])
+    save_head(head, tmp_path / "b")
+    again = load_head(tmp_path / "b", Target(model))
+    assert same_state(again, head.state_dict())
+    assert torch.equal(again.embed(tokens), head.embed(tokens))
+
+
+@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"])
+def test_the_computed_buffer_of_older_checkpoints_is_ignored(
+    name: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    expected = published(tmp_path, model, **{name.replace(".", "__"): torch.ones(4)})
+    assert name in load_file(tmp_path / "model.safetensors")
+    assert same_state(load_head(tmp_path, Target(model)), expected)
+
+
+def test_weights_take_the_targets_dtype_unless_told(model: PreTrainedModel, tmp_path: Path) -> None:
+    published(tmp_path, model)
+    half = tiny_target(dtype=torch.bfloat16)
+    assert load_head(tmp_path, Target(half)).dtype == torch.bfloat16
+    assert load_head(tmp_path, Target(model)).dtype == torch.float32
+    assert load_head(tmp_path, Target(model), dtype=torch.float16).dtype == torch.float16
+
+
+OLD_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0",
+    "use_cache": True,
+    "vocab_size": VOCABULARY,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_type": "llama3",
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "rope"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.5}},
+            {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+        ),
+        ({"rope_scaling": LLAMA3, "rope_theta": 5e5}, {**LLAMA3, "rope_theta": 5e5}),
+    ],
+    ids=["nothing", "null", "theta", "linear", "llama3"],
+)
+@pytest.mark.parametrize("without", [(), ("model_type",), ("num_key_value_heads",)])
+def test_configurations_of_published_heads_are_understood(
+    old: dict[str, Any],
+    rope: dict[str, Any],
+    without: tuple[str, ...],
+    model: PreTrainedModel,
+    tmp_path: Path,
+) -> None:
+    """Keys of transformers 4: the loaded head computes what one built from the new keys does."""
+    values = {name: value for name, value in {**OLD_CONFIG, **old}.items() if name not in without}
+    sizes = {name: values[name] for name in values if name.endswith(("size", "heads", "layers"))}
+    built = EagleHead(LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_parameters=rope))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(dict(built.state_dict()), tmp_path / "model.safetensors")
+
+    target = Target(model)
+    built.attach(target)
+    loaded = load_head(tmp_path, target)
+    assert same_state(loaded, built.state_dict())
+    inputs = (
+        torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)),
+        prompt(5),
+        torch.tensor([[0, 3, 40, 41, 100]]),
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(*inputs), built(*inputs))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_tensors_of_a_published_7b_head(bias: bool) -> None:
+    """Names and shapes of EAGLE's head for Llama-2-Chat 7B, on the meta device: no memory, no
+    download. (Its ``embed_tokens.weight`` is the target's and not the module's own.)"""
+    hidden, inner = 4096, 11008
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        LAYER + "self_attn.q_proj.weight": (hidden, hidden),
+        LAYER + "self_attn.k_proj.weight": (hidden, hidden),
+        LAYER + "self_attn.v_proj.weight": (hidden, hidden),
+        LAYER + "self_attn.o_proj.weight": (hidden, hidden),
+        LAYER + "mlp.gate_proj.weight": (inner, hidden),
+        LAYER + "mlp.up_proj.weight": (inner, hidden),
+        LAYER + "mlp.down_proj.weight": (hidden, inner),
+        LAYER + "post_attention_layernorm.weight": (hidden,),
+    }
+    if bias:
+        shapes["fc.bias"] = (hidden,)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        num_hidden_layers=1,
+    )
+    with torch.device("meta"):
+        head = EagleHead(config, bias=bias, dtype=torch.float16)
+    assert {name: tuple(item.shape) for name, item in head.state_dict().items()} == shapes
+
+
+# -- fsd.json -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a head in two folders."""
+    model.save_pretrained(tmp_path / "target")
+    published(tmp_path / "head", model)
+    return tmp_path / "target", tmp_path / "head"
+
+
+def test_without_settings_beside_the_head_decoding_is_lossless(
+    folders: tuple[Path, Path],
+) -> None:
+    pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
+    assert pair.settings == FSDSettings.for_device("cpu")
+    assert pair.settings.threshold == 0.0
+    out = pair.generate(prompt(6), max_new_tokens=12)
+    assert out.stats.as_dict()["origins"]["fuzzy"] == 0
+
+
+def test_settings_beside_the_head_are_read(folders: tuple[Path, Path]) -> None:
+    """They are this pair's defaults; what the caller says goes above them."""
+    values = {"threshold": 10.0, "divergence": "kl", "min_ratio": 0.0, "total_tokens": 9}
+    (folders[1] / "fsd.json").write_text(json.dumps(values))
+    pair = EagleFSD.from_pretrained(*folders, device_map="cpu", depth=2, top_k=3)
+    settings = pair.settings.as_dict()
+    assert {name: settings[name] for name in values} == values
+    assert (pair.settings.depth, pair.settings.top_k) == (2, 3)
+    assert pair.generate(prompt(6), max_new_tokens=12).stats.as_dict()["origins"]["fuzzy"] > 0
+    exact = pair.generate(prompt(6), max_new_tokens=12, threshold=0.0)
+    assert exact.stats.as_dict()["origins"]["fuzzy"] == 0
+
+
+def test_settings_given_by_the_caller_take_the_place_of_the_file(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (folders[1] / "fsd.json").write_text('{"threshold": 0.5}')
+    other = tmp_path / "other.json"
+    other.write_text('{"threshold": 0.25, "divergence": "tv"}')
+    from_file = EagleFSD.from_pretrained(*folders, device_map="cpu", settings=other).settings
+    assert (from_file.threshold, from_file.divergence) == (0.25, "tv")
+    given = FSDSettings(threshold=0.125)
+    assert EagleFSD.from_pretrained(*folders, device_map="cpu", settings=given).settings == given
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"threshold": -1}', "threshold must be at least 0"),
+        ('{"treshold": 0.1}', "unknown setting treshold"),
+        ('{"divergence": "jsd"}', "divergence must be one of js"),
+        ('{"threshold": "high"}', "threshold must be a number"),
+        ("[0.1]", "not a JSON object"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_faulty_settings_file_is_named(
+    text: str, message: str, folders: tuple[Path, Path]
+) -> None:
+    (folders[1] / "fsd.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        EagleFSD.from_pretrained(*folders, device_map="cpu")
+    assert "fsd.json" in one_line(error)
+
+
+# -- what does not load ---------------------------------------------------------------------------
+
+
+def refused(path: Path | str, model: PreTrainedModel) -> str:
+    """The one line that refusing ``path`` gives."""
+    with pytest.raises(CheckpointError) as error:
+        load_head(path, Target(model))
+    return one_line(error)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+@pytest.mark.parametrize("name", ["fc.weight", "fc.bias", LAYER + "mlp.up_proj.weight"])
+def test_a_missing_tensor_is_named(
+    name: str, file: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, file=file, **{name.replace(".", "__"): None})
+    assert f"missing {name}" in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "d2t", "fc2.weight"])
+def test_an_unexpected_tensor_is_named(
+    name: str, file: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, file=file, **{name.replace(".", "__"): torch.ones(2)})
+    assert f"unexpected {name}" in refused(tmp_path, model)
+
+
+def test_a_bias_that_the_configuration_denies_is_unexpected(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, bias=False, fc__bias=torch.ones(32))
+    assert "unexpected fc.bias" in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize("file", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "found", "expected"),
+    [
+        ("fc.weight", [32, 32], [32, 64]),  # EAGLE-3's or another head's
+        (LAYER + "mlp.up_proj.weight", [40, 32], [48, 32]),
+        ("embed_tokens.weight", [90, 32], [96, 32]),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(
+    name: str,
+    found: list[int],
+    expected: list[int],
+    file: str,
+    model: PreTrainedModel,
+    tmp_path: Path,
+) -> None:
+    published(tmp_path, model, file=file, **{name.replace(".", "__"): torch.ones(found)})
+    message = refused(tmp_path, model)
+    assert name in message
+    assert str(found) in message
+    assert str(expected) in message
+
+
+def test_every_fault_is_named_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    published(tmp_path, model, fc__bias=None, d2t=torch.ones(2), fc__weight=torch.ones(2, 2))
+    message = refused(tmp_path, model)
+    assert all(part in message for part in ("missing fc.bias", "unexpected d2t", "fc.weight is"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 64}, ("hidden size", "64", "32")),
+        ({"vocab_size": 128}, ("vocabulary", "128", "96")),
+    ],
+)
+def test_a_head_for_another_target_is_refused_with_both_numbers(
+    change: dict[str, int], words: tuple[str, ...], model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """From files, and when a loaded head is put on a loaded target."""
+    other = tiny_target(**change)
+    published(tmp_path, other)
+    with pytest.raises(ValueError, match=words[0]) as from_files:
+        load_head(tmp_path, Target(model))
+    with pytest.raises(ValueError, match=words[0]) as from_memory:
+        EagleFSD(model, untrained_head(other))
+    for error in (from_files, from_memory):
+        assert all(word in one_line(error) for word in words)
+
+
+CORRUPT: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _whole: b"",
+    "cut short": lambda whole: whole[: len(whole) // 2],
+    "another format": lambda _whole: b"garbage" * 100,
+    "a git-lfs pointer": lambda _whole: b"version https://git-lfs.github.com/spec/v1\n" * 2,
+    "a page of HTML": lambda _whole: b"<!DOCTYPE html><html>404</html>\n" * 9,
+    "zip without content": lambda _whole: b"PK\x03\x04" + bytes(200),
+}
+
+
+@pytest.mark.parametrize("how", CORRUPT)
+@pytest.mark.parametrize("file", FORMATS)
+def test_a_damaged_weights_file_is_named(
+    file: str, how: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, file=file)
+    (tmp_path / file).write_bytes(CORRUPT[how]((tmp_path / file).read_bytes()))
+    assert file in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\ud800",
+        '{"model_type": "no-such-family"}',
+        '{"model_type": 3}',
+        '{"hidden_size": "32"}',
+        '{"hidden_size": -3}',
+        '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 0}',
+        '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 5}',
+    ],
+)
+def test_a_damaged_configuration_is_named(
+    text: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model)
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert "config.json" in refused(tmp_path, model)
+
+
+class Payload:
+    """Unpickling it would create the file ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("save", ["torch", "pickle"])
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
+    save: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, file="pytorch_model.bin")
+    trace = tmp_path / "trace"
+    file = tmp_path / "pytorch_model.bin"
+    if save == "torch":
+        torch.save({"fc.weight": Payload(trace)}, file)
+    else:
+        file.write_bytes(pickle.dumps({"fc.weight": Payload(trace)}, protocol=2))
+    assert "pytorch_model.bin" in refused(tmp_path, model)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [torch.ones(2)],
+        torch.ones(2),
+        {"fc.weight": 3.0},
+        {3: torch.ones(2)},
+        {"state_dict": {"fc.weight": torch.ones(2)}},
+        None,
+    ],
+    ids=["list", "tensor", "number for a tensor", "number for a name", "nested", "none"],
+)
+def test_a_pickle_that_is_not_a_state_dict_is_refused(
+    content: object, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model, file="pytorch_model.bin")
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    assert str(tmp_path) in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(file: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    published(tmp_path, model)
+    (tmp_path / file).unlink()
+    message = refused(tmp_path, model)
+    assert file in message
+    assert str(tmp_path) in message
+
+
+def test_a_head_of_a_family_without_such_a_layer_is_an_error(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model)
+    other = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    assert "gpt2" in refused(tmp_path, model).lower()
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
+    published(tmp_path, model)
+    assert "folder" in refused(tmp_path / "model.safetensors", model)
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "no-such/head", "./no/such/one", "two words"])
+def test_a_path_that_does_not_exist_is_one_line(
+    name: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name in refused(name, model)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own message has several; ours names the head and stays on one."""
+
+    def unreachable(*_args: object, **_options: object) -> None:
+        raise OSError("We couldn't connect to 'the hub'.\nCheck your internet connection.")
+
+    monkeypatch.setattr(checkpoint, "cached_file", unreachable)
+    message = refused("some/head", model)
+    assert "some/head" in message
+    assert "couldn't connect" in message

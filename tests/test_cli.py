@@ -1,0 +1,142 @@
+"""The command line: what it prints, what it returns, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd import cli
+from eagle_fsd.model.settings import FSDSettings
+
+QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Call ``eagle-fsd`` in this process: (status, standard output, standard error)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eagle-fsd", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def test_generate_streams_an_answer_and_says_how_it_was_decoded(run) -> None:
+    status, out, err = run("generate", QUESTION)
+    assert status == 0
+    assert "####" in out
+    assert "tau" in err
+    assert "tokens/s" in err
+
+
+def test_generate_json_agrees_with_itself(run) -> None:
+    status, out, _ = run("generate", "--json", "--threshold", "0", QUESTION)
+    record = json.loads(out)
+    assert status == 0
+    assert record["settings"]["threshold"] == 0.0
+    assert len(record["tokens"]) == len(record["origins"]) == record["stats"]["tokens"]
+    assert record["stats"]["origins"]["fuzzy"] == 0
+    plain = json.loads(run("generate", "--json", "--plain", QUESTION)[1])
+    assert plain["tokens"] == record["tokens"]
+    assert plain["stats"]["tau"] == 1.0
+
+
+def test_settings_come_from_options_above_the_file(run, tmp_path: Path) -> None:
+    file = tmp_path / "fsd.json"
+    file.write_text('{"threshold": 0.05, "min_ratio": 0.5}')
+    command = ("generate", "--json", "--max-new-tokens", "2", "--settings", str(file))
+    settings = json.loads(run(*command, "--threshold", "0.25", QUESTION)[1])["settings"]
+    assert (settings["threshold"], settings["min_ratio"]) == (0.25, 0.5)
+
+
+def test_max_new_tokens_and_standard_input(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
+    record = json.loads(run("generate", "--json", "--max-new-tokens", "5", "-")[1])
+    assert len(record["tokens"]) == 5
+
+
+def test_every_setting_has_an_option_with_help(run) -> None:
+    status, out, _ = run("generate", "--help")
+    assert status == 0
+    for name in FSDSettings().as_dict():
+        option = cli.OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("generate", "--threshold", "-1", "x"), "threshold"),
+        (("generate", "--threshold", "nan", "x"), "threshold"),
+        (("generate", "--divergence", "cosine", "x"), "divergence"),
+        (("generate", "--min-ratio", "2", "x"), "min-ratio"),
+        (("generate", "--max-new-tokens", "0", "x"), "max-new-tokens"),
+        (("generate", " "), "empty"),
+        (("generate",), "prompt"),
+        (("bench", "--baseline", "vllm"), "hf"),
+        (("bench", "-T", "nan"), "threshold"),
+        (("bench", "--problems", "0"), "problems"),
+        (("fly",), "fly"),
+    ],
+)
+def test_usage_errors_end_with_status_2(run, arguments: tuple[str, ...], word: str) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert word in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (
+            ("generate", "--target", "no/such/folder", "--head", "no/such/head", "x"),
+            "no/such/folder",
+        ),
+        (("generate", "--target", "no/such/folder", "x"), "both"),
+        (("generate", "--settings", "no-such-file.json", "x"), "no-such-file.json"),
+    ],
+)
+def test_expected_failures_are_one_line(
+    run, arguments: tuple[str, ...], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, _, err = run(*arguments)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert word in err
+
+
+def test_bench_measures_every_method_in_one_run(run, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = ["--problems", "6", "--timed", "1", "-T", "0.2", "-r", "0", "-r", "0.1"]
+    status, out, err = run("bench", *arguments, "--baseline", "hf", "--output", str(file))
+    assert status == 0
+    report = json.loads(file.read_text())
+    names = [row["method"] for row in report["rows"]]
+    assert names == ["hf", "plain", "exact", "T=0.2", "T=0.2 r=0.1"]
+    assert all(name in out for name in names)
+    assert "6 of" in err or "decoding" in err
+    hf, plain, exact, fuzzy, _ = report["rows"]
+    assert hf["timed_tokens"] == plain["timed_tokens"] == exact["timed_tokens"]
+    assert hf["correct"] == plain["correct"] == exact["correct"]
+    assert plain["tau"] == 1.0
+    assert exact["tau"] > 1.5
+    assert exact["origins"]["fuzzy"] == 0
+    assert fuzzy["tau"] >= exact["tau"]
+    assert sum(exact["phase_shares"].values()) == pytest.approx(1.0)
+    assert report["environment"]["versions"]["torch"]

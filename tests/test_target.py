@@ -1,0 +1,232 @@
+"""The target's pass over a draft tree is the target itself: its logits and features, any family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pairs import (
+    ARCHITECTURES,
+    DEVICES,
+    PLAIN,
+    greedy_reference,
+    hand_made_tree,
+    kindred_pair,
+    left_padded,
+    path_to,
+    plain_logits,
+    prompt,
+    shared_pair,
+    tiny_target,
+    untrained_head,
+)
+from torch import Tensor
+from transformers import AutoModel
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.model import engine
+from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.target import Target, TargetPass
+
+#   root 40 -- 1:7 -- 3:11 -- 6:80
+#           |      \- 4:12
+#           |- 2:9 -- 5:11 -- 7:81 -- 8:7
+TOKENS = [40, 7, 9, 11, 12, 11, 80, 81, 7]
+PARENTS = [0, 0, 0, 1, 1, 2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_node_is_scored_as_the_path_that_leads_to_it(
+    architecture: str, attention: str, device: str
+) -> None:
+    """Rows of different lengths in one pass; each node against a plain call on its own path."""
+    model = tiny_target(architecture, attention=attention).to(device)
+    target = Target(model)
+    prefixes = [prompt(5, 1)[0].to(device), prompt(21, 2)[0].to(device)]
+    cache, lengths = _prefilled(target, prefixes, length=40)
+    tree = hand_made_tree(TOKENS, PARENTS, rows=2, shift=3, device=device)
+    scored = _score(target, tree, lengths, cache)
+    assert scored.logits.dtype == torch.float32
+    for row, prefix in enumerate(prefixes):
+        for node in range(tree.size):
+            ids = torch.cat([prefix, torch.tensor(path_to(tree, row, node), device=device)])
+            logits, features = plain_logits(model, ids)
+            where = f"row {row}, node {node}"
+            torch.testing.assert_close(
+                scored.logits[row, node], logits[-1], atol=1e-4, rtol=1e-4, msg=where
+            )
+            torch.testing.assert_close(
+                scored.features[row, node], features[-1], atol=1e-4, rtol=1e-4, msg=where
+            )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_kept_path_moved_together_scores_the_next_tree_like_one_plain_sequence(
+    architecture: str,
+) -> None:
+    """Rows keep paths of different lengths; a stale or misplaced key would show in every node."""
+    model = tiny_target(architecture)
+    target = Target(model)
+    prefixes = [prompt(6, 1)[0], prompt(3, 2)[0]]
+    cache, lengths = _prefilled(target, prefixes, length=48)
+    tree = hand_made_tree(TOKENS, PARENTS, rows=2, shift=1)
+    _score(target, tree, lengths, cache)
+    kept = torch.tensor([[0, 2, 5, 7, 8], [0, 1, 4, 4, 4]])  # row 1 keeps three, repeats are no-ops
+    slots = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 4, 4]])
+    cache.move(lengths[:, None] + kept, lengths[:, None] + slots)
+    counts = torch.tensor([5, 3])
+    following = hand_made_tree(TOKENS[::-1], PARENTS, rows=2, shift=5)
+    scored = _score(target, following, lengths + counts, cache)
+    for row, prefix in enumerate(prefixes):
+        text = torch.cat([prefix, tree.tokens[row, kept[row, : counts[row]]]])
+        for node in range(following.size):
+            ids = torch.cat([text, torch.tensor(path_to(following, row, node))])
+            expected = plain_logits(model, ids)[0][-1]
+            torch.testing.assert_close(scored.logits[row, node], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill_in_parts_gives_the_features_of_one_pass(architecture: str) -> None:
+    model = tiny_target(architecture)
+    target = Target(model)
+    ids = torch.cat([prompt(17, 3), prompt(17, 4)])
+    cache = target.new_cache(2, 17)
+    with torch.no_grad():
+        parts = [
+            target.prefill(ids[:, start:stop], start, cache)
+            for start, stop in ((0, 1), (1, 8), (8, 17))
+        ]
+    expected = torch.stack([plain_logits(model, row)[1] for row in ids])
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 19])
+@pytest.mark.parametrize("make", [shared_pair, kindred_pair])
+@pytest.mark.parametrize("threshold", [0.0, 10.0])
+def test_the_size_of_prefill_chunks_changes_nothing(
+    threshold: float, make: Callable[[], EagleFSD], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the head's cache and the feature it starts from, which decide what is drafted and so,
+    with everything accepted, what is emitted.
+
+    Prompt lengths are on, beside and far from the chunk's edges, and of one and two tokens.
+    """
+    model = make()
+    ids, mask = left_padded(*(prompt(length, length) for length in (20, 9, 4, 2, 1)))
+    options = {"attention_mask": mask, "max_new_tokens": 14, "threshold": threshold}
+    whole = model.generate(ids, **options)
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+    parts = model.generate(ids, **options)
+    assert torch.equal(parts.sequences, whole.sequences)
+    assert parts.stats.accepted == whole.stats.accepted
+    assert whole.stats.tau > 1.5 or (make is shared_pair and threshold == 0.0)
+
+
+def test_prefill_leaves_the_output_projection_alone() -> None:
+    """Only the nodes of a step go through ``lm_head``; for a long prompt that is what costs."""
+    model = tiny_target()
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda _m, args, _out: seen.append(args[0][..., 0].numel()))
+    EagleFSD(model, None).generate(prompt(60), max_new_tokens=4, method="ar")
+    assert seen == [1, 1, 1, 1]
+
+
+def test_a_sliding_window_that_would_hide_tokens_is_an_error() -> None:
+    """At the window's own length nothing is hidden; one token more and something would be."""
+    model = tiny_target("mistral-wide-window", sliding_window=20)
+    pair = EagleFSD(model, untrained_head(model))
+    ids = prompt(12)
+    out = pair.generate(ids, max_new_tokens=8)
+    assert torch.equal(out.sequences, greedy_reference(model, ids, new=8))
+    with pytest.raises(ValueError, match=r"reach 21 tokens.* sliding window of 20"):
+        pair.generate(ids, max_new_tokens=9)
+
+
+def test_sliding_layers_named_in_layer_types_are_an_error() -> None:
+    """Qwen2 says layer by layer which of them slide."""
+    kinds = ["full_attention", "sliding_attention"]
+    model = tiny_target("qwen2", sliding_window=16, use_sliding_window=True, layer_types=kinds)
+    pair = EagleFSD(model, untrained_head(model))
+    pair.generate(prompt(10), max_new_tokens=6)
+    with pytest.raises(ValueError, match="sliding window of 16"):
+        pair.generate(prompt(10), max_new_tokens=7)
+
+
+def test_other_partial_attention_is_an_error_that_names_it() -> None:
+    model = tiny_target()
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match="chunked_attention"):
+        EagleFSD(model, None).generate(prompt(4), max_new_tokens=2, method="ar")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_takes_no_mask_is_an_error(attention: str) -> None:
+    model = tiny_target()
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(ValueError, match=f"{attention}.*sdpa, eager"):
+        Target(model)
+
+
+def test_a_model_without_output_projection_is_an_error() -> None:
+    base = AutoModel.from_config(tiny_target().config)
+    with pytest.raises(ValueError, match="LlamaModel has no output projection"):
+        Target(base)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_model_is_left_as_it_was(fail: bool) -> None:
+    """No hook stays behind, not even when a pass fails, and its own ``generate`` is the same."""
+    model = tiny_target()
+    ids = prompt(7)
+    before = greedy_reference(model, ids, new=8)
+    pair = EagleFSD(model, untrained_head(model))
+    if fail:
+        handle = model.lm_head.register_forward_hook(_raise)
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            pair.generate(ids, max_new_tokens=8)
+        handle.remove()
+    else:
+        pair.generate(ids, max_new_tokens=8)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(greedy_reference(model, ids, new=8), before)
+
+
+def test_what_a_target_says_of_itself() -> None:
+    model = tiny_target(PLAIN, dtype=torch.bfloat16)
+    target = Target(model)
+    said = SimpleNamespace(
+        vocabulary=target.vocabulary,
+        hidden_size=target.hidden_size,
+        context=target.context,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    assert said == SimpleNamespace(
+        vocabulary=96,
+        hidden_size=32,
+        context=256,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def _raise(*_args: object) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def _prefilled(target: Target, prefixes: list[Tensor], length: int) -> tuple[TreeCache, Tensor]:
+    """A cache that holds ``prefixes``, and their lengths."""
+    cache = target.new_cache(len(prefixes), length)
+    ids = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
+    with torch.no_grad():
+        target.prefill(ids, 0, cache)
+    return cache, torch.tensor([len(item) for item in prefixes], device=ids.device)
+
+
+def _score(target: Target, tree: object, lengths: Tensor, cache: TreeCache) -> TargetPass:
+    with torch.no_grad():
+        return target.forward_tree(tree, lengths, int(lengths.max()), cache)
