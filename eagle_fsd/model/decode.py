@@ -327,9 +327,9 @@ class Decoding:
         eos = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
         pad = config.pad_token_id if pad_token_id is None else pad_token_id
         self.eos = set(eos)
-        self.pad = pad = pad if pad is not None else next(iter(eos), 0)
+        self.pad = pad if pad is not None else next(iter(eos), 0)
         self.input_ids = input_ids
-        prompts = _prompts(input_ids, attention_mask, target, pad if pad not in self.eos else None)
+        prompts = _prompts(input_ids, attention_mask, target, None if pad in self.eos else pad)
         longest = max(map(len, prompts))
         if longest >= target.context:
             raise ValueError(

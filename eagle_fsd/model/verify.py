@@ -272,8 +272,9 @@ def _draft_draw(evidence: Evidence, rule: AcceptanceRule, gate: Tensor) -> Tenso
     """``[B, N]``: the draft's draw where the gate is open and the guards let it pass.
 
     Where they do not, the target's own draw stands in, so the law of the emitted token is
-    ``q`` on what is allowed plus ``q``'s forbidden mass times ``p``: no farther from ``p`` than
-    ``q`` is.
+    ``q`` on what is allowed plus ``q``'s forbidden mass times ``p``. Under the support guard alone
+    its total variation from ``p`` is no larger than ``q``'s; a floor (``min_ratio > 0``) moves mass
+    to the likelier tokens, which can add to it.
     """
     if evidence.drawn is None:
         raise ValueError('selection="sample" needs a draw from the draft at every node')
