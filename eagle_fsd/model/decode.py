@@ -206,7 +206,10 @@ class EagleFSD:
             eos_token_id: One id or several; default: the target's.
             pad_token_id: Fills rows that ended; default: the target's, else the first ``eos``.
             stopping_criteria: Hugging Face's, asked after every token.
-            logits_processor: Hugging Face's; each tree node is given its own prefix.
+            logits_processor: Hugging Face's; each tree node is given its own prefix. Only what is
+                given here is applied: for what the target's generation configuration asks for
+                (a repetition penalty, say), call ``target.generate`` with
+                :meth:`custom_generate`.
             seed: Makes sampling repeatable; default: a seed from torch's own generator.
 
         Raises:
