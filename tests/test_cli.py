@@ -140,3 +140,14 @@ def test_bench_measures_every_method_in_one_run(run, tmp_path: Path) -> None:
     assert fuzzy["tau"] >= exact["tau"]
     assert sum(exact["phase_shares"].values()) == pytest.approx(1.0)
     assert report["environment"]["versions"]["torch"]
+
+
+def test_bench_without_a_baseline_prints_its_table_and_json(run) -> None:
+    arguments = ("bench", "--problems", "1", "--timed", "1", "-T", "0.2", "-r", "0.1")
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert "x plain" in out
+    assert "x HF" not in out
+    report = json.loads(run(*arguments, "--json")[1])
+    assert [row["method"] for row in report["rows"]] == ["plain", "exact", "T=0.2 r=0.1"]
+    assert report["rows"][0]["speedup_over_hf"] is None

@@ -182,28 +182,28 @@ class Engine:
         builder.start(log_probs)
 
         width, lengths = builder.width, self.head_lengths
-        device = lengths.device
-        view = self.head_cache.visible(longest + self.settings.depth * width + 1)
+        device, drafted = lengths.device, settings.depth * width
+        view = self.head_cache.visible(longest + drafted)
         committed = torch.arange(view, device=device) < lengths[:, None]  # [B, view]
-        drafted = torch.arange(settings.depth * width, device=device)
-        columns = lengths[:, None] + drafted  # [B, depth * K] slots of the drafted pairs
-        own = torch.eye(width, dtype=torch.bool, device=device)
-        seen = torch.zeros(
-            lengths.shape[0], width, settings.depth * width, dtype=torch.bool, device=device
-        )
+        base = additive_mask(committed[:, None], head.dtype)[:, 0].expand(-1, width, -1)
+        slots = lengths[:, None] + torch.arange(drafted, device=device)  # [B, depth * K]
+        columns = slots[:, None].expand(-1, width, -1)
+        own = torch.eye(width, dtype=torch.bool, device=device)[None]
+        own = additive_mask(own, head.dtype)[:, 0]
+        # What each node of the level sees of the drafted pairs: additive, [B, K, depth * K].
+        seen = torch.full_like(columns, torch.finfo(head.dtype).min, dtype=head.dtype)
         features = features.expand(-1, width, -1)
         for level in range(settings.depth):
-            tokens, slots = builder.choose()
+            tokens, parents = builder.choose()
             here = slice(level * width, (level + 1) * width)
-            index = slots[:, :, None]
-            features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
-            seen = seen.gather(1, index.expand_as(seen)).clone()
+            if level:
+                index = parents[:, :, None]
+                features = features.gather(1, index.expand_as(features))
+                seen = seen.gather(1, index.expand_as(seen))
             seen[:, :, here] = own
-            allowed = committed[:, None].expand(-1, width, -1)
-            allowed = allowed.scatter(2, columns[:, None].expand_as(seen), seen)
-            mask = additive_mask(allowed, head.dtype)
+            mask = base.scatter(2, columns, seen)[:, None]
             positions = (lengths + level)[:, None].expand(-1, width)
-            self.head_cache.place(columns[:, here], view)
+            self.head_cache.place(slots[:, here], view)
             self.clock.enter("draft")
             features = head(features, tokens, positions, mask, self.head_cache)
             log_probs = head.readout(features)
