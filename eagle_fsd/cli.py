@@ -286,7 +286,7 @@ def _print_bench(report: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     columns = ["method", "tokens/s", "x plain"] + ["x HF"] * with_hf
     columns += ["tau", "exact", "fuzzy", "target", "accuracy"]
-    columns += ["| target", "draft", "tree", "verify", "cache", "host"]
+    columns += ["| step", "target", "draft", "tree", "verify", "cache", "host"]
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
@@ -301,12 +301,14 @@ def _print_bench(report: dict[str, Any]) -> None:
         shares = row["origins"] or {}
         cells += [f"{shares[name]:.0%}" if shares else "" for name in ("exact", "fuzzy", "target")]
         cells.append(f"{row['accuracy']:.1%}")
+        step = row["step_over_exact"]
+        cells.append(f"{step:.2f}" if step else "")
         phases = row["phase_shares"]
         names = ("target", "draft", "tree", "verify", "cache", "host")
         cells += [f"{phases[name]:.1%}" if phases else "" for name in names]
         table.add_row(*cells)
     # Wide enough for every column: a file or a pipe has no width to fit.
-    Console(width=max(out.width, 120), highlight=False).print(table)
+    Console(width=max(out.width, 130), highlight=False).print(table)
     environment = report["environment"]
     tree = report["settings"]
     machine = environment["machine"]

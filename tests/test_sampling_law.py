@@ -141,7 +141,7 @@ def _rows(models: Models, count: int) -> tuple[DraftTree, Tensor]:
         "tokens": torch.tensor([TOKENS]),
         "parents": parents,
         "depths": depths,
-        "ancestors": ancestor_matrix(parents, 2),
+        "ancestors": ancestor_matrix(parents),
         "draft_rows": torch.tensor([index]),
         "draft_log_probs": draft[None],
     }

@@ -26,7 +26,7 @@ from eagle_fsd.model.stats import DecodeStats
 #: Called after each unit of work with (done, total).
 Progress = Callable[[int, int], None]
 
-QUALITY_BATCH = 16
+QUALITY_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class MethodResult:
     Attributes:
         seconds, tokens: Of the timed prompts, prefill included; one entry a prompt and repetition.
         phases: Seconds by phase on the timed prompts.
+        steps: Target passes on them, prefill apart.
         quality: On the problems measured for quality.
     """
 
@@ -51,19 +52,32 @@ class MethodResult:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     phases: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
     quality: Quality = field(default_factory=Quality)
 
     @property
     def tokens_per_second(self) -> float:
         return sum(self.tokens) / sum(self.seconds)
 
+    @property
+    def decoding_seconds(self) -> float:
+        """Of the timed prompts, prefill apart; 0 where phases are unknown."""
+        return sum(value for name, value in self.phases.items() if name != "prefill")
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        return self.decoding_seconds / self.steps if self.steps else None
+
     def phase_shares(self) -> dict[str, float]:
         """Share of the decoding time, prefill apart."""
-        steps = {name: value for name, value in self.phases.items() if name != "prefill"}
-        total = sum(steps.values())
-        return {name: value / total for name, value in steps.items()} if total else {}
+        total = self.decoding_seconds
+        shares = {name: value / total for name, value in self.phases.items() if total}
+        shares.pop("prefill", None)
+        return shares
 
-    def as_dict(self, plain: MethodResult, hf: MethodResult | None) -> dict[str, Any]:
+    def as_dict(
+        self, plain: MethodResult, exact: MethodResult, hf: MethodResult | None
+    ) -> dict[str, Any]:
         speed, quality = self.tokens_per_second, self.quality
         shares = {name: quality.origins[name] for name in ("exact", "fuzzy", "target")}
         return {
@@ -80,6 +94,10 @@ class MethodResult:
             "problems": quality.problems,
             "timed_tokens": sum(self.tokens),
             "timed_seconds": sum(self.seconds),
+            "seconds_per_step": self.seconds_per_step,
+            "step_over_exact": self.seconds_per_step / exact.seconds_per_step
+            if self.steps
+            else None,
             "phase_shares": self.phase_shares(),
         }
 
@@ -157,7 +175,7 @@ class Bench:
 
     def report(self) -> dict[str, Any]:
         hf = self.results.get("hf")
-        plain = self.results["plain"]
+        plain, exact = self.results["plain"], self.results["exact"]
         return {
             "environment": describe_environment(),
             "dtype": str(self.model.target.dtype).removeprefix("torch."),
@@ -167,7 +185,7 @@ class Bench:
             "problems": len(self.problems),
             "timed": len(self.timed),
             "repeats": self.repeats,
-            "rows": [result.as_dict(plain, hf) for result in self.results.values()],
+            "rows": [result.as_dict(plain, exact, hf) for result in self.results.values()],
         }
 
     def _time(self, method: Method, problem: Problem) -> None:
@@ -180,6 +198,7 @@ class Bench:
         result.tokens.append(self._count(new[0]))
         if stats is not None:
             result.phases.update(stats.seconds)
+            result.steps += stats.steps
 
     def _judge(self, method: Method, batch: list[Problem]) -> None:
         quality = self.results[method.name].quality
@@ -188,9 +207,7 @@ class Bench:
         if stats is not None:
             quality.add_stats(stats)
 
-    def _generate(
-        self, method: Method, batch: list[Problem]
-    ) -> tuple[Tensor, DecodeStats | None]:
+    def _generate(self, method: Method, batch: list[Problem]) -> tuple[Tensor, DecodeStats | None]:
         """New tokens ``[B, S]`` and, but for Hugging Face's own ``generate``, statistics."""
         encoded = encode_problems(self.model.tokenizer, batch).to(self.model.target.device)
         prompt = encoded["input_ids"].shape[1]

@@ -45,11 +45,10 @@ class TreeCache(Cache):
         devices = [devices] * count if isinstance(devices, torch.device) else list(devices)
         self.rows = rows
         self.length = length
-        # [layers on the device, 2, rows, length, kv_heads, head_size]: a token's slot is contiguous.
+        # [layers on the device, 2, rows, length, kv_heads, head_size]: a slot is contiguous.
+        shape = (2, rows, length, kv_heads, head_size)
         self.stores = {
-            device: torch.zeros(
-                devices.count(device), 2, rows, length, kv_heads, head_size, dtype=dtype, device=device
-            )
+            device: torch.zeros(devices.count(device), *shape, dtype=dtype, device=device)
             for device in dict.fromkeys(devices)
         }
         used = dict.fromkeys(devices, 0)
@@ -71,16 +70,24 @@ class TreeCache(Cache):
 
     def place(self, positions: Tensor, view: int) -> None:
         """Where the next forward call writes and how far it reads."""
+        self.place_at(self.addresses(positions).flatten(), view)
+
+    def place_at(self, addresses: Tensor, view: int) -> None:
+        """:meth:`place` by :meth:`addresses`, flattened: for passes whose slots are known ahead."""
         self.view = view
-        flat = self._flat(positions)
-        self._slots = {device: flat.to(device) for device in self.stores}
+        self._slots = {device: addresses.to(device) for device in self.stores}
+
+    def addresses(self, positions: Tensor) -> Tensor:
+        """Slots ``[B, ...]`` of each row to places in the whole store, alike."""
+        first = torch.arange(positions.shape[0], device=positions.device) * self.length
+        return positions + first.view(-1, *[1] * (positions.ndim - 1))
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` to slots ``target`` of the same row, both ``[B, A]``, every layer.
 
         All sources are read before any target is written.
         """
-        source, target = self._flat(source), self._flat(target)
+        source, target = self.addresses(source).flatten(), self.addresses(target).flatten()
         for device, store in self.stores.items():
             flat = store.view(store.shape[0] * 2, self.rows * self.length, -1)
             flat.index_copy_(1, target.to(device), flat.index_select(1, source.to(device)))
@@ -89,10 +96,6 @@ class TreeCache(Cache):
         """Copy a whole row over another, every layer."""
         for store in self.stores.values():
             store[:, :, target].copy_(store[:, :, source])
-
-    def _flat(self, positions: Tensor) -> Tensor:
-        first = torch.arange(positions.shape[0], device=positions.device) * self.length
-        return (positions + first[:, None]).flatten()
 
     def slots_on(self, device: torch.device) -> Tensor:
         return self._slots[device]
@@ -113,7 +116,7 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write ``[B, heads, S, size]`` states, return what is visible as ``[B, heads, view, size]``."""
+        """Write ``[B, heads, S, size]`` states; ``[B, heads, view, size]`` of what is visible."""
         batch, slots = key_states.shape[0], self.cache.slots_on(self.device)
         self.flat_keys.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
         self.flat_values.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))

@@ -13,10 +13,10 @@ import pickle
 from pathlib import Path
 
 import torch
+from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from huggingface_hub import errors as hub_errors
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -58,7 +58,9 @@ def load_head(
     try:
         head = EagleHead(config, getattr(config, "bias", True), dtype or target.dtype)
     except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: no head can be made of its {CONFIG_FILE}: {error}") from error
+        raise CheckpointError(
+            f"{path}: no head can be made of its {CONFIG_FILE}: {error}"
+        ) from error
     head.attach(target)
     embedding = weights.pop(EMBEDDING, None)
     _check(path, head.state_dict(), weights)
@@ -98,7 +100,9 @@ def _file(path: str | Path, name: str, token: str | None) -> str | None:
     if Path(path).exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds the head")
     try:
-        return cached_file(str(path), name, token=token, _raise_exceptions_for_missing_entries=False)
+        return cached_file(
+            str(path), name, token=token, _raise_exceptions_for_missing_entries=False
+        )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is neither a folder nor a model that can be reached: {_one_line(error)}"
@@ -155,7 +159,9 @@ def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tenso
         if found[name].shape != expected[name].shape
     ]
     if faults:
-        raise CheckpointError(f"{path} does not hold the head its configuration describes: " + "; ".join(faults))
+        raise CheckpointError(
+            f"{path} does not hold the head its configuration describes: " + "; ".join(faults)
+        )
 
 
 def _take_embedding(path: str | Path, head: EagleHead, target: Target, embedding: Tensor) -> None:

@@ -198,9 +198,9 @@ class EagleFSD:
             temperature: 0 is greedy.
             top_p, top_k: Sampling, as in Hugging Face; ``top_k=0`` and ``top_p=1`` are off. (The
                 tree's ``top_k`` is set by :meth:`from_pretrained` or ``settings``.)
-            threshold, divergence, min_ratio, fallback, selection, divergence_on: See
-                :class:`FSDSettings`; None takes the model's settings.
             settings: Takes the place of the model's settings.
+            threshold, divergence, ...: Single fields of :class:`FSDSettings`, above all settings;
+                None leaves a field as it is.
             method: ``"fsd"``, or ``"ar"`` for plain decoding over the same cache.
             rule: An acceptance rule that takes the place of FSD's.
             eos_token_id: One id or several; default: the target's.
@@ -214,6 +214,7 @@ class EagleFSD:
 
         Raises:
             ValueError: Something of the above is out of its bounds; the message says what.
+            TypeError: An option that does not exist.
             FloatingPointError: The target produced NaN or infinite logits.
         """
         return Decoding(self, input_ids, *args, **options)
@@ -240,7 +241,8 @@ class EagleFSD:
         """The decoding loop for ``target.generate(..., custom_generate=fsd.custom_generate)``.
 
         Takes its sampling options from Hugging Face's generation configuration, FSD's own from the
-        call, and returns the sequences as ``generate`` does.
+        call, and returns the sequences as ``generate`` does. (Hugging Face hands over what the
+        signature names and nothing else, so here FSD's options are spelled out.)
         """
         if model is not self.model:
             raise ValueError("custom_generate belongs to another target than the one it was given")
@@ -287,12 +289,6 @@ class Decoding:
         top_p: float = 1.0,
         top_k: int = 0,
         *,
-        threshold: float | None = None,
-        divergence: str | None = None,
-        min_ratio: float | None = None,
-        fallback: str | None = None,
-        selection: str | None = None,
-        divergence_on: str | None = None,
         settings: FSDSettings | None = None,
         method: str = "fsd",
         rule: AcceptanceRule | None = None,
@@ -301,16 +297,10 @@ class Decoding:
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         seed: int | None = None,
+        **changes: Any,
     ) -> None:
         target = owner.target
-        self.settings = (settings or owner.settings).updated(
-            threshold=threshold,
-            divergence=divergence,
-            min_ratio=min_ratio,
-            fallback=fallback,
-            selection=selection,
-            divergence_on=divergence_on,
-        )
+        self.settings = (settings or owner.settings).updated(**changes)
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         if method == "fsd" and owner.head is None:
@@ -341,7 +331,11 @@ class Decoding:
             )
         if longest + max_new_tokens > target.context:
             max_new_tokens = target.context - longest
-            log.warning("the context of %d tokens leaves room for %d new ones", target.context, max_new_tokens)
+            log.warning(
+                "the context of %d tokens leaves room for %d new ones",
+                target.context,
+                max_new_tokens,
+            )
         self.max_new_tokens = int(max_new_tokens)
         target.check_length(longest + self.max_new_tokens)
 
@@ -414,7 +408,7 @@ class Decoding:
                 live = []
 
     def _take(self, row: int, tokens: list[int]) -> tuple[list[int], bool]:
-        """Add a step's tokens to a row, up to where it ends; the tokens taken, and whether it did."""
+        """Add a step's tokens to a row up to its end: the tokens taken, and whether it ended."""
         new = self.new[row]
         for taken, token in enumerate(tokens, 1):
             new.append(token)
@@ -425,7 +419,7 @@ class Decoding:
     def _stops(self, row: int) -> bool:
         if not self.criteria:
             return False
-        ids = torch.cat([self.input_ids[row], torch.tensor(self.new[row], device=self.input_ids.device)])
+        ids = torch.cat([self.input_ids[row], self.input_ids.new_tensor(self.new[row])])
         return bool(self.criteria(ids[None], None).any())
 
     def output(self) -> GenerateOutput:
@@ -447,7 +441,9 @@ def _prompts(
 ) -> list[Tensor]:
     """Each row's tokens without padding, on the target's device."""
     if input_ids.ndim != 2 or input_ids.is_floating_point():
-        raise ValueError(f"input_ids must be whole numbers of shape [B, S]; got {tuple(input_ids.shape)}")
+        raise ValueError(
+            f"input_ids must be whole numbers of shape [B, S]; got {tuple(input_ids.shape)}"
+        )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids) if pad is None else input_ids != pad
     if attention_mask.shape != input_ids.shape:

@@ -47,13 +47,14 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
 def js(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Jensen-Shannon divergence, in ``[0, ln 2]`` nats.
 
-    Computed as ``sum (p log p + q log q) / 2 - m log m``: three transcendental functions a token
-    instead of five, and this one runs at every step.
+    Computed from ``s = p + q`` as ``sum (p log(p/s) + q log(q/s)) / 2 + ln 2``: three
+    transcendental functions a token instead of five, and this one runs at every step.
     """
     p, q = log_p.exp(), log_q.exp()
-    m = 0.5 * (p + q)
-    value = (0.5 * (p * log_p + q * log_q) + torch.special.entr(m)).sum(-1)
-    return value.clamp(0.0, math.log(2.0))
+    s = p + q
+    log_s = s.clamp_min(torch.finfo(s.dtype).tiny).log()
+    value = torch.addcmul(p * (log_p - log_s), q, log_q - log_s).sum(-1)
+    return torch.add(math.log(2.0), value, alpha=0.5).clamp(0.0, math.log(2.0))
 
 
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -66,12 +66,14 @@ class Engine:
     ) -> None:
         self.target, self.head, self.settings = target, head, settings
         self.rule, self.sampler, self.clock, self.history = rule, sampler, clock, history
-        self.width = min(settings.top_k, target.vocabulary)
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
         longest = max(self.host_lengths) + max_new_tokens
-        self.cache = target.new_cache(len(prompts), longest + (settings.total_tokens if head else 1))
+        nodes = settings.total_tokens if head is not None else 1
+        self.cache = target.new_cache(len(prompts), longest + nodes)
         if head is not None:
-            drafted = settings.depth + 2 + settings.depth * self.width
+            tree = settings.total_tokens, settings.depth, settings.top_k
+            self.builder = TreeBuilder(*tree, target.vocabulary, head.device)
+            drafted = settings.depth + 2 + settings.depth * self.builder.width
             self.head_cache = head.new_cache(len(prompts), longest + drafted)
             self.clean = [len(prompt) > 1 for prompt in prompts]
         clock.enter("prefill")
@@ -96,14 +98,15 @@ class Engine:
         evidence = self.sampler(tree, scored.logits, self.history)
         kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
         # A NaN or +inf anywhere in a row of logits makes all of its log-softmax NaN.
-        broken = evidence.raw_log_probs[:, :, 0].isnan().any(1) | evidence.warped_log_probs[:, :, 0].isnan().any(1)
+        first = torch.stack([evidence.raw_log_probs[..., 0], evidence.warped_log_probs[..., 0]])
+        broken = first.isnan().any(-1).any(0)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
         self.clock.enter("host")
         return self._read(kept, broken)
 
     def drop(self, rows: list[int]) -> list[int]:
-        """Forget finished rows; returns the old index of every row that is left, in its new order."""
+        """Forget finished rows; returns the old index of every row left, in the new order."""
         order = list(range(self.rows))
         for row in sorted(rows, reverse=True):
             last = len(order) - 1
@@ -162,17 +165,12 @@ class Engine:
 
     def _draft(self) -> DraftTree:
         """Grow the tree: the pending pairs give the root's children, then one pass a level."""
-        head, settings = self.head, self.settings
-        builder = TreeBuilder(settings.total_tokens, settings.depth, settings.top_k)
+        head, builder, cache = self.head, self.builder, self.head_cache
         self.clock.enter("draft")
         # Host's bound on the pairs committed: one less than the target's cache holds.
         longest = max(self.host_lengths)
         output = head.append(
-            self.pending_features,
-            self.pending_tokens,
-            self.head_lengths,
-            longest,
-            self.head_cache,
+            self.pending_features, self.pending_tokens, self.head_lengths, longest, cache
         )
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         features = output.gather(1, last)  # [B, 1, H], at the root
@@ -181,31 +179,26 @@ class Engine:
         self.clock.enter("tree")
         builder.start(log_probs)
 
-        width, lengths = builder.width, self.head_lengths
-        device, drafted = lengths.device, settings.depth * width
-        view = self.head_cache.visible(longest + drafted)
-        committed = torch.arange(view, device=device) < lengths[:, None]  # [B, view]
-        base = additive_mask(committed[:, None], head.dtype)[:, 0].expand(-1, width, -1)
-        slots = lengths[:, None] + torch.arange(drafted, device=device)  # [B, depth * K]
-        columns = slots[:, None].expand(-1, width, -1)
-        own = torch.eye(width, dtype=torch.bool, device=device)[None]
-        own = additive_mask(own, head.dtype)[:, 0]
-        # What each node of the level sees of the drafted pairs: additive, [B, K, depth * K].
-        seen = torch.full_like(columns, torch.finfo(head.dtype).min, dtype=head.dtype)
+        depth, width, lengths = builder.depth, builder.width, self.head_lengths[:, None]
+        steps = torch.arange(depth * width, device=lengths.device)
+        positions = (lengths + steps[:depth])[:, :, None].expand(-1, -1, width).unbind(1)
+        slots = (lengths + steps).view(-1, depth, width)  # where the drafted pairs go
+        addresses = cache.addresses(slots).transpose(0, 1).flatten(1).unbind()
+        own = slots[:, None, :, :, None].unbind(2)  # a level each, as the rest: [B, 1, K, 1]
+        view = cache.visible(longest + depth * width)
+        committed = torch.arange(view, device=lengths.device) < lengths
+        mask = additive_mask(committed[:, None], head.dtype).expand(-1, -1, width, -1)
         features = features.expand(-1, width, -1)
-        for level in range(settings.depth):
+        for level in range(depth):
             tokens, parents = builder.choose()
-            here = slice(level * width, (level + 1) * width)
-            if level:
+            if level:  # every node starts from its parent's feature and sees what that saw
                 index = parents[:, :, None]
                 features = features.gather(1, index.expand_as(features))
-                seen = seen.gather(1, index.expand_as(seen))
-            seen[:, :, here] = own
-            mask = base.scatter(2, columns, seen)[:, None]
-            positions = (lengths + level)[:, None].expand(-1, width)
-            self.head_cache.place(slots[:, here], view)
+                mask = mask.gather(2, index[:, None].expand_as(mask))
+            mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, view]
+            cache.place_at(addresses[level], view)
             self.clock.enter("draft")
-            features = head(features, tokens, positions, mask, self.head_cache)
+            features = head(features, tokens, positions[level], mask, cache)
             log_probs = head.readout(features)
             self.clock.enter("tree")
             builder.extend(log_probs)
@@ -217,8 +210,8 @@ class Engine:
             source = self.lengths[:, None] + kept.path
             slots = torch.arange(kept.path.shape[1], device=source.device)
             # Slots past the path hold nothing that is ever read: write each to itself.
-            target = self.lengths[:, None] + torch.where(slots < kept.count[:, None], slots, kept.path)
-            self.cache.move(source, target)
+            target = torch.where(slots < kept.count[:, None], slots, kept.path)
+            self.cache.move(source, self.lengths[:, None] + target)
         self.lengths = self.lengths + kept.count
         self.roots = kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0]
         if self.head is None:
@@ -233,7 +226,8 @@ class Engine:
 
     def _queue(self, features: Tensor, kept: Verification) -> None:
         """After a plain first step: the new pair goes behind what was pending already."""
-        self.pending_features = torch.cat([self.pending_features, features.to(self.pending_features.dtype)], 1)
+        features = features.to(self.pending_features.dtype)
+        self.pending_features = torch.cat([self.pending_features, features], 1)
         self.pending_tokens = torch.cat([self.pending_tokens, kept.tokens], 1)
         # Rows that had no pair pending hold a dummy first: move theirs to the front.
         first = (self.pending == 0)[:, None]

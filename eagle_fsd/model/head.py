@@ -139,7 +139,7 @@ class EagleHead(nn.Module):
 
 
 def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """One decoder layer without its input norm, and the rotary embedding, of ``config``'s family."""
+    """A decoder layer of ``config``'s family without its input norm, and the rotary embedding."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     config.vocab_size = 1  # the embedding that comes along is thrown away

@@ -1,7 +1,7 @@
 """The EAGLE-2 dynamic draft tree (arXiv 2406.16858, section 4), built with tensor operations.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``K`` = ``top_k``, ``M`` nodes the
-head expanded (``1 + depth * K``), ``P`` candidates in the pool (``K + depth * K * K``).
+head expanded (``1 + depth * K``), ``P`` candidates in the pool (``1 + M * K``).
 """
 
 from __future__ import annotations
@@ -56,25 +56,38 @@ class TreeBuilder:
     head says of them. :meth:`finish` keeps the ``total_tokens - 1`` candidates with the largest
     cumulative log-probability. A child never scores above its parent, and ties go to the earlier
     candidate, so what is kept is a tree.
+
+    The pool opens with the root and is laid out by level, within a level by expanded parent. So
+    where a candidate hangs follows from its index: ``1 + e * K + c`` is child ``c`` of the ``e``-th
+    expanded candidate, the root being the first. These tables are the same at every step, so one
+    builder serves a whole call.
     """
 
-    def __init__(self, total_tokens: int, depth: int, top_k: int) -> None:
+    def __init__(
+        self, total_tokens: int, depth: int, top_k: int, vocabulary: int, device: torch.device | str
+    ) -> None:
         self.total_tokens = total_tokens
         self.depth = depth
-        self.top_k = top_k
+        self.width = width = min(top_k, vocabulary)
+        expanded = torch.arange(1 + depth * width, device=device)  # [M]
+        self._draft_rows = expanded
+        levels = (expanded + width - 1) // width  # 0 for the root, then 1 to depth
+        root = torch.zeros_like(expanded[:1])
+        self._parents = torch.cat([root, expanded.repeat_interleave(width)])  # [P], expanded index
+        self._depths = torch.cat([root, levels.repeat_interleave(width) + 1])  # [P]
+        # Where in the pool the level of each expanded candidate begins.
+        self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
     def start(self, log_probs: Tensor) -> None:
         """``log_probs``: ``[B, V]``, the draft's distribution after the root."""
         batch, vocabulary = log_probs.shape
-        self.width = min(self.top_k, vocabulary)
-        self.draft_log_probs = log_probs.new_empty(batch, 1 + self.depth * self.width, vocabulary)
+        self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocabulary)
         self.draft_log_probs[:, 0] = log_probs
-        scores, tokens = _sorted_top_k(log_probs, self.width)
-        self.tokens = [tokens]  # a level each: [B, K], then [B, K * K]
-        self.scores = [scores]
-        self.parents = [torch.full_like(tokens, -1)]  # index in the pool; -1 is the root
-        self.chosen: list[Tensor] = []  # index in the pool of each expanded candidate, [B, K]
-        self.level = 0
+        scores, tokens = log_probs.topk(self.width)
+        # The root's score is the best there is. A level each: [B, 1], [B, K], then [B, K * K].
+        self.scores = [scores.new_zeros(batch, 1), _ranked(scores)]
+        self.tokens = [tokens]
+        self.chosen = [tokens.new_zeros(batch, 1)]  # index in its level of each expanded candidate
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """The newest level's ``K`` best candidates: their tokens and their parents' slots.
@@ -83,74 +96,51 @@ class TreeBuilder:
             ``[B, K]`` tokens, and ``[B, K]`` the slot (0 to ``K - 1``) of each one's parent among
             the nodes expanded one level before; 0 on the first level, where the root is the parent.
         """
-        if self.level == 0:
-            index = torch.arange(self.width, device=self.tokens[0].device)
-            index = index.expand_as(self.tokens[0])
-            first = 0
-        else:
-            index = _sorted_top_k(self.scores[-1], self.width)[1]
-            first = self.width + (self.level - 1) * self.width**2
-        self.chosen.append(index + first)
-        self.chosen_scores = self.scores[-1].gather(1, index)
-        slots = index // self.width if self.level else torch.zeros_like(index)
-        return self.tokens[-1].gather(1, index), slots
+        scores, tokens = self.scores[-1], self.tokens[-1]
+        if len(self.chosen) == 1:
+            self.chosen_scores = scores
+            self.chosen.append(self._draft_rows[: self.width].expand_as(tokens))
+            return tokens, torch.zeros_like(tokens)
+        self.chosen_scores, index = scores.topk(self.width)
+        self.chosen.append(index)
+        return tokens.gather(1, index), index // self.width
 
     def extend(self, log_probs: Tensor) -> None:
         """``log_probs``: ``[B, K, V]``, the draft's distributions at the chosen candidates."""
-        batch = log_probs.shape[0]
-        first = 1 + self.level * self.width
+        first = 1 + (len(self.chosen) - 2) * self.width
         self.draft_log_probs[:, first : first + self.width] = log_probs
-        best, tokens = _sorted_top_k(log_probs, self.width)  # [B, K, K]
-        self.tokens.append(tokens.reshape(batch, -1))
-        self.scores.append((self.chosen_scores[:, :, None] + best).reshape(batch, -1))
-        parents = self.chosen[-1][:, :, None].expand_as(tokens)
-        self.parents.append(parents.reshape(batch, -1))
-        self.level += 1
+        scores, tokens = log_probs.topk(self.width)  # [B, K, K]
+        self.scores.append(_ranked(scores + self.chosen_scores[:, :, None]).flatten(1))
+        self.tokens.append(tokens.flatten(1))
 
     def finish(self, root: Tensor) -> DraftTree:
-        """The tree over ``root`` (``[B]`` tokens), with ``min(total_tokens, 1 + P)`` nodes."""
-        scores = torch.cat(self.scores, 1)  # [B, P]
-        parents = torch.cat(self.parents, 1)
-        batch, pool = scores.shape
+        """The tree over ``root`` (``[B]`` tokens), with ``min(total_tokens, P)`` nodes."""
         # A stable sort, not topk: among equals the earlier, and so the parent, comes first.
-        order = scores.sort(dim=1, descending=True, stable=True).indices
-        kept = order[:, : self.total_tokens - 1].sort(1).values  # [B, N - 1], level order
-
-        expanded = torch.full_like(parents, -1)
-        if self.chosen:
-            chosen = torch.cat(self.chosen, 1)
-            rows = torch.arange(1, chosen.shape[1] + 1, device=root.device)
-            expanded.scatter_(1, chosen, rows.expand_as(chosen))
-
-        level = torch.arange(pool, device=root.device)
-        level = (level - self.width).clamp_min(-1).div(self.width**2, rounding_mode="floor") + 2
-
-        zero = torch.zeros_like(root)[:, None]
-        # -1, the root of the pool, sorts before every kept index and so maps to node 0.
-        node_parents = torch.searchsorted(kept, parents.gather(1, kept)) + (
-            parents.gather(1, kept) >= 0
-        )
-        node_parents = torch.cat([zero, node_parents], 1)
+        order = torch.cat(self.scores, 1).sort(dim=1, descending=True, stable=True).indices
+        kept = order[:, : self.total_tokens].sort(1).values  # [B, N] places in the pool
+        chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] likewise
+        parents = torch.searchsorted(kept, chosen.gather(1, self._parents[kept]))
+        rows = torch.full_like(order, -1).scatter_(1, chosen, self._draft_rows.expand_as(chosen))
         return DraftTree(
-            tokens=torch.cat([root[:, None], torch.cat(self.tokens, 1).gather(1, kept)], 1),
-            parents=node_parents,
-            depths=torch.cat([zero, level[kept]], 1),
-            ancestors=ancestor_matrix(node_parents, self.level + 1),
-            draft_rows=torch.cat([zero, expanded.gather(1, kept)], 1),
+            tokens=torch.cat([root[:, None], *self.tokens], 1).gather(1, kept),
+            parents=parents,
+            depths=self._depths[kept],
+            ancestors=ancestor_matrix(parents),
+            draft_rows=rows.gather(1, kept),
             draft_log_probs=self.draft_log_probs,
-            max_depth=self.level + 1,
+            max_depth=self.depth + 1,
         )
 
 
-def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
-    """``[B, N]`` parents to the ``[B, N, N]`` matrix of "is or descends from"."""
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """``[B, N]`` parents, each before its children, to the ``[B, N, N]`` matrix of "is or descends
+    from": ``I + P + P^2 + ... = (I - P)^-1`` for the matrix ``P`` of "is a child of"."""
     batch, size = parents.shape
-    matrix = torch.zeros(batch, size, size, dtype=torch.bool, device=parents.device)
-    node = torch.arange(size, device=parents.device).expand(batch, size)
-    for _ in range(max_depth + 1):
-        matrix.scatter_(2, node[:, :, None], True)
-        node = parents.gather(1, node)
-    return matrix
+    identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)
+    # What this writes on the diagonal, for the root, is not read.
+    system = identity.scatter(2, parents[:, :, None], -1.0)
+    reach = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    return reach > 0.5
 
 
 def single_node(root: Tensor, vocabulary: int) -> DraftTree:
@@ -167,7 +157,6 @@ def single_node(root: Tensor, vocabulary: int) -> DraftTree:
     )
 
 
-def _sorted_top_k(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest ``count`` along the last axis; the all-NaN row of a broken head scores ``-inf``."""
-    best, index = values.topk(count, dim=-1)
-    return torch.where(best.isnan(), -torch.inf, best), index
+def _ranked(scores: Tensor) -> Tensor:
+    """Scores with the NaN of a broken head as ``-inf``, so that they can be ordered."""
+    return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

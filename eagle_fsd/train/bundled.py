@@ -36,7 +36,9 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="Where the finished pair goes.")] = BUNDLED,
     work: Annotated[Path, typer.Option(help="Checkpoints.")] = Path("runs/bundled"),
-    stage: Annotated[list[str] | None, typer.Option(help="target, head, card; default: all.")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="target, head, card; default: all.")
+    ] = None,
 ) -> None:
     """Train the bundled pair from nothing."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -96,7 +98,8 @@ def _measured(model: EagleFSD, exact: Quality, fuzzy: Quality) -> str:
 
 
 def _versions(environment: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "transformers"))
+    versions = environment["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
 
 
 _TARGET_CARD = """---

@@ -77,7 +77,8 @@ def train_head(recipe: HeadRecipe, target_path: Path, out: Path) -> None:
     schedule = get_cosine_schedule_with_warmup(optimiser, recipe.warmup, recipe.steps)
     data = TargetRecipe(tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed)
     started, seen = time.monotonic(), 0
-    for step, (ids, weights) in zip(range(1, recipe.steps + 1), batches(tokenizer, data), strict=False):
+    endless = batches(tokenizer, data)
+    for step, (ids, weights) in zip(range(1, recipe.steps + 1), endless, strict=False):
         with torch.no_grad():
             features = model.model(input_ids=ids, use_cache=False).last_hidden_state
         inputs, wanted = features[:, :-1], features[:, 1:]
@@ -108,4 +109,3 @@ def train_head(recipe: HeadRecipe, target_path: Path, out: Path) -> None:
             )
     save_head(head, out, dtype=torch.float16)
     write_record(out, recipe, seen, time.monotonic() - started)
-

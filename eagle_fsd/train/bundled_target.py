@@ -68,7 +68,9 @@ class TargetRecipe:
     seed: int = 0
 
 
-def build_tokenizer(vocab_size: int, chats_read: int = 6000, seed: int = 1) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    vocab_size: int, chats_read: int = 6000, seed: int = 1
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with single-digit tokens, trained on generated chats."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,12 +103,15 @@ def build_tokenizer(vocab_size: int, chats_read: int = 6000, seed: int = 1) -> P
     )
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerFast, chat: list[Message]) -> tuple[list[int], list[bool]]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerFast, chat: list[Message]
+) -> tuple[list[int], list[bool]]:
     """Token ids of a chat, and for each whether the assistant says it (its end token included)."""
     ids, spoken = [tokenizer.bos_token_id], [False]
     for message in chat:
         role = tokenizer.convert_tokens_to_ids(f"<|{message['role']}|>")
-        body = tokenizer.encode(message["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
+        body = tokenizer.encode(message["content"], add_special_tokens=False)
+        body.append(tokenizer.eos_token_id)
         ids += [role, *body]
         spoken += [False] + [message["role"] == "assistant"] * len(body)
     return ids, spoken
@@ -228,9 +233,7 @@ def train_target(recipe: TargetRecipe, work: Path, out: Path) -> None:
     write_record(out, recipe, seen, spent)
 
 
-def _language_loss(
-    model: LlamaForCausalLM, ids: Tensor, weights: Tensor
-) -> tuple[Tensor, float]:
+def _language_loss(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
     """Weighted mean cross-entropy of the next token, and its mean over the answers alone."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     kept = weights[:, 1:] > 0

@@ -433,9 +433,10 @@ SMALL_TALK: list[tuple[str, str]] = [
     ),
     (
         "[what can you do?|What can you do|what do you know?|how can you help me?|help]",
-        "[I solve|I can solve|I work on] [short|small|simple] word problems [step by step|one step"
-        " at a time]. [Tell me a story with numbers|Give me a problem|Ask me about things people buy"
-        " and share] and I [will find the answer|will work it out|show every step].",
+        "[I solve|I can solve|I work on] [short|small|simple] word problems"
+        " [step by step|one step at a time]. [Tell me a story with numbers|Give me a problem"
+        "|Ask me about things people buy and share]"
+        " and I [will find the answer|will work it out|show every step].",
     ),
     (
         "[who are you?|What are you?|what is your name?|Tell me about yourself]",
