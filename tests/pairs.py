@@ -1,4 +1,6 @@
-"""Tiny targets and heads for the tests: seeded, randomly initialised, float32, no files, no Hub.
+"""What the tests decode with: tiny seeded targets and heads, prompts, reference answers, rules.
+
+The models are randomly initialised and float32; nothing comes from files or the Hub.
 
 Two kinds of pair. :func:`tiny_pair` is a random target under an untrained head: next to nothing is
 accepted at ``T = 0``, everything at a large ``T``. :func:`kindred_pair` is built so that the head
@@ -12,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -19,17 +22,21 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
-from eagle_fsd import EagleFSD, EagleHead, FSDSettings
+from eagle_fsd import EagleFSD, EagleHead, FSDSettings, GenerateOutput
 from eagle_fsd.model.tree import DraftTree
+from eagle_fsd.model.verify import Evidence, FuzzyRule
 
 #: Every device there is to test on.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 VOCABULARY = 96
+FUZZY = 10.0  # above every divergence of these pairs: whatever is drafted passes
+NEW = 24  # how many tokens :func:`reference` answers with
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -96,14 +103,14 @@ def untrained_head(model: PreTrainedModel, seed: int = 7, bias: bool = True) -> 
 
 
 @lru_cache
-def shared_pair(architecture: str = PLAIN) -> EagleFSD:
+def shared_pair(architecture: str = PLAIN, device: str = "cpu") -> EagleFSD:
     """One :func:`tiny_pair` for all tests that only decode with it."""
-    return tiny_pair(architecture)
+    return tiny_pair(architecture, device)
 
 
-def tiny_pair(architecture: str = PLAIN, **settings: Any) -> EagleFSD:
+def tiny_pair(architecture: str = PLAIN, device: str = "cpu", **settings: Any) -> EagleFSD:
     """A fresh random target under an untrained head."""
-    model = tiny_target(architecture)
+    model = tiny_target(architecture).to(device)
     return EagleFSD(model, untrained_head(model), small_tree(**settings))
 
 
@@ -179,6 +186,12 @@ def left_padded(*prompts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(ids), torch.cat(mask).long()
 
 
+@lru_cache
+def batch() -> tuple[Tensor, Tensor]:
+    """Prompts of one, two, seven and twenty tokens, padded on the left."""
+    return left_padded(prompt(7, 1), prompt(1, 2), prompt(20, 3), prompt(2, 4))
+
+
 def greedy_reference(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, new: int = 32, **options: Any
 ) -> Tensor:
@@ -186,6 +199,22 @@ def greedy_reference(
     mask = torch.ones_like(ids) if mask is None else mask
     options.setdefault("pad_token_id", 0)
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
+
+
+@lru_cache
+def reference(architecture: str, kindred: bool = False) -> Tensor:
+    """Hugging Face's greedy answer to :func:`batch`; varied, so that equality means something."""
+    pair = kindred_pair(architecture) if kindred else shared_pair(architecture)
+    ids, mask = batch()
+    sequences = greedy_reference(pair.model, ids, mask, new=NEW)
+    for row in sequences[:, ids.shape[1] :]:
+        assert row.unique().numel() >= 8, "the reference repeats itself"
+    return sequences
+
+
+def answers(out: GenerateOutput) -> Tensor:
+    """``[B, new]``."""
+    return out.sequences[:, -out.origins.shape[1] :]
 
 
 def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,3 +255,32 @@ def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
         node = int(tree.parents[row, node])
         tokens.insert(0, int(tree.tokens[row, node]))
     return tokens
+
+
+class Recorder(FuzzyRule):
+    """Lets everything pass and keeps what it was shown."""
+
+    def gate(self, evidence: Evidence) -> Tensor:
+        self.shown.append(evidence)
+        return super().gate(evidence)
+
+    @classmethod
+    def make(cls) -> Recorder:
+        rule = cls(FUZZY)
+        object.__setattr__(rule, "shown", [])
+        return rule
+
+
+def by_row_and_last_token(row: int, ids: Tensor) -> list[int]:
+    """Which tokens may follow: depends on the prompt's number and on the last token."""
+    return [token for token in range(VOCABULARY) if (token + int(ids[-1]) + row) % 3]
+
+
+@lru_cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One character a token, so that any text and any stop string can be written."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    core = Tokenizer(models.BPE(vocab={item: i for i, item in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core)

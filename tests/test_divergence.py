@@ -53,7 +53,7 @@ def _reversed_half_kl_sum(p: Array, q: Array) -> float:
     return 0.5 * _kl(middle, p) + 0.5 * _kl(middle, q)
 
 
-#: DESIGN section 2, straight from the formulas, over float64 probabilities.
+#: Straight from the formulas, over float64 probabilities.
 EXPECTED: dict[str, Callable[[Array, Array], float]] = {
     "js": _half_kl_sum,
     "js_reference": _reversed_half_kl_sum,

@@ -201,7 +201,7 @@ def _fsd_law(
     min_ratio: float = 0.0,
     fallback: str = "exact",
 ) -> Array:
-    """``[V, V]``: the law of ``selection="sample"``, enumerated as DESIGN section 2 states it.
+    """``[V, V]``: the law of ``selection="sample"``, enumerated as the README states it.
 
     At an open node: ``q`` on what the guards allow, plus ``q``'s forbidden mass times ``p``; at any
     other, ``p``. Off the tree, and after a step has ended, the second token is the target's own.

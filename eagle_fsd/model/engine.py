@@ -19,7 +19,7 @@ from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
-from eagle_fsd.model.verify import AcceptanceRule, Verification, verify
+from eagle_fsd.model.verify import AcceptanceRule, Verification, verify, verify_root
 
 #: Prompt tokens the target reads in one pass.
 PREFILL_CHUNK = 512
@@ -96,7 +96,10 @@ class Engine:
         scored = self.target.forward_tree(tree, self.lengths, max(self.host_lengths), self.cache)
         self.clock.enter("verify")
         evidence = self.sampler(tree, scored.logits, self.history)
-        kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
+        if self.head is None:
+            kept = verify_root(evidence)
+        else:
+            kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
         # A NaN or +inf anywhere in a row of logits makes all of its log-softmax NaN.
         first = torch.stack([evidence.raw_log_probs[..., 0], evidence.warped_log_probs[..., 0]])
         broken = first.isnan().any(-1).any(0)

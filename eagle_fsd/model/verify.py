@@ -260,6 +260,14 @@ def verify(
     return Verification(emitted, origins, count, path, accepted)
 
 
+def verify_root(evidence: Evidence) -> Verification:
+    """:func:`verify` for a tree of its root alone: the target's token is what is emitted."""
+    root = torch.zeros_like(evidence.sampled)
+    origins = torch.full_like(root, int(Origin.TARGET))
+    accepted = torch.ones_like(root, dtype=torch.bool)
+    return Verification(evidence.sampled, origins, torch.ones_like(root[:, 0]), root, accepted)
+
+
 def _favourite_child(
     tree: DraftTree, exact: Tensor, relaxed: Tensor, edge_log_prob: Tensor, sampled: Tensor
 ) -> Tensor:
