@@ -1,8 +1,10 @@
 """Fuzzy Speculative Decoding on EAGLE-2 draft trees."""
 
 from eagle_fsd.model.checkpoint import CheckpointError
-from eagle_fsd.model.decode import EagleFSD, GenerateOutput, StreamChunk
+from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.loading import LoadError
+from eagle_fsd.model.loop import GenerateOutput, StreamChunk
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.verify import Origin
 
@@ -13,6 +15,7 @@ __all__ = [
     "EagleHead",
     "FSDSettings",
     "GenerateOutput",
+    "LoadError",
     "Origin",
     "StreamChunk",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd import cli
+from eagle_fsd.cli.options import OPTION_NAMES
 from eagle_fsd.model.settings import FSDSettings
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
@@ -72,7 +73,7 @@ def test_every_setting_has_an_option_with_help(run) -> None:
     status, out, _ = run("generate", "--help")
     assert status == 0
     for name in FSDSettings().as_dict():
-        option = cli.OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
+        option = OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
         assert option in out
 
 

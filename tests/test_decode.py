@@ -40,7 +40,7 @@ def test_after_every_step_both_caches_are_as_if_never_speculated(
     """Whole paths are accepted at every step. Each tree node's target distribution is recomputed
     from its full text without a cache, and so is the draft's at every node the head expanded.
 
-    The prompt of one token makes all rows begin with a plain step.
+    The draft of the prompt of one token opens with zeros in the place of a feature.
     """
     pair = shared_pair(architecture, device)
     ids, mask = left_padded(prompt(6, 1), prompt(1, 3), prompt(11, 2))
@@ -64,7 +64,10 @@ def test_after_every_step_both_caches_are_as_if_never_speculated(
             )
             if tree.draft_rows[row, node] >= 0:
                 drafted = tree.draft_log_probs[row, tree.draft_rows[row, node]]
-                expected = _draft_from_scratch(pair, features[: len(text) - 1], text, path)
+                known, pairs = features[: len(text) - 1], text[1:]
+                if len(texts[row][0]) == 1:
+                    known, pairs = torch.cat([torch.zeros_like(features[:1]), known]), text
+                expected = _draft_from_scratch(pair, known, pairs, path)
                 # Relative to the largest: a chain of passes without a norm has large features.
                 scale = expected.abs().max()
                 torch.testing.assert_close(drafted / scale, expected / scale, atol=1e-3, rtol=0.0)
@@ -74,11 +77,11 @@ def _draft_from_scratch(pair: EagleFSD, features: Tensor, text: Tensor, path: Te
     """The head's log-probabilities after ``path``, without a cache: one causal pass a token.
 
     Args:
-        features: The target's, of every token of ``text`` but the last.
+        features: What the head is given with each token of ``text``.
     """
     with torch.inference_mode():
         for extent in range(len(path) + 1):
-            tokens = torch.cat([text[1:], path[:extent]])
+            tokens = torch.cat([text, path[:extent]])
             positions = torch.arange(len(tokens), device=tokens.device)
             predicted = pair.head(features[None], tokens[None], positions[None])[0]
             features = torch.cat([features, predicted[-1:]])

@@ -29,8 +29,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_fsd.model import engine as engine_module
-from eagle_fsd.model.decode import EagleFSD, GenerateOutput
+from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.loop import GenerateOutput
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix

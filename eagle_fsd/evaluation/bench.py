@@ -224,6 +224,8 @@ class Bench:
     def _count(self, new: Tensor) -> int:
         """Tokens up to and with the first end-of-sequence token, the same for every method."""
         eos = self.model.model.generation_config.eos_token_id
+        if eos is None:
+            return len(new)
         ends = torch.isin(new, torch.as_tensor(eos, device=new.device)).nonzero()
         return int(ends[0]) + 1 if len(ends) else len(new)
 

@@ -118,6 +118,12 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write ``[B, heads, S, size]`` states; ``[B, heads, view, size]`` of what is visible."""
         batch, slots = key_states.shape[0], self.cache.slots_on(self.device)
+        if not key_states.shape[1::2] == value_states.shape[1::2] == self.keys.shape[2:]:
+            raise ValueError(
+                f"this architecture keeps keys and values of {list(key_states.shape[1::2])} and"
+                f" {list(value_states.shape[1::2])} (heads, head size), not of"
+                f" {list(self.keys.shape[2:])} as its configuration says: it is not supported"
+            )
         self.flat_keys.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
         self.flat_values.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
         view = self.cache.view

@@ -115,6 +115,8 @@ def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
     try:
         values = json.loads(Path(found).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
         return AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
         raise CheckpointError(

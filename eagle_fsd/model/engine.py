@@ -75,7 +75,6 @@ class Engine:
             self.builder = TreeBuilder(*tree, target.vocabulary, head.device)
             drafted = settings.depth + 2 + settings.depth * self.builder.width
             self.head_cache = head.new_cache(len(prompts), longest + drafted)
-            self.clean = [len(prompt) > 1 for prompt in prompts]
         clock.enter("prefill")
         self._prefill(prompts)
 
@@ -89,14 +88,13 @@ class Engine:
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        # Without a feature there is nothing to draft from: a prompt of one token starts plainly.
-        draft = self.head is not None and all(self.clean)
-        tree = self._draft() if draft else single_node(self.roots, self.target.vocabulary)
+        plain = self.head is None
+        tree = single_node(self.roots, self.target.vocabulary) if plain else self._draft()
         self.clock.enter("target")
         scored = self.target.forward_tree(tree, self.lengths, max(self.host_lengths), self.cache)
         self.clock.enter("verify")
         evidence = self.sampler(tree, scored.logits, self.history)
-        if self.head is None:
+        if plain:
             kept = verify_root(evidence)
         else:
             kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
@@ -125,7 +123,6 @@ class Engine:
             self.pending_features = self.pending_features[:keep]
             self.pending_tokens = self.pending_tokens[:keep]
             self.pending = self.pending[:keep]
-            del self.clean[keep:]
         if self.history is not None:
             self.history.keep(keep)
         return order
@@ -155,14 +152,14 @@ class Engine:
         if self.head is None:
             return
         if feature is None:
-            feature = torch.zeros(
-                len(prompts), 1, self.target.hidden_size, dtype=self.head.dtype, device=device
-            )
-        # The last pair is kept pending: the draft that it opens needs its output.
+            shape = (len(prompts), 1, self.target.hidden_size)
+            feature = torch.zeros(shape, dtype=self.head.dtype, device=device)
+        # The last pair is kept pending: the draft that it opens needs its output. A prompt of one
+        # token has no feature before that token; its draft opens with zeros in that place.
         self.head_lengths = last
-        self.pending_features = feature
+        self.pending_features = feature.masked_fill((self.lengths == 0)[:, None, None], 0.0)
         self.pending_tokens = self.roots[:, None]
-        self.pending = (self.lengths > 0).long()
+        self.pending = torch.ones_like(self.lengths)
 
     # -- a step's parts --------------------------------------------------------------------------
 
@@ -170,8 +167,9 @@ class Engine:
         """Grow the tree: the pending pairs give the root's children, then one pass a level."""
         head, builder, cache = self.head, self.builder, self.head_cache
         self.clock.enter("draft")
-        # Host's bound on the pairs committed: one less than the target's cache holds.
-        longest = max(self.host_lengths)
+        # Host's bound on the pairs in the cache: as many as the target's holds tokens, but for a
+        # prompt of one token one more.
+        longest = max(self.host_lengths) + 1
         output = head.append(
             self.pending_features, self.pending_tokens, self.head_lengths, longest, cache
         )
@@ -220,26 +218,8 @@ class Engine:
         if self.head is None:
             return
         index = kept.path[:, :, None].expand(-1, -1, features.shape[-1])
-        features = features.gather(1, index)
-        if all(self.clean):
-            self.pending_features, self.pending_tokens = features, kept.tokens
-            self.pending = kept.count
-        else:
-            self._queue(features, kept)
-
-    def _queue(self, features: Tensor, kept: Verification) -> None:
-        """After a plain first step: the new pair goes behind what was pending already."""
-        features = features.to(self.pending_features.dtype)
-        self.pending_features = torch.cat([self.pending_features, features], 1)
-        self.pending_tokens = torch.cat([self.pending_tokens, kept.tokens], 1)
-        # Rows that had no pair pending hold a dummy first: move theirs to the front.
-        first = (self.pending == 0)[:, None]
-        self.pending_tokens = torch.where(first, self.pending_tokens.flip(1), self.pending_tokens)
-        self.pending_features = torch.where(
-            first[:, :, None], self.pending_features.flip(1), self.pending_features
-        )
-        self.pending = self.pending + 1
-        self.clean = [True] * self.rows
+        self.pending_features, self.pending_tokens = features.gather(1, index), kept.tokens
+        self.pending = kept.count
 
     def _read(self, kept: Verification, broken: Tensor) -> StepResult:
         """The only place of a step where the host waits for the device."""
@@ -267,7 +247,6 @@ class Engine:
         if self.head is not None:
             self.head_cache.move_row(source, target)
             tensors += [self.head_lengths, self.pending_features, self.pending_tokens, self.pending]
-            self.clean[target] = self.clean[source]
         for tensor in tensors:
             tensor[target] = tensor[source]
         if self.history is not None:

@@ -46,10 +46,10 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
         self.embed_tokens: nn.Embedding | None = None
-        self._shared: tuple[nn.Module, nn.Module] | None = None
+        self._shared: Target | None = None
 
     def attach(self, target: Target) -> EagleHead:
-        """Use the target's embedding and output projection, on its last device.
+        """Use the target's embedding and output projection, on the latter's device.
 
         Raises:
             ValueError: The head was made for a target of another hidden size or vocabulary.
@@ -64,8 +64,8 @@ class EagleHead(nn.Module):
                 f"the head's vocabulary has {self.config.vocab_size} tokens, the target's has"
                 f" {target.vocabulary}: this head belongs to another target"
             )
-        self._shared = (target.embed, target.lm_head)  # a tuple, so not registered as submodules
-        return self.to(target.lm_head.weight.device)
+        self._shared = target  # no module itself, so nothing of it is registered here
+        return self.to(target.device)
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +77,12 @@ class EagleHead(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[B, S]`` ids to ``[B, S, H]``, with the target's embedding unless it has its own."""
-        embedding = self.embed_tokens if self.embed_tokens is not None else self._shared[0]
+        embedding = self.embed_tokens if self.embed_tokens is not None else self._shared.embed
         return embedding(tokens).to(self.device, self.dtype)
 
     def readout(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` to float32 log-probabilities ``[..., V]``."""
-        return F.log_softmax(self._shared[1](features).float(), dim=-1)
+        return F.log_softmax(self._shared.project(features), dim=-1)
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
         config = copy.copy(self.config)

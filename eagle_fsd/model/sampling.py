@@ -24,8 +24,8 @@ from transformers.generation import logits_process as hf
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Evidence
 
-#: Processors that never look at the tokens so far: one call serves all nodes.
-PREFIX_FREE = (
+#: What makes the distribution sampled from out of the processed one, last in Hugging Face's lists.
+WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -34,10 +34,10 @@ PREFIX_FREE = (
     hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper,
-    hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
-    hf.SuppressTokensLogitsProcessor,
 )
+#: Processors that never look at the tokens so far: one call serves all nodes.
+PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
 
 
 class History:
@@ -72,7 +72,10 @@ class Sampler:
         temperature: 0 is greedy; top-k and top-p then do not apply, as in Hugging Face.
         top_k: 0 is off. top_p: 1 is off.
         processors: Applied before temperature, in order.
+        warpers: Take the place of temperature, top-k and top-p where Hugging Face made them; with
+            temperature above 0 only.
         draw_from_draft: Also draw a token of the draft's distribution at every node.
+        warp_draft: Warp the draft's distributions too; needed where they are looked at warped.
         generator: The only source of randomness.
 
     Raises:
@@ -85,19 +88,21 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         processors: Sequence[LogitsProcessor] = (),
+        warpers: Sequence[LogitsProcessor] | None = None,
         draw_from_draft: bool = False,
+        warp_draft: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         if not 0.0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be a number of at least 0; got {temperature!r}")
+            raise ValueError(f"temperature must be finite and at least 0; got {temperature!r}")
         if not 0.0 < top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1; got {top_p!r}")
         if top_k < 0 or top_k != int(top_k):
             raise ValueError(f"top_k must be a whole number, 0 for off; got {top_k!r}")
         self.greedy = temperature == 0.0
         self.processors = list(processors)
-        self.warpers: list[LogitsProcessor] = []
-        if not self.greedy:
+        self.warpers = list(warpers or ()) if not self.greedy else []
+        if warpers is None and not self.greedy:
             if temperature != 1.0:
                 self.warpers.append(TemperatureLogitsWarper(float(temperature)))
             if top_k:
@@ -105,6 +110,7 @@ class Sampler:
             if top_p < 1.0:
                 self.warpers.append(TopPLogitsWarper(float(top_p)))
         self.draw_from_draft = draw_from_draft
+        self.warp_draft = warp_draft or draw_from_draft
         self.generator = generator
 
     @property
@@ -120,9 +126,10 @@ class Sampler:
         warped, warped_draft = log_probs, tree.draft_log_probs
         if self.warpers:
             warped = self._warp(log_probs)
-            warped_draft = self._warp(tree.draft_log_probs)
+            # Every node the head expanded, many more than the tree's: only where it is needed.
+            warped_draft = self._warp(tree.draft_log_probs) if self.warp_draft else None
         drawn = None
-        if self.draw_from_draft and warped_draft.shape[1]:
+        if self.draw_from_draft and tree.draft_log_probs.shape[1]:
             choices = self._choose(warped_draft)  # [B, M]
             drawn = choices.gather(1, tree.draft_rows.clamp_min(0))
         elif self.draw_from_draft:

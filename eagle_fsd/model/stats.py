@@ -25,10 +25,10 @@ class PhaseClock:
     def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: list[tuple[str | None, Any]] = []
 
-    def enter(self, phase: str) -> None:
-        """From here on time belongs to ``phase``."""
+    def enter(self, phase: str | None) -> None:
+        """From here on time belongs to ``phase``, or to nobody."""
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
@@ -39,6 +39,8 @@ class PhaseClock:
     def collect(self) -> None:
         """Book everything up to the last mark; call only when the device has passed it."""
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if phase is None:
+                continue
             self.seconds[phase] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
         self._marks = self._marks[-1:]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from eagle_fsd.model.tree import DraftTree
 
 #: Attention implementations that take an arbitrary 4-D mask.
 MASKED_ATTENTION = ("sdpa", "eager")
+#: RoPE whose frequencies change with the length, so that cached keys go out of date.
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
 @dataclass
@@ -26,6 +30,9 @@ class TargetPass:
 
 class Target:
     """What decoding needs of a causal language model, whatever its architecture.
+
+    With the model spread over several devices, everything that goes in and comes out here is on
+    :attr:`device`, that of the output projection, where the head and the tree are too.
 
     Raises:
         ValueError: Some layer does not attend to the whole prefix, or the attention implementation
@@ -45,6 +52,12 @@ class Target:
                 f"attention implementation {attention!r} cannot take a tree mask; load the target"
                 f" with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"
             )
+        if getattr(self.config, "max_position_embeddings", None) is None:
+            raise ValueError(
+                f"{type(model).__name__} states no max_position_embeddings: architectures that"
+                " tell positions by other means are not supported"
+            )
+        _watch(self.lm_head)
 
     @property
     def vocabulary(self) -> int:
@@ -65,8 +78,21 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go in; with several devices, that of the embedding."""
-        return self.embed.weight.device
+        return self.lm_head.weight.device
+
+    def project(self, features: Tensor) -> Tensor:
+        """Features ``[..., H]`` to float32 logits ``[..., V]``, scaled as the model scales its own.
+
+        (Cohere multiplies, Granite divides, Gemma 2 caps softly.)
+        """
+        logits = self.lm_head(features.to(self.dtype)).float()
+        if (factor := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     def check_length(self, length: int) -> None:
         """Refuse lengths at which a partial-attention layer would not see the whole prefix."""
@@ -83,11 +109,23 @@ class Target:
                 f"this call may reach {length} tokens, but the target attends to a sliding window"
                 f" of {window}: shorten the prompt or max_new_tokens"
             )
+        for rope in _rope_parameters(self.config):
+            limit = rope.get("original_max_position_embeddings") or self.context
+            if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE and length > limit:
+                raise ValueError(
+                    f"this call may reach {length} tokens, but from {limit} on the target's"
+                    f" {rope['rope_type']} RoPE turns old keys another way: shorten the prompt or"
+                    " max_new_tokens"
+                )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
         """A cache on the devices of the layers it serves."""
-        layers = self._layers()
-        devices = [next(layer.parameters()).device for layer in layers]
+        devices = [next(layer.parameters()).device for layer in self.layers]
+        if any(device.type == "meta" for device in devices):
+            raise ValueError(
+                "parts of this target are offloaded to the CPU's memory or to disk; a tree pass"
+                " needs all layers on their devices: use a smaller dtype or more devices"
+            )
         return TreeCache(self.config, rows, length, self.dtype, devices)
 
     def prefill(self, ids: Tensor, start: int, cache: TreeCache) -> Tensor:
@@ -105,7 +143,7 @@ class Target:
             past_key_values=cache,
             use_cache=True,
         )
-        return output.last_hidden_state
+        return output.last_hidden_state.to(self.device)
 
     def forward_tree(
         self, tree: DraftTree, lengths: Tensor, longest: int, cache: TreeCache
@@ -125,29 +163,55 @@ class Target:
         columns = slots[:, None].expand(-1, tree.size, -1)
         mask = additive_mask(seen.scatter(2, columns, tree.ancestors), self.dtype)
         cache.place(slots, view)
-        captured: list[Tensor] = []
-
-        def capture(_module: nn.Module, _args: tuple, options: dict, output: Any) -> None:
-            if options.get("past_key_values") is cache:  # another thread's pass may end here too
-                captured.append(output.last_hidden_state)
-
-        hook = self.model.base_model.register_forward_hook(capture, with_kwargs=True)
+        # Nodes beyond the context are never emitted; they only must not break the embedding.
+        positions = (lengths[:, None] + tree.depths).clamp_max(self.context - 1)
+        outer = getattr(_projected, "features", None)  # of a pass that this one interrupts
+        _projected.features = []
         try:
             # Through the whole model, so that whatever it does to its logits is done here too.
             output = self.model(
                 input_ids=tree.tokens,
                 attention_mask=mask,
-                position_ids=lengths[:, None] + tree.depths,
+                position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
             )
+            features = _projected.features[-1]
         finally:
-            hook.remove()
-        return TargetPass(output.logits.float(), captured[0])
+            _projected.features = outer
+        return TargetPass(output.logits.to(self.device).float(), features.to(self.device))
 
-    def _layers(self) -> nn.ModuleList:
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
         count = self.config.num_hidden_layers
         for module in self.model.base_model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
         raise ValueError(f"{type(self.model).__name__}: found no list of {count} decoder layers")
+
+
+#: Where this thread's tree pass wants the features that go into the output projection.
+_projected = threading.local()
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _watch(lm_head: nn.Module) -> None:
+    """Have ``lm_head`` note its inputs for tree passes; once for each, as hooks add up."""
+    if lm_head not in _watched:
+        lm_head.register_forward_pre_hook(_note_features)
+        _watched.add(lm_head)
+
+
+def _note_features(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    features = getattr(_projected, "features", None)
+    if features is not None:
+        features.append(inputs[0])
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """RoPE's parameters; some configurations have them for each type of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None)
+    each = [found] if "rope_type" in found else [v for v in found.values() if isinstance(v, dict)]
+    return [{"original_max_position_embeddings": original, **rope} for rope in each]

@@ -52,7 +52,8 @@ class Evidence:
             tensor where there are none).
         warped_log_probs: The distribution sampled from: after temperature, top-k and top-p too.
             At temperature 0 it is ``log_probs``.
-        warped_draft_log_probs: ``[B, M, V]`` the draft's, warped alike.
+        warped_draft_log_probs: ``[B, M, V]`` the draft's, warped alike; None where neither the
+            settings nor a rule of the caller's looks at it.
         sampled: ``[B, N]`` the target's own choice ``s`` at each node.
         drawn: ``[B, N]`` one token of the draft's distribution at each expanded node (anything
             elsewhere); None unless ``selection="sample"``.
@@ -62,7 +63,7 @@ class Evidence:
     raw_log_probs: Tensor
     log_probs: Tensor
     warped_log_probs: Tensor
-    warped_draft_log_probs: Tensor
+    warped_draft_log_probs: Tensor | None
     sampled: Tensor
     drawn: Tensor | None = None
 

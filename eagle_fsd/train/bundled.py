@@ -1,8 +1,8 @@
 """The recipe of the pair that ships with the package: ``python -m eagle_fsd.train.bundled``.
 
-Three stages, each of which can be run alone and goes on where it was stopped: ``target`` trains the
-tokenizer and the target, ``head`` the draft head on the target's features, and ``card`` measures
-both on unseen problems and writes the model cards. On two cores the whole takes about two hours.
+Three stages, each of which can be run alone: ``target`` trains the tokenizer and the target,
+``head`` the draft head on the target's features, and ``card`` measures both on unseen problems and
+writes the model cards. On two cores the whole takes about two hours.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ small talk. It exists so that Fuzzy Speculative Decoding can be tried, tested an
 a download. It knows nothing else.
 
 Trained from scratch by `python -m eagle_fsd.train.bundled --stage target` on chats drawn from
-`eagle_fsd/model/bundled/problems.py` (no chat is seen twice; test questions are kept apart by a
+`eagle_fsd/model/bundled/problems.py` (an endless stream; test questions are kept apart from it by a
 hash of their text): {tokens} tokens in {minutes} minutes on {machine}, {date}.
 
 {measured}

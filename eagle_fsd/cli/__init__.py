@@ -1,0 +1,48 @@
+"""The command line: ``eagle-fsd`` and its sub-commands, a module each.
+
+Modules here import torch and the package's parts when a command runs, so ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+from typer.exceptions import TyperException
+
+from eagle_fsd.cli.bench import bench
+from eagle_fsd.cli.console import fail
+from eagle_fsd.cli.generate import generate
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Fuzzy speculative decoding with EAGLE-2 draft trees.",
+)
+app.command()(generate)
+app.command()(bench)
+
+
+def main() -> None:
+    """Run the command; whatever is expected to go wrong is one line on standard error.
+
+    Status 0 on success, 2 for a usage error, 1 otherwise.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    try:
+        status = app(prog_name="eagle-fsd", standalone_mode=False)
+    except TyperException as error:
+        fail(f"{error.format_message()} (see eagle-fsd --help)", error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        fail("stopped", 130)
+    except (ValueError, FloatingPointError, OSError) as error:
+        fail(str(error), 1)
+    raise SystemExit(status or 0)

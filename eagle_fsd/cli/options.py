@@ -1,0 +1,123 @@
+"""Options that several commands share, and commands that take theirs from a dataclass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eagle_fsd.model.options import Options
+from eagle_fsd.model.settings import FSDSettings, read_settings
+
+Target = Annotated[
+    str | None, typer.Option(help="Target: a folder or Hub name.", show_default="the bundled one")
+]
+Head = Annotated[
+    str | None,
+    typer.Option(help="Draft head: a folder or Hub name.", show_default="the bundled one"),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on the CPU"),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, auto.", show_default="the GPU if there is one"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+#: The tree's top_k; plain ``--top-k`` is sampling's, as in Hugging Face.
+OPTION_NAMES = {"top_k": "--tree-top-k"}
+
+
+def with_options(
+    options: type[Options],
+    parameter: str,
+    read: Callable[[Path], dict[str, Any]],
+    file_option: tuple[str, str],
+    leave_out: Collection[str] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option for every field of a dataclass of options, and one for a file.
+
+    The command's ``parameter`` receives the values that were given, the file's and above them the
+    command line's, as a dictionary, checked.
+
+    Args:
+        read: Reads the file, checked. file_option: Its option and help.
+        leave_out: Fields that the command sets itself.
+    """
+    items = [item for item in fields(options) if item.name not in leave_out]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> Any:
+            given = {item.name: values.pop(f"option_{item.name}") for item in items}
+            file = values.pop("options_file")
+            merged = read(file) if file else {}
+            merged.update({name: value for name, value in given.items() if value is not None})
+            try:
+                options.from_dict(merged)
+            except (ValueError, TypeError) as error:
+                raise typer.BadParameter(str(error)) from error
+            return command(**{parameter: merged}, **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for name, p in signature.parameters.items() if name != parameter]
+        added = [_field_parameter(item) for item in items]
+        option, text = file_option
+        added.append(
+            _parameter("options_file", Annotated[Path | None, typer.Option(option, help=text)])
+        )
+        wrapper.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in own + added}
+        return wrapper
+
+    return decorate
+
+
+def with_settings(leave_out: Collection[str] = ()) -> Callable[..., Any]:
+    """:func:`with_options` for FSD's settings, in the command's parameter ``settings``."""
+    file = ("--settings", "An fsd.json with settings.")
+    return with_options(FSDSettings, "settings", read_settings, file, leave_out)
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def _field_parameter(item: Field[Any]) -> inspect.Parameter:
+    option = OPTION_NAMES.get(item.name, "--" + item.name.replace("_", "-"))
+    kind, text = item.metadata["kind"], item.metadata["help"]
+    limits: dict[str, Any] = {}
+    if kind is bool:
+        option += "/--no-" + option.removeprefix("--")
+    elif "choices" in item.metadata:
+        text += f" ({', '.join(item.metadata['choices'])})"
+    else:
+        limits["min"] = item.metadata["low"]
+        if item.metadata["high"] != math.inf:
+            limits["max"] = item.metadata["high"]
+    info = typer.Option(option, help=text[0].upper() + text[1:] + ".", **limits)
+    return _parameter(f"option_{item.name}", Annotated[kind | None, info])
+
+
+def load_pair(
+    target: str | None,
+    head: str | None,
+    dtype: str | None,
+    device: str | None,
+    settings: dict[str, Any],
+) -> Any:
+    """The model that the options name, with ``settings`` above its own."""
+    from eagle_fsd.model.decode import EagleFSD
+
+    model = EagleFSD.from_pretrained(target, head, dtype=dtype, device_map=device)
+    model.settings = model.settings.updated(**settings)
+    return model
