@@ -14,6 +14,8 @@ from typer.exceptions import TyperException
 from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.console import fail
 from eagle_fsd.cli.generate import generate
+from eagle_fsd.cli.train import app as train_app
+from eagle_fsd.train.folder import TrainingError
 
 app = typer.Typer(
     add_completion=False,
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:
@@ -43,6 +46,6 @@ def main() -> None:
         fail(f"{error.format_message()} (see eagle-fsd --help)", error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         fail("stopped", 130)
-    except (ValueError, FloatingPointError, OSError) as error:
+    except (ValueError, FloatingPointError, OSError, TrainingError) as error:
         fail(str(error), 1)
     raise SystemExit(status or 0)

@@ -42,6 +42,7 @@ def with_options(
     read: Callable[[Path], dict[str, Any]],
     file_option: tuple[str, str],
     leave_out: Collection[str] = (),
+    show_defaults: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command an option for every field of a dataclass of options, and one for a file.
 
@@ -51,6 +52,7 @@ def with_options(
     Args:
         read: Reads the file, checked. file_option: Its option and help.
         leave_out: Fields that the command sets itself.
+        show_defaults: Whether the fields' defaults are what holds where nothing is given.
     """
     items = [item for item in fields(options) if item.name not in leave_out]
 
@@ -69,7 +71,7 @@ def with_options(
 
         signature = inspect.signature(command, eval_str=True)
         own = [p for name, p in signature.parameters.items() if name != parameter]
-        added = [_field_parameter(item) for item in items]
+        added = [_field_parameter(item, show_defaults) for item in items]
         option, text = file_option
         added.append(
             _parameter("options_file", Annotated[Path | None, typer.Option(option, help=text)])
@@ -84,7 +86,8 @@ def with_options(
 def with_settings(leave_out: Collection[str] = ()) -> Callable[..., Any]:
     """:func:`with_options` for FSD's settings, in the command's parameter ``settings``."""
     file = ("--settings", "An fsd.json with settings.")
-    return with_options(FSDSettings, "settings", read_settings, file, leave_out)
+    # What holds by default depends on the head's fsd.json and on the device.
+    return with_options(FSDSettings, "settings", read_settings, file, leave_out, False)
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
@@ -92,7 +95,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _field_parameter(item: Field[Any]) -> inspect.Parameter:
+def _field_parameter(item: Field[Any], show_default: bool) -> inspect.Parameter:
     option = OPTION_NAMES.get(item.name, "--" + item.name.replace("_", "-"))
     kind, text = item.metadata["kind"], item.metadata["help"]
     limits: dict[str, Any] = {}
@@ -104,6 +107,8 @@ def _field_parameter(item: Field[Any]) -> inspect.Parameter:
         limits["min"] = item.metadata["low"]
         if item.metadata["high"] != math.inf:
             limits["max"] = item.metadata["high"]
+    if show_default and item.default is not None:
+        limits["show_default"] = str(item.default)
     info = typer.Option(option, help=text[0].upper() + text[1:] + ".", **limits)
     return _parameter(f"option_{item.name}", Annotated[kind | None, info])
 

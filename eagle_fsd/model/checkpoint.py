@@ -70,8 +70,15 @@ def load_head(
     return head.eval().requires_grad_(False)
 
 
-def save_head(head: EagleHead, path: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``config.json`` and ``model.safetensors`` to the folder ``path``."""
+def save_head(
+    head: EagleHead, path: str | Path, dtype: torch.dtype | None = None, binary: bool = False
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` to the folder ``path``.
+
+    Args:
+        dtype: Of the weights; default: the head's own.
+        binary: Write ``pytorch_model.bin`` instead, as EAGLE's own code reads it.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = head.config.to_diff_dict()
@@ -85,7 +92,10 @@ def save_head(head: EagleHead, path: str | Path, dtype: torch.dtype | None = Non
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
-    save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+    if binary:
+        torch.save(state, path / WEIGHT_FILES[1])
+    else:
+        save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
 
 
 def settings_file(path: str | Path, token: str | None = None) -> Path | None:

@@ -91,7 +91,6 @@ class AcceptanceRule(Protocol):
         """Bool like ``nodes``: whether ``tokens`` may follow ``nodes`` where the gate is open."""
 
 
-@dataclass(frozen=True)
 class ExactRule:
     """Nothing is relaxed: EAGLE-2's lossless verification."""
 

@@ -20,7 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
-from eagle_fsd.model.bundled.problems import Message, chats
+from eagle_fsd.model.bundled.problems import chats
+from eagle_fsd.train.prompts import EncodedChat, TokenizerFormat, encode_chat
 from eagle_fsd.train.record import write_record
 
 log = logging.getLogger(__name__)
@@ -103,20 +104,6 @@ def build_tokenizer(
     )
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerFast, chat: list[Message]
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a chat, and for each whether the assistant says it (its end token included)."""
-    ids, spoken = [tokenizer.bos_token_id], [False]
-    for message in chat:
-        role = tokenizer.convert_tokens_to_ids(f"<|{message['role']}|>")
-        body = tokenizer.encode(message["content"], add_special_tokens=False)
-        body.append(tokenizer.eos_token_id)
-        ids += [role, *body]
-        spoken += [False] + [message["role"] == "assistant"] * len(body)
-    return ids, spoken
-
-
 def batches(
     tokenizer: PreTrainedTokenizerFast, recipe: TargetRecipe, pool: int = 1024
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -125,24 +112,25 @@ def batches(
     Right padding under a causal mask is never attended to by a real token, so no mask is needed.
     """
     source = chats("train", recipe.seed)
+    wording = TokenizerFormat(tokenizer)
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
-        encoded = [encode_chat(tokenizer, chat) for chat in itertools.islice(source, pool)]
-        encoded.sort(key=lambda item: len(item[0]))
-        groups: list[list[tuple[list[int], list[bool]]]] = [[]]
+        encoded = [encode_chat(chat, tokenizer, wording) for chat in itertools.islice(source, pool)]
+        encoded.sort(key=lambda item: len(item.ids))
+        groups: list[list[EncodedChat]] = [[]]
         for item in encoded:
-            if (len(groups[-1]) + 1) * len(item[0]) > recipe.tokens_per_batch:
+            if (len(groups[-1]) + 1) * len(item.ids) > recipe.tokens_per_batch:
                 groups.append([])
             groups[-1].append(item)
         for index in torch.randperm(len(groups), generator=generator).tolist():
             group = groups[index]
-            width = max(len(ids) for ids, _ in group)
+            width = max(len(item.ids) for item in group)
             ids = torch.full((len(group), width), tokenizer.pad_token_id)
             weights = torch.zeros(len(group), width)
-            for row, (tokens, spoken) in enumerate(group):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                weights[row, : len(tokens)] = torch.tensor(
-                    [1.0 if own else recipe.prompt_weight for own in spoken]
+            for row, item in enumerate(group):
+                ids[row, : len(item.ids)] = torch.tensor(item.ids)
+                weights[row, : len(item.ids)] = torch.tensor(
+                    [1.0 if own else recipe.prompt_weight for own in item.spoken]
                 )
             yield ids, weights
 
