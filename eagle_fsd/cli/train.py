@@ -46,6 +46,10 @@ def train(
     ] = None,
     to: Annotated[Path | None, typer.Option("--out", help="Folder for the head.")] = None,
     target: Target = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="A head to begin with.", exists=True, show_default="a fresh one"),
+    ] = None,
     template: Template = None,
     dtype: Dtype = None,
     regenerate: Annotated[
@@ -90,6 +94,7 @@ def train(
             target=target,
             template=template,
             dtype=dtype,
+            head=head,
             resume=resume,
             overwrite=overwrite,
             binary=binary,

@@ -19,6 +19,7 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a PNG with a panel for each of :data:`PANELS`, and one of JS by accepted depth."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -32,6 +33,7 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
                 axis.plot(steps, values, marker=marker, markersize=4, label=f"{kind} {name}")
         axis.set_title(title)
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         if axis.lines:

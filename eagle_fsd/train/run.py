@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eagle_fsd.model.checkpoint import save_head
+from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.decode import BUNDLED
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.target import Target
@@ -108,6 +108,7 @@ def train(
     template: str | None = None,
     dtype: str | None = None,
     token: str | None = None,
+    head: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     binary: bool = False,
@@ -121,6 +122,7 @@ def train(
         data: A chat file; or ``features``: a folder that ``write_features`` made.
         target, dtype, token: As for :func:`~eagle_fsd.model.loading.load_target`.
         template: A FastChat template; default: the tokenizer's own.
+        head: A head's folder to begin with; default: a fresh head.
         resume, overwrite: What to do where ``out`` exists already.
         binary: Write ``pytorch_model.bin``, as EAGLE's own code reads it.
         listener: Given the metrics as they come, on the main process.
@@ -128,6 +130,7 @@ def train(
 
     Raises:
         ValueError: Something of this does not exist or does not fit.
+        CheckpointError: The head to begin with cannot be read.
         TrainingError: Training could not go on.
     """
     if (data is None) == (features is None):
@@ -145,19 +148,21 @@ def train(
             raise ValueError(f"{features} is not complete: run eagle-fsd train features again")
         if made_from["target"] != source.describe(__file__, 8)["target"]:
             raise ValueError(f"{features} holds features of the target {made_from['target']}")
+    began_with = load_head(head, source.target, torch.float32, token) if head else None
+    made_from = {**made_from, "head": str(head) if head else None}
     main = accelerator.is_main_process
     with accelerator.main_process_first():
         folder = RunFolder(out, recipe, made_from, resume, overwrite, main)
     accelerator.init_trackers("tensorboard")
     began = time.monotonic()
-    trainer = Trainer(recipe, source.target, chats, folder, accelerator, listener)
-    head = trainer.run()
+    trainer = Trainer(recipe, source.target, chats, folder, accelerator, listener, began_with)
+    trained = trainer.run()
     if trainer.cut:
         log.warning("chats longer than the limit were cut %d times", trainer.cut)
     accelerator.end_training()
     if main:
         dtype_ = source.target.dtype
-        save_head(head, folder.path, dtype_ if dtype_ != torch.float32 else None, binary=binary)
+        save_head(trained, folder.path, dtype_ if dtype_ != torch.float32 else None, binary=binary)
         log.info("trained in %.0f s", time.monotonic() - began)
         write_record(folder.path, recipe, trainer.tokens, trainer.seconds)
         metrics = folder.metrics()

@@ -53,6 +53,7 @@ class Trainer:
         data: Chats, encoded when asked for, or stored features.
         folder: Where checkpoints and metrics go.
         listener: Given the metrics of every logged step and validation, on the main process.
+        head: To begin with, attached to ``target``; default: a fresh one.
 
     Attributes:
         step: Optimiser steps done; ``steps``: to be done in all.
@@ -68,6 +69,7 @@ class Trainer:
         folder: RunFolder,
         accelerator: Accelerator,
         listener: Listener | None = None,
+        head: EagleHead | None = None,
     ) -> None:
         self.recipe, self.target, self.data, self.folder = recipe, target, data, folder
         self.accelerator = accelerator
@@ -84,7 +86,10 @@ class Trainer:
         self.stop_asked = False
 
         torch.manual_seed(recipe.seed)
-        head = EagleHead(target.config, recipe.bias).attach(target)
+        if head is None:
+            head = EagleHead(target.config, recipe.bias).attach(target)
+        head = head.float().train().requires_grad_(True)
+        self.head_shape = head.config, head.fc.bias is not None
         if recipe.compile:
             for layer in [*target.layers, *head.layers]:
                 layer.compile(dynamic=True)
@@ -298,7 +303,7 @@ class Trainer:
     def head_copy(self, dtype: torch.dtype) -> EagleHead:
         """The head as it is, out of whatever the accelerator wrapped it in. All processes call."""
         state = self.accelerator.get_state_dict(self.losses)
-        copy = EagleHead(self.target.config, self.recipe.bias, dtype).attach(self.target)
+        copy = EagleHead(*self.head_shape, dtype).attach(self.target)
         if self.accelerator.is_main_process:
             copy.load_state_dict(
                 {name.removeprefix("head."): value for name, value in state.items()}
