@@ -1,0 +1,69 @@
+"""Code that a model wrote may do what an answer needs, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd.evaluation.sandbox import run_program
+
+
+def test_a_program_that_comes_to_its_end_passes() -> None:
+    assert run_program("import math\nassert math.sqrt(4) == 2").passed
+    assert run_program(
+        "open('mine.txt', 'w').write('x')\nprint('said', open('mine.txt').read())"
+    ).passed
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("assert 1 == 2", "AssertionError"),
+        ("def f(:", "SyntaxError"),
+        ("import os\nwhile True: os.fork()", "os.fork"),
+        ("import subprocess\nsubprocess.run(['true'])", "subprocess.Popen"),
+        ("import os\nos.system('true')", "os.system"),
+        ("import multiprocessing as m\nm.Process(target=print).start()", "os.fork"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "socket."),
+        ("import urllib.request as u\nu.urlopen('http://127.0.0.1')", "urllib."),
+        ("x = 'a' * 10**10", "MemoryError"),
+        ("import sys\nsys.exit(0)", "ended before"),
+        ("import os\nos._exit(0)", "ended before"),
+        ("import ctypes", "ImportError"),
+        ("import os\nos.kill(os.getppid(), 9)", "os.kill"),
+        ("while True: print('x' * 1000)", "File too large"),
+    ],
+)
+def test_what_is_not_allowed_is_stopped_and_wrong(program: str, reason: str) -> None:
+    found = run_program(program, seconds=5)
+    assert not found.passed
+    assert reason in found.reason
+
+
+def test_catching_the_refusal_does_not_help() -> None:
+    program = "import socket\ntry:\n    socket.socket()\nexcept BaseException:\n    pass"
+    assert not run_program(program).passed
+
+
+@pytest.mark.parametrize("how", ["open({path!r}, 'w')", "open('../out.txt', 'a')", "__import__('os').remove({path!r})"])  # fmt: skip
+def test_nothing_outside_its_folder_is_written(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "kept.txt"
+    path.write_text("kept")
+    found = run_program(how.format(path=str(path)))
+    assert not found.passed
+    assert "not allowed" in found.reason
+    assert path.read_text() == "kept"
+
+
+def test_an_endless_loop_ends_in_time() -> None:
+    begun = time.monotonic()
+    found = run_program("while True: pass", seconds=1)
+    assert not found.passed
+    assert time.monotonic() - begun < 5
+
+
+def test_threads_without_end_are_stopped() -> None:
+    program = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    assert not run_program(program, seconds=2).passed
