@@ -47,7 +47,10 @@ def test_catching_the_refusal_does_not_help() -> None:
     assert not run_program(program).passed
 
 
-@pytest.mark.parametrize("how", ["open({path!r}, 'w')", "open('../out.txt', 'a')", "__import__('os').remove({path!r})"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    ["open({path!r}, 'w')", "open('../out.txt', 'a')", "__import__('os').remove({path!r})"],
+)
 def test_nothing_outside_its_folder_is_written(how: str, tmp_path: Path) -> None:
     path = tmp_path / "kept.txt"
     path.write_text("kept")
@@ -65,5 +68,5 @@ def test_an_endless_loop_ends_in_time() -> None:
 
 
 def test_threads_without_end_are_stopped() -> None:
-    program = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()"
-    assert not run_program(program, seconds=2).passed
+    loop = "while True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    assert not run_program(f"import threading, time\n{loop}", seconds=2).passed
