@@ -87,9 +87,18 @@ def test_every_setting_has_an_option_with_help(run) -> None:
         (("generate", "--max-new-tokens", "0", "x"), "max-new-tokens"),
         (("generate", " "), "empty"),
         (("generate",), "prompt"),
+        (("generate", "--top-p", "0", "x"), "top-p"),
+        (("generate", "--top-p", "nan", "x"), "top-p"),
+        (("generate", "--temperature", "inf", "x"), "temperature"),
+        (("generate", "--temperature", "nan", "x"), "temperature"),
+        (("generate", "--seed", str(2**63), "x"), "seed"),
+        (("generate", "--seed", "-1", "x"), "seed"),
         (("bench", "--baseline", "vllm"), "hf"),
         (("bench", "-T", "nan"), "threshold"),
         (("bench", "--problems", "0"), "problems"),
+        (("bench", "--threshold", "0.1"), "thresholds"),
+        (("bench", "--output", str(Path(__file__).parent)), "no place for a file"),
+        (("bench", "--output", "no/such/folder/bench.json"), "no place for a file"),
         (("fly",), "fly"),
     ],
 )
@@ -109,15 +118,24 @@ def test_usage_errors_end_with_status_2(run, arguments: tuple[str, ...], word: s
             "no/such/folder",
         ),
         (("generate", "--target", "no/such/folder", "x"), "both"),
+        (("generate", "--target", "/no/such/folder", "--head", "x", "x"), "folder /no/such/folder"),
         (("generate", "--settings", "no-such-file.json", "x"), "no-such-file.json"),
+        (("generate", "--dtype", "foo", "x"), "dtype"),
+        (("generate", "--device", "cuda:99", "x"), "cuda:99 is not there"),
+        (("generate", "--device", "toaster", "x"), "toaster"),
+        (("generate", "--top-k", "5000", "x"), "top_k is 5000, more than the vocabulary"),
+        (("bench", "--dtype", "foo"), "dtype"),
+        (("bench", "--device", "cuda:99"), "cuda:99 is not there"),
     ],
 )
 def test_expected_failures_are_one_line(
     run, arguments: tuple[str, ...], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    status, _, err = run(*arguments)
+    status, out, err = run(*arguments)
     assert status == 1
+    assert out == ""
+    assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert word in err
 

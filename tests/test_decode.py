@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -26,8 +27,15 @@ from pairs import (
     tiny_target,
 )
 from torch import Tensor
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from eagle_fsd import EagleFSD, Origin
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.verify import Evidence
 
 # -- what a step sees -----------------------------------------------------------------------------
 
@@ -175,11 +183,90 @@ def test_custom_generate_samples_with_the_calls_options() -> None:
     assert torch.equal(first, sample())
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Evidence]:
+    """What verification is shown, step by step, of every call from here on."""
+    shown: list[Evidence] = []
+    original = Sampler.__call__
+
+    def keep(*arguments: Any) -> Evidence:
+        shown.append(original(*arguments))
+        return shown[-1]
+
+    monkeypatch.setattr(Sampler, "__call__", keep)
+    return shown
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])
+@pytest.mark.parametrize("divergence_on", ["raw", "warped"])
+@pytest.mark.parametrize(
+    ("threshold", "selection"), [(0.0, "longest"), (0.5, "longest"), (0.5, "sample")]
+)
+def test_custom_generate_warps_target_and_draft_alike(
+    threshold: float,
+    selection: str,
+    divergence_on: str,
+    penalty: float | None,
+    steps: list[Evidence],
+) -> None:
+    """Hugging Face hands temperature and top-p over among the processors, which are the target's
+    alone. Both ways to the same settings compare and draw from the same distributions."""
+    pair = kindred_pair(context=0.3)
+    ids, mask = batch()
+    # Hugging Face's own default of top-k is 50. Their penalty passes over the padding on the left.
+    options = {"temperature": 0.5, "top_p": 0.8, "top_k": 0, "seed": 5, "max_new_tokens": NEW}
+    options |= {"threshold": threshold, "selection": selection, "divergence_on": divergence_on}
+    padding = (mask == 0).sum(1)
+    processors = [RepetitionPenaltyLogitsProcessor(penalty, padding)] if penalty else []
+    own = pair.generate(ids, attention_mask=mask, logits_processor=processors, **options)
+    count = len(steps)
+    found = pair.model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=True,
+        pad_token_id=0,
+        repetition_penalty=penalty,
+        custom_generate=pair.custom_generate,
+        **options,
+    )
+    assert torch.equal(found, own.sequences)
+    assert len(steps) == 2 * count
+    for first, second in zip(steps[:count], steps[count:], strict=True):
+        assert torch.equal(first.log_probs, second.log_probs)
+        assert torch.equal(first.warped_log_probs, second.warped_log_probs)
+        if threshold == 0.0 or (divergence_on, selection) == ("raw", "longest"):
+            continue  # nothing looks at the draft's
+        draft = second.tree.draft_log_probs.flatten(0, 1)
+        expected = TopPLogitsWarper(0.8)(None, TemperatureLogitsWarper(0.5)(None, draft))
+        expected = expected.log_softmax(-1).view_as(second.warped_draft_log_probs)
+        assert (expected == -torch.inf).any()
+        assert torch.equal(second.warped_draft_log_probs, expected)
+        assert torch.equal(first.warped_draft_log_probs, expected)
+
+
+def test_custom_generate_without_an_end_token_runs_to_its_length() -> None:
+    """None in the call stands above an end token in the target's own configuration."""
+    pair, ids = kindred_pair(), prompt(6, 3)
+    free = greedy_reference(pair.model, ids, new=NEW)
+    model = copy.deepcopy(pair.model)
+    model.generation_config.eos_token_id = int(free[0, ids.shape[1] + 5])
+    ending = EagleFSD(model, copy.deepcopy(pair.head), pair.settings)
+    options = {"custom_generate": ending.custom_generate}
+    ended = greedy_reference(model, ids, new=NEW, **options)
+    assert torch.equal(ended, free[:, : ids.shape[1] + 6])
+    found = greedy_reference(model, ids, new=NEW, eos_token_id=None, **options)
+    assert torch.equal(found, free)
+    assert torch.equal(greedy_reference(model, ids, new=NEW, eos_token_id=None), free)
+
+
 def test_custom_generate_refuses_what_it_cannot_do() -> None:
     pair, ids = shared_pair(), prompt(6, 3)
     options = {"max_new_tokens": 4, "custom_generate": pair.custom_generate}
     with pytest.raises(ValueError, match="beam"):
         pair.model.generate(ids, num_beams=2, **options)
+    with pytest.raises(ValueError, match="leave return_dict_in_generate out") as error:
+        pair.model.generate(ids, return_dict_in_generate=True, **options)
+    assert str(error.value).isprintable()
     with pytest.raises(ValueError, match="another target"):
         tiny_target().generate(ids, **options)
 

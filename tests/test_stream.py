@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pairs import (
+    DEVICES,
     FUZZY,
     PLAIN,
     answers,
@@ -26,7 +31,7 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from eagle_fsd import Origin
+from eagle_fsd import GenerateOutput, Origin
 
 
 def joined(parts: Iterable[list[int]]) -> list[int]:
@@ -130,6 +135,115 @@ def test_a_call_within_a_call_does_not_disturb_it() -> None:
     assert count == 1 + out.stats.passes
     assert torch.equal(out.sequences, undisturbed.sequences)
     assert out.stats.accepted == undisturbed.stats.accepted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_what_the_caller_does_between_chunks_is_not_booked(method: str, device: str) -> None:
+    """A consumer that prints, or sends over a network, does not make decoding look slow."""
+    pair = tiny_pair(device=device)
+    ids, mask = (item.to(device) for item in batch())
+    began = time.perf_counter()
+    decoding = pair.stream(ids, attention_mask=mask, max_new_tokens=6, method=method)
+    slept = 0.0
+    for _ in decoding:
+        pause = time.perf_counter()
+        time.sleep(0.02)
+        slept += time.perf_counter() - pause
+    wall = time.perf_counter() - began
+    seconds = decoding.output().stats.seconds
+    assert slept > 0.3
+    assert sum(seconds.values()) < wall - slept + 0.01
+    assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
+
+
+def test_a_stream_that_waits_before_its_first_step_books_nothing() -> None:
+    """Nor does what happens between the call and the first chunk, or after the last."""
+    pair = tiny_pair()
+    decoding = pair.stream(prompt(6), max_new_tokens=6)
+    time.sleep(0.3)
+    assert sum(decoding.stats.seconds.values()) == 0.0
+    began = time.perf_counter()
+    for _ in decoding:
+        pass
+    wall = time.perf_counter() - began
+    time.sleep(0.1)
+    assert 0.0 < sum(decoding.output().stats.seconds.values()) <= wall
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"method": "ar"},
+        {"threshold": FUZZY},
+        {"threshold": FUZZY, "selection": "sample"},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 4},
+        {"temperature": 0.9, "selection": "sample", "threshold": FUZZY, "seed": 4},
+    ],
+)
+def test_torchs_generator_is_left_alone(options: dict[str, Any]) -> None:
+    """By greedy calls and by those with a seed: a caller's own random numbers stay repeatable."""
+    before = torch.get_rng_state()
+    kindred_pair().generate(prompt(6, 3), max_new_tokens=8, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sampling_without_a_seed_takes_one_from_torchs_generator() -> None:
+    """So ``torch.manual_seed`` makes it repeatable, and two calls in a row differ."""
+    ids, options = prompt(6, 3), {"max_new_tokens": 24, "temperature": 1.0}
+    torch.manual_seed(3)
+    first, second = (kindred_pair().generate(ids, **options).sequences for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(kindred_pair().generate(ids, **options).sequences, first)
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads give way to each other as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("options", [{}, {"threshold": FUZZY}, {"temperature": 0.9, "seed": 6}])
+def test_threads_on_one_model_decode_as_if_alone(options: dict[str, Any]) -> None:
+    """Each pass is made to wait in its middle until the other thread has had a turn.
+
+    With everything accepted the text depends on the features that each pass hands on.
+    """
+    pair = tiny_pair()
+    prompts = [batch(), (prompt(9, 4), torch.ones(1, 9))]
+    alone = [pair.generate(*item, max_new_tokens=20, **options) for item in prompts]
+    order: list[int] = []
+
+    def give_way(*_args: Any) -> None:
+        order.append(threading.get_ident())
+        time.sleep(0.0005)
+
+    # After the first layer: the pass has begun and has not ended.
+    pair.model.base_model.layers[0].register_forward_hook(give_way)
+    start = threading.Barrier(2)
+
+    def decode(number: int) -> list[GenerateOutput]:
+        start.wait(10)
+        return [pair.generate(*prompts[number], max_new_tokens=20, **options) for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(decode, range(2)))
+    turns = sum(before != after for before, after in itertools.pairwise(order))
+    assert turns > len(order) / 8, "the threads ran one after the other"
+    for expected, found in zip(alone, together, strict=True):
+        for out in found:
+            assert torch.equal(out.sequences, expected.sequences)
+            assert torch.equal(out.origins, expected.origins)
+            assert out.stats.accepted == expected.stats.accepted
 
 
 # -- streamers ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.loading import one_line
 from eagle_fsd.model.settings import SETTINGS_FILE
 from eagle_fsd.model.target import Target
 
@@ -115,7 +116,7 @@ def _file(path: str | Path, name: str, token: str | None) -> str | None:
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is neither a folder nor a model that can be reached: {_one_line(error)}"
+            f"{path} is neither a folder nor a model that can be reached: {one_line(error)}"
         ) from error
 
 
@@ -130,7 +131,7 @@ def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
         return AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
         raise CheckpointError(
-            f"{found} is not a head's configuration: {_one_line(error)}"
+            f"{found} is not a head's configuration: {one_line(error)}"
         ) from error
 
 
@@ -149,17 +150,13 @@ def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
                 f"{found} is damaged or holds more than tensors; only plain state dicts are read"
             ) from error
         except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"{found} cannot be read: {_one_line(error)}") from error
+            raise CheckpointError(f"{found} cannot be read: {one_line(error)}") from error
         if not isinstance(weights, dict) or not all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
         ):
             raise CheckpointError(f"{found} is not a state dict: tensors by name")
         return weights
     raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:

@@ -111,8 +111,9 @@ class EagleFSD:
             name = str(target)
             target = load_target(name, dtype, device_map, token=token, **target_options)
         elif dtype is not None or device_map is not None or target_options:
-            names = {"dtype": dtype, "device_map": device_map, **target_options}
+            names = {"dtype": dtype, "device_map": device_map}
             given = [option for option, value in names.items() if value is not None]
+            given += target_options
             raise TypeError(f"a loaded target takes no {', '.join(given)}: load it that way")
         wrapped = Target(target)
         values: dict[str, Any] = {}
@@ -229,6 +230,8 @@ class EagleFSD:
             raise ValueError(
                 f"top_k is {top_k}, more than the vocabulary of {target.vocabulary} tokens"
             )
+        if seed is not None and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be a whole number of 64 bits; got {seed!r}")
         generator = None
         if temperature:
             generator = torch.Generator(target.device)
@@ -396,6 +399,8 @@ def _prompts(
             f"input_ids must be whole numbers of shape [B, S]; got {tuple(input_ids.shape)} of"
             f" {str(input_ids.dtype).removeprefix('torch.')}"
         )
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise ValueError("attention_mask must be a tensor like input_ids")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids) if pad is None else input_ids != pad
     if attention_mask.shape != input_ids.shape:

@@ -13,6 +13,7 @@ Shape letters: ``B`` rows, ``S`` new pairs, ``H`` hidden size, ``V`` vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,9 @@ class EagleHead(nn.Module):
         config: Of the target's family; one layer is built whatever ``num_hidden_layers`` says.
         bias: Whether ``fc`` has a bias (``config.bias`` of published heads, true when absent).
         dtype: Of the weights.
+
+    Raises:
+        ValueError: The family's decoder layer is of another make than Llama's.
     """
 
     def __init__(
@@ -144,10 +148,24 @@ def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Mod
     config.num_hidden_layers = 1
     config.vocab_size = 1  # the embedding that comes along is thrown away
     config.pad_token_id = None
-    config._attn_implementation = "sdpa"
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"]
-    base = AutoModel.from_config(config, dtype=dtype)
-    layer = base.layers[0]
-    layer.input_layernorm = nn.Identity()
-    return layer, base.rotary_emb
+    # Whichever of the two the family has; without a word it may choose one that takes no mask.
+    for attention in ("sdpa", "eager"):
+        try:
+            base = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
+            break
+        except ValueError:
+            if attention == "eager":
+                raise
+    layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
+    takes = inspect.signature(layers[0].forward).parameters if layers is not None else ()
+    if rotary is None or not {"past_key_values", "position_embeddings"} <= set(takes):
+        raise ValueError(
+            f"no EAGLE head can be made for {config.model_type}: its decoder layers are of another"
+            " make than Llama's"
+        )
+    if len(inspect.signature(rotary.forward).parameters) > 2:  # one RoPE for each type of layer
+        raise ValueError(f"no EAGLE head can be made for {config.model_type}: it has several RoPEs")
+    layers[0].input_layernorm = nn.Identity()
+    return layers[0], rotary

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -16,6 +17,10 @@ DTYPES = {
     "float16": torch.float16,
     "auto": "auto",
 }
+
+
+#: What transformers raises for files that hold something else than they should.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 class LoadError(ValueError):
@@ -49,11 +54,17 @@ def load_target(
     if Path(name).is_absolute() and not Path(name).is_dir():
         raise LoadError(f"the target cannot be loaded: there is no folder {name}")
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=dtype, device_map=device_map, **options
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, EOFError) as error:
-        raise LoadError(f"the target {name} cannot be loaded: {_one_line(error)}") from error
+    except (*DAMAGED, SafetensorError, RuntimeError, EOFError) as error:
+        if isinstance(error, TypeError) and "keyword argument" in str(error):
+            raise  # an option that does not exist
+        raise LoadError(f"the target {name} cannot be loaded: {one_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):  # which Hugging Face fills with noise
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise LoadError(f"the target {name} lacks {len(missing)} tensors: {shown}")
+    return model
 
 
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
@@ -64,8 +75,8 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), token=token, padding_side="left")
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise LoadError(f"the tokenizer of {name} cannot be loaded: {_one_line(error)}") from error
+    except (*DAMAGED, ImportError) as error:
+        raise LoadError(f"the tokenizer of {name} cannot be loaded: {one_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -88,7 +99,9 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
         try:
             device = torch.device(place)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{place!r} is no device: {_one_line(error)}") from error
+            raise ValueError(f"{place!r} is no device: {one_line(error)}") from error
+        if device.type == "meta":
+            raise ValueError("the meta device holds no numbers to decode with")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
                 f"{device} is not there: this machine has {torch.cuda.device_count()} CUDA devices"
@@ -97,5 +110,5 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
     return used
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,10 +53,11 @@ class Target:
                 f"attention implementation {attention!r} cannot take a tree mask; load the target"
                 f" with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"
             )
-        if getattr(self.config, "max_position_embeddings", None) is None:
+        told = getattr(self.config, "max_position_embeddings", None) is not None
+        if not told or getattr(self.config, "alibi", False):
             raise ValueError(
-                f"{type(model).__name__} states no max_position_embeddings: architectures that"
-                " tell positions by other means are not supported"
+                f"{type(model).__name__} tells positions by other means than position ids up to"
+                " max_position_embeddings: that is not supported"
             )
         _watch(self.lm_head)
 
@@ -94,6 +96,16 @@ class Target:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
+    @cached_property
+    def steady_context(self) -> int:
+        """Tokens up to which a key, once turned by its position, stays as it is."""
+        limits = [
+            rope.get("original_max_position_embeddings") or self.context
+            for rope in _rope_parameters(self.config)
+            if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
+        ]
+        return min([self.context, *limits])
+
     def check_length(self, length: int) -> None:
         """Refuse lengths at which a partial-attention layer would not see the whole prefix."""
         window = getattr(self.config, "sliding_window", None)
@@ -104,24 +116,24 @@ class Target:
                 " decoding a draft tree needs full attention"
             )
         slides = "sliding_attention" in kinds if kinds else window is not None
+        if "local" in (getattr(self.config, "attention_layers", None) or ()):  # GPT-Neo's words
+            slides, window = True, self.config.window_size
         if slides and window is not None and length > window:
             raise ValueError(
                 f"this call may reach {length} tokens, but the target attends to a sliding window"
                 f" of {window}: shorten the prompt or max_new_tokens"
             )
-        for rope in _rope_parameters(self.config):
-            limit = rope.get("original_max_position_embeddings") or self.context
-            if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE and length > limit:
-                raise ValueError(
-                    f"this call may reach {length} tokens, but from {limit} on the target's"
-                    f" {rope['rope_type']} RoPE turns old keys another way: shorten the prompt or"
-                    " max_new_tokens"
-                )
+        if length > self.steady_context:
+            raise ValueError(
+                f"this call may reach {length} tokens, but beyond {self.steady_context} the"
+                " target's RoPE turns old keys another way: shorten the prompt or max_new_tokens"
+            )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
         """A cache on the devices of the layers it serves."""
         devices = [next(layer.parameters()).device for layer in self.layers]
-        if any(device.type == "meta" for device in devices):
+        outside = [self.embed.weight.device, self.lm_head.weight.device]
+        if any(device.type == "meta" for device in [*devices, *outside]):
             raise ValueError(
                 "parts of this target are offloaded to the CPU's memory or to disk; a tree pass"
                 " needs all layers on their devices: use a smaller dtype or more devices"
@@ -163,8 +175,9 @@ class Target:
         columns = slots[:, None].expand(-1, tree.size, -1)
         mask = additive_mask(seen.scatter(2, columns, tree.ancestors), self.dtype)
         cache.place(slots, view)
-        # Nodes beyond the context are never emitted; they only must not break the embedding.
-        positions = (lengths[:, None] + tree.depths).clamp_max(self.context - 1)
+        # Nodes beyond the context are never emitted; they only must not break the embedding, nor
+        # make the model believe in a longer text.
+        positions = (lengths[:, None] + tree.depths).clamp_max(self.steady_context - 1)
         outer = getattr(_projected, "features", None)  # of a pass that this one interrupts
         _projected.features = []
         try:
