@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from eagle_fsd import EagleFSD, EagleHead, FSDSettings, GenerateOutput
+from eagle_fsd.model.rules import FuzzyRule
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import Evidence, FuzzyRule
+from eagle_fsd.model.verify import Evidence
 
 #: Every device there is to test on.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -24,8 +24,9 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.model import decode
 from eagle_fsd.model.cache import VIEW_STEP, TreeCache, additive_mask
 from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.rules import ExactRule
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import Evidence, ExactRule
+from eagle_fsd.model.verify import Evidence
 
 LAYERS, KV_HEADS, SIZE = 2, 2, 8  # of the plain tiny target
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, FSDSettings, GenerateOutput, Origin
 from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.verify import ExactRule, FuzzyRule
+from eagle_fsd.model.rules import ExactRule, FuzzyRule
 
 # -- greedy ---------------------------------------------------------------------------------------
 

@@ -32,18 +32,11 @@ from eagle_fsd.model import engine as engine_module
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.head import EagleHead
 from eagle_fsd.model.loop import GenerateOutput
+from eagle_fsd.model.rules import ExactRule, FuzzyRule, TypicalRule
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
-from eagle_fsd.model.verify import (
-    AcceptanceRule,
-    Evidence,
-    ExactRule,
-    FuzzyRule,
-    Origin,
-    TypicalRule,
-    verify,
-)
+from eagle_fsd.model.verify import AcceptanceRule, Evidence, Origin, verify
 
 Array = NDArray[np.float64]
 ALARM = 1e-7

@@ -25,18 +25,10 @@ from evidence import (
     outcome,
 )
 
+from eagle_fsd.model.rules import ExactRule, FuzzyRule, TypicalRule, rule_for
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.tree import single_node
-from eagle_fsd.model.verify import (
-    AcceptanceRule,
-    Evidence,
-    ExactRule,
-    FuzzyRule,
-    Origin,
-    TypicalRule,
-    rule_for,
-    verify,
-)
+from eagle_fsd.model.verify import AcceptanceRule, Evidence, Origin, verify
 
 #   0 --A-- 1 --C-- 3 --B-- 6
 #   |       +---D-- 4

@@ -22,18 +22,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eagle_fsd.model.rules import ExactRule, FuzzyRule, TypicalRule, rule_for
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import (
-    Evidence,
-    ExactRule,
-    FuzzyRule,
-    Origin,
-    TypicalRule,
-    rule_for,
-    verify,
-)
+from eagle_fsd.model.verify import Evidence, Origin, verify
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def _stack(rows: Sequence[Evidence]) -> Evidence:
         **{f.name: join(f.name, trees) for f in fields(DraftTree) if f.name != "max_depth"},
         max_depth=trees[0].max_depth,
     )
-    rest = [f.name for f in fields(Evidence) if f.name != "tree"]
+    rest = [f.name for f in fields(Evidence) if f.name not in ("tree", "uniform")]
     return Evidence(tree, **{name: join(name, rows) for name in rest})
 
 
@@ -268,7 +261,7 @@ def _only(evidence: Evidence, row: int) -> Evidence:
         },
         max_depth=evidence.tree.max_depth,
     )
-    rest = [f.name for f in fields(Evidence) if f.name != "tree"]
+    rest = [f.name for f in fields(Evidence) if f.name not in ("tree", "uniform")]
     return Evidence(tree, **{name: getattr(evidence, name)[here] for name in rest})
 
 

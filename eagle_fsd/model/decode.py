@@ -28,11 +28,12 @@ from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.head import EagleHead
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.loop import Decoding, GenerateOutput
+from eagle_fsd.model.rules import rule_for
 from eagle_fsd.model.sampling import WARPERS, History, Sampler
 from eagle_fsd.model.settings import FSDSettings, read_settings
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import AcceptanceRule, rule_for
+from eagle_fsd.model.verify import AcceptanceRule
 
 log = logging.getLogger(__name__)
 
@@ -244,6 +245,7 @@ class EagleFSD:
             logits_warper,
             draw_from_draft=settings.selection == "sample",
             warp_draft=rule is not None or settings.divergence_on == "warped",
+            draw_uniform=rule is not None,
             generator=generator,
         )
         history = None

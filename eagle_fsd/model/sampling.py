@@ -76,6 +76,7 @@ class Sampler:
             temperature above 0 only.
         draw_from_draft: Also draw a token of the draft's distribution at every node.
         warp_draft: Warp the draft's distributions too; needed where they are looked at warped.
+        draw_uniform: Also draw a uniform number at every node, for rules that draw.
         generator: The only source of randomness.
 
     Raises:
@@ -91,6 +92,7 @@ class Sampler:
         warpers: Sequence[LogitsProcessor] | None = None,
         draw_from_draft: bool = False,
         warp_draft: bool = True,
+        draw_uniform: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         if not 0.0 <= temperature < math.inf:
@@ -111,6 +113,7 @@ class Sampler:
                 self.warpers.append(TopPLogitsWarper(float(top_p)))
         self.draw_from_draft = draw_from_draft
         self.warp_draft = warp_draft or draw_from_draft
+        self.draw_uniform = draw_uniform and not self.greedy
         self.generator = generator
 
     @property
@@ -137,7 +140,10 @@ class Sampler:
         # Greedy looks at the logits themselves: subtracting the normaliser can round two apart
         # logits to one value.
         sampled = self._choose(logits if self.greedy else warped)
-        return Evidence(tree, raw, log_probs, warped, warped_draft, sampled, drawn)
+        uniform = None
+        if self.draw_uniform:
+            uniform = torch.empty_like(warped[..., 0]).uniform_(generator=self.generator)
+        return Evidence(tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Arg-max, or one sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""

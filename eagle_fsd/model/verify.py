@@ -18,17 +18,14 @@ has the same law as the recursive rejection of EAGLE-2 over deterministic candid
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.tree import DraftTree
 
 
@@ -57,6 +54,8 @@ class Evidence:
         sampled: ``[B, N]`` the target's own choice ``s`` at each node.
         drawn: ``[B, N]`` one token of the draft's distribution at each expanded node (anything
             elsewhere); None unless ``selection="sample"``.
+        uniform: ``[B, N]`` uniform draws, independent of ``sampled``, for rules of the caller's
+            that draw; None at temperature 0.
     """
 
     tree: DraftTree
@@ -66,6 +65,7 @@ class Evidence:
     warped_draft_log_probs: Tensor | None
     sampled: Tensor
     drawn: Tensor | None = None
+    uniform: Tensor | None = None
 
     @cached_property
     def peak(self) -> Tensor:
@@ -74,104 +74,32 @@ class Evidence:
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """``log p`` of each token at each node, both ``[B, ...]`` alike."""
-        return _pick(self.log_probs, nodes, tokens)
+        return pick(self.log_probs, nodes, tokens)
 
     def supported(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Whether processors, top-k and top-p left the token any probability."""
-        return _pick(self.warped_log_probs, nodes, tokens) > -torch.inf
+        return pick(self.warped_log_probs, nodes, tokens) > -torch.inf
 
 
-class AcceptanceRule(Protocol):
-    """Which drafted tokens may stand although the target chose otherwise."""
+class AcceptanceRule:
+    """Which drafted tokens may stand although the target chose otherwise: the seam for such rules.
 
-    def gate(self, evidence: Evidence) -> Tensor:
-        """``[B, N]`` bool: the nodes below which tokens may be relaxed at all."""
-
-    def admits(self, evidence: Evidence, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Bool like ``nodes``: whether ``tokens`` may follow ``nodes`` where the gate is open."""
-
-
-class ExactRule:
-    """Nothing is relaxed: EAGLE-2's lossless verification."""
-
-    def gate(self, evidence: Evidence) -> Tensor:
-        return torch.zeros_like(evidence.tree.tokens, dtype=torch.bool)
-
-    def admits(self, evidence: Evidence, nodes: Tensor, tokens: Tensor) -> Tensor:
-        return torch.zeros_like(nodes, dtype=torch.bool)
-
-
-@dataclass(frozen=True)
-class FuzzyRule:
-    """FSD (arXiv 2502.20704): the gate opens where the two distributions nearly agree.
-
-    Attributes:
-        threshold: ``T``; the gate is open where the divergence is below it.
-        divergence: A name in :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
-        min_ratio: The floor ``r``: a token also needs ``p(x) >= r * max p``. 0 is the paper's rule.
-        divergence_on: ``"raw"`` or ``"warped"`` distributions.
+    A drafted token is relaxed where :meth:`gate` is open at its parent and :meth:`admits` lets it
+    through; :meth:`settle` has the last word, with the whole tree in view. The rules there are, are
+    in ``rules.py``; a rule of one's own overrides what it needs.
     """
 
-    threshold: float
-    divergence: str = "js"
-    min_ratio: float = 0.0
-    divergence_on: str = "raw"
-
-    def divergences(self, evidence: Evidence) -> Tensor:
-        """``[B, N]``: the divergence at expanded nodes that have children, ``inf`` elsewhere."""
-        tree = evidence.tree
-        if not tree.draft_log_probs.shape[1]:
-            return torch.full_like(tree.tokens, torch.inf, dtype=torch.float32)
-        warped = self.divergence_on == "warped"
-        target = evidence.warped_log_probs if warped else evidence.raw_log_probs
-        draft = evidence.warped_draft_log_probs if warped else tree.draft_log_probs
-        # Whole rows at once: gathering them number by number costs several times as much.
-        row = torch.arange(draft.shape[0], device=draft.device)[:, None] * draft.shape[1]
-        index = (tree.draft_rows.clamp_min(0) + row).flatten()
-        draft = draft.flatten(0, 1).index_select(0, index).view_as(target)
-        value = DIVERGENCES[self.divergence](target, draft)
-        known = (tree.draft_rows >= 0) & tree.has_children()
-        return torch.where(known, value, torch.inf)
-
     def gate(self, evidence: Evidence) -> Tensor:
-        return self.divergences(evidence) < self.threshold
-
-    def admits(self, evidence: Evidence, nodes: Tensor, tokens: Tensor) -> Tensor:
-        if self.min_ratio == 0.0:
-            return torch.ones_like(nodes, dtype=torch.bool)
-        floor = evidence.peak.gather(1, nodes) + math.log(self.min_ratio)
-        return evidence.log_prob(nodes, tokens) >= floor
-
-
-@dataclass(frozen=True)
-class TypicalRule:
-    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1).
-
-    A token stands where ``p(x) > min(epsilon, delta * exp(-H(p)))``, ``p`` being the distribution
-    sampled from. The defaults are Medusa's.
-    """
-
-    epsilon: float = 0.3
-    delta: float = 0.09
-
-    def gate(self, evidence: Evidence) -> Tensor:
+        """``[B, N]`` bool: the nodes below which tokens may be relaxed at all; here all."""
         return torch.ones_like(evidence.tree.tokens, dtype=torch.bool)
 
     def admits(self, evidence: Evidence, nodes: Tensor, tokens: Tensor) -> Tensor:
-        log_probs = evidence.warped_log_probs
-        probs = log_probs.exp()
-        entropy = -(probs * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
-        bound = (math.log(self.delta) - entropy).clamp_max(math.log(self.epsilon))  # [B, N]
-        return _pick(log_probs, nodes, tokens) > bound.gather(1, nodes)
+        """Bool like ``nodes``: whether ``tokens`` may follow ``nodes`` where the gate is open."""
+        return torch.ones_like(nodes, dtype=torch.bool)
 
-
-def rule_for(settings: FSDSettings) -> AcceptanceRule:
-    """The rule that ``settings`` ask for; exact where no divergence can be below the threshold."""
-    if settings.threshold == 0.0:
-        return ExactRule()
-    return FuzzyRule(
-        settings.threshold, settings.divergence, settings.min_ratio, settings.divergence_on
-    )
+    def settle(self, evidence: Evidence, exact: Tensor, accepted: Tensor) -> Tensor:
+        """``[B, N]`` bool: which of the ``accepted`` edges stand; ``exact`` says which are so."""
+        return accepted
 
 
 @dataclass(frozen=True)
@@ -210,8 +138,13 @@ def verify(
             chain algorithm.
         selection: ``"longest"``, ``"target"`` or ``"sample"``, as in
             :class:`~eagle_fsd.model.settings.FSDSettings`.
+
+    Raises:
+        ValueError: ``selection`` keeps one child a node, and the rule judges whole paths.
     """
     tree = evidence.tree
+    if selection != "longest" and type(rule).settle is not AcceptanceRule.settle:
+        raise ValueError(f'{type(rule).__name__} judges whole paths: it needs selection="longest"')
     parents, tokens = tree.parents, tree.tokens
     gate = rule.gate(evidence)
     chosen = evidence.sampled  # what is emitted at a node when the path ends there
@@ -224,12 +157,12 @@ def verify(
         chosen = _favourite_child(tree, exact, relaxed & supported, edge_log_prob, chosen)
     elif selection == "sample":
         chosen = _draft_draw(evidence, rule, gate)
-    if selection != "longest":
-        relaxed = exact = tokens == chosen.gather(1, parents)
     accepted = exact | relaxed
+    if selection != "longest":
+        accepted = tokens == chosen.gather(1, parents)
     if fallback == "stop":
         accepted = accepted & gate.gather(1, parents)
-    accepted = accepted & supported
+    accepted = rule.settle(evidence, exact, accepted & supported)
     accepted[:, 0] = True
 
     # Down a path log-probabilities add up, to -inf where an edge is not accepted.
@@ -297,6 +230,6 @@ def _draft_draw(evidence: Evidence, rule: AcceptanceRule, gate: Tensor) -> Tenso
     return torch.where(gate & allowed, evidence.drawn, evidence.sampled)
 
 
-def _pick(values: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
+def pick(values: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
     """``values[b, nodes[b, i], tokens[b, i]]`` for every ``i``; ``values`` is ``[B, N, V]``."""
     return values.flatten(1).gather(1, nodes * values.shape[-1] + tokens)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.rules import FuzzyRule
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import Evidence, ExactRule, FuzzyRule
+from eagle_fsd.model.verify import AcceptanceRule, Evidence
 from eagle_fsd.train.dataset import Batch
 from eagle_fsd.train.features import batch_features
 from eagle_fsd.train.losses import HeadLosses
@@ -20,7 +21,7 @@ from eagle_fsd.train.losses import HeadLosses
 DECODED_TOKENS = 64
 
 
-class DivergenceByDepth(ExactRule):
+class DivergenceByDepth(AcceptanceRule):
     """Exact verification that looks on: the mean JS at accepted nodes, by their depth.
 
     Attributes:
@@ -35,7 +36,7 @@ class DivergenceByDepth(ExactRule):
         tree = evidence.tree
         if tree.size > 1:
             self._book(evidence)
-        return super().gate(evidence)
+        return torch.zeros_like(tree.tokens, dtype=torch.bool)
 
     def _book(self, evidence: Evidence) -> None:
         tree = evidence.tree
