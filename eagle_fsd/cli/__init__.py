@@ -13,9 +13,13 @@ from typer.exceptions import TyperException
 
 from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.console import fail
+from eagle_fsd.cli.evaluate import evaluate
 from eagle_fsd.cli.generate import generate
 from eagle_fsd.cli.train import app as train_app
 from eagle_fsd.train.folder import TrainingError
+
+#: Exit status after Ctrl-C: 128 and the signal's number, as shells have it.
+INTERRUPTED = 130
 
 app = typer.Typer(
     add_completion=False,
@@ -25,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(evaluate)
 app.add_typer(train_app, name="train")
 
 
@@ -45,7 +50,9 @@ def main() -> None:
     except TyperException as error:
         fail(f"{error.format_message()} (see eagle-fsd --help)", error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        fail("stopped", 130)
+        fail("stopped", INTERRUPTED)
     except (ValueError, FloatingPointError, OSError, TrainingError) as error:
         fail(str(error), 1)
+    if status == INTERRUPTED:  # typer's own answer to Ctrl-C
+        fail("stopped", INTERRUPTED)
     raise SystemExit(status or 0)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
-from collections.abc import Callable, Iterator
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,9 @@ def read_questions(path: str | Path) -> list[Question]:
         OSError: The file cannot be read.
     """
     path = Path(path)
-    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
-    questions = []
+    readers = {".csv": _csv_file, ".tar": _mmlu_archive}
+    rows = readers.get(path.suffix, _json_rows)(path)
+    questions: list[Question] = []
     for line, row in rows:
         try:
             questions.append(_question(row, len(questions), path))
@@ -93,17 +96,29 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield line, row
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """MMLU's own files: question, four choices, letter; no header."""
+def _csv_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", newline="") as file:
-        for line, row in enumerate(csv.reader(file), 1):
-            if len(row) != 6:
-                raise QuestionError(f"{path}, line {line}: {len(row)} columns, not 6 as in MMLU")
-            subject = path.stem.removesuffix("_test").removesuffix("_val").removesuffix("_dev")
-            yield (
-                line,
-                {"question": row[0], "choices": row[1:5], "answer": row[5], "subject": subject},
-            )
+        yield from _mmlu_rows(file, path)
+
+
+def _mmlu_archive(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The published archive: a file of test questions for each subject."""
+    with tarfile.open(path) as archive:
+        for member in sorted(archive.getnames()):
+            opened = archive.extractfile(member) if member.endswith("_test.csv") else None
+            if opened is not None:
+                with io.TextIOWrapper(opened, encoding="utf-8", newline="") as file:
+                    yield from _mmlu_rows(file, path / member)
+
+
+def _mmlu_rows(file: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """MMLU's own files: question, four choices, letter; no header."""
+    for line, row in enumerate(csv.reader(file), 1):
+        if len(row) != 6:
+            raise QuestionError(f"{path}, line {line}: {len(row)} columns, not 6 as in MMLU")
+        subject = path.stem.removesuffix("_test").removesuffix("_val").removesuffix("_dev")
+        named = {"question": row[0], "choices": row[1:5], "answer": row[5], "subject": subject}
+        yield line, named
 
 
 def _question(row: dict[str, Any], place: int, path: Path) -> Question:

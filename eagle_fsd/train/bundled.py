@@ -33,19 +33,9 @@ STAGES = ("target", "head", "card")
 #: The settings that ship with the pair: the README's table is where they come from.
 SETTINGS = {"threshold": 0.2, "divergence": "js", "min_ratio": 0.1}
 CARD_PROBLEMS = 500
-#: Chats that the head is trained on.
-HEAD_CHATS = 30_000
-HEAD_RECIPE = TrainRecipe(
-    epochs=1,
-    batch_size=32,
-    max_length=512,
-    lr=2e-3,
-    warmup=50,
-    validate_every=100,
-    checkpoint_every=100,
-    compile=True,
-    seed=10,
-)
+#: Chats that the head is trained on, with the trainer's defaults.
+HEAD_CHATS = 3000
+HEAD_RECIPE = TrainRecipe()
 
 log = logging.getLogger(__name__)
 app = typer.Typer(add_completion=False)
@@ -104,6 +94,7 @@ def write_cards(out: Path) -> None:
             recipe=json.dumps(record["settings"], indent=2),
             parameters=f"{_parameters(model, part) / 1e6:.2f}",
             minutes=f"{record['seconds'] / 60:.0f}",
+            chats=HEAD_CHATS,
             measured=_measured(model, exact, fuzzy),
         )
         (out / part / "README.md").write_text(card)
@@ -172,9 +163,10 @@ An EAGLE head of {parameters} M parameters for the bundled target, in the layout
 published in; its embedding and output projection are the target's. `fsd.json` holds the settings
 that `from_pretrained` takes up.
 
-Trained by `python -m eagle_fsd.train.bundled --stage head` with the published losses (smooth-L1 on
-the feature, 0.1 times cross-entropy, uniform noise on the input features): {tokens} tokens in
-{minutes} minutes on {machine}, {date}.
+Trained by `python -m eagle_fsd.train.bundled --stage head`, which is `eagle-fsd train` with its
+defaults on {chats} generated chats: the published losses (smooth-L1 on the feature, 0.1 times
+cross-entropy, uniform noise on the input features), {tokens} tokens in {minutes} minutes on
+{machine}, {date}.
 
 {measured}
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
 from eagle_fsd.model.bundled.problems import chats
-from eagle_fsd.train.prompts import EncodedChat, TokenizerFormat, encode_chat
+from eagle_fsd.model.prompts import TokenizerFormat
+from eagle_fsd.train.encoding import EncodedChat, encode_chat
 from eagle_fsd.train.record import write_record
 
 log = logging.getLogger(__name__)

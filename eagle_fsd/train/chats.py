@@ -166,6 +166,8 @@ def _message(number: int, turn: Any, role: str, content: str) -> Message:
         said = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(said, str):
         raise ValueError(f'turn {number} has no text under "{content}"')
+    if any("\ud800" <= sign <= "\udfff" for sign in said):
+        raise ValueError(f"turn {number} holds half a character (a lone surrogate)")
     if not isinstance(name, str) or name not in ROLES:
         raise ValueError(f'turn {number} has the unknown "{role}" {name!r}')
     if not said.strip() and ROLES[name] == "assistant":
@@ -188,43 +190,48 @@ def _records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         offset += len(text)
 
 
-_OUTSIDE = re.compile(rb'["\[\]{}]')
+_OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'"|\\.', re.DOTALL)
 
 
 def _array_records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """The objects of a JSON array, told apart by their brackets, one chunk in memory at a time.
+    """The elements of a JSON array, told apart by their brackets, one chunk in memory at a time.
 
-    A record that is no JSON inside its brackets is yielded like any other.
+    An element that is no object, or no JSON inside its brackets, is yielded like any other.
     """
     depth, inside = 0, False  # of brackets; of a string
-    record, start, first_line = bytearray(), 0, 0
+    record = bytearray()  # since the last comma between elements
     offset, lines = 0, 1
     while chunk := file.read(CHUNK):
         while chunk.endswith(b"\\") and (more := file.read(1)):
             chunk += more  # an escape is never cut
-        position = kept = counted = 0
+        position = kept = 0
         while found := (_INSIDE if inside else _OUTSIDE).search(chunk, position):
-            position, sign = found.end(), found.group()
+            begin, position, sign = found.start(), found.end(), found.group()
             if sign == b'"':
                 inside = not inside
-            elif inside:
                 continue
-            elif sign in b"[{":
-                depth += 1
-                if depth == 2 and sign == b"{":
-                    kept, start = found.start(), offset + found.start()
-                    lines += chunk.count(b"\n", counted, kept)
-                    counted, first_line = kept, lines
-            else:
-                depth -= 1
-                if depth == 1 and sign == b"}":
-                    record += chunk[kept:position]
-                    yield start, first_line, bytes(record)
-                    record.clear()
-        if depth >= 2:
+            if inside:
+                continue
+            depth += (sign in b"[{") - (sign in b"]}")
+            if depth == 1 and sign == b"[":
+                kept = position
+            elif (depth == 1 and sign == b",") or (depth == 0 and sign == b"]"):
+                record += chunk[kept:begin]
+                if record.strip():
+                    here = lines + chunk.count(b"\n", 0, begin)
+                    yield _element(record, offset + begin, here)
+                record.clear()
+                kept = position
+        if depth:
             record += chunk[kept:]
-        lines += chunk.count(b"\n", counted)
+        lines += chunk.count(b"\n")
         offset += len(chunk)
-    if record:
-        yield start, first_line, bytes(record)
+    if record.strip():
+        yield _element(record, offset, lines)
+
+
+def _element(record: bytearray, end: int, line: int) -> tuple[int, int, bytes]:
+    """(offset, line, bytes) of an element whose text, white space and all, ends at ``end``."""
+    text = bytes(record.lstrip())
+    return end - len(text), line - text.count(b"\n"), text.rstrip()

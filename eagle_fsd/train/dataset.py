@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.model.prompts import ChatFormat
 from eagle_fsd.train.chats import ChatFile
-from eagle_fsd.train.prompts import ChatFormat, encode_chat
+from eagle_fsd.train.encoding import encode_chat
 
 #: Batches sorted by length together, so that little is padded and order stays random.
 SORTED_TOGETHER = 32
@@ -29,6 +30,7 @@ class Batch:
         chats: Which chat each row is, or :data:`NOTHING`.
         lengths: Tokens of each row, padding apart.
         cut: How many chats were longer than the limit.
+        faults: Why chats count nowhere that the template cannot word.
         features: ``[B, S, H]`` of the target where they were stored; None: to be computed.
     """
 
@@ -37,6 +39,7 @@ class Batch:
     chats: list[int]
     lengths: list[int]
     cut: int = 0
+    faults: tuple[str, ...] = ()
     features: Tensor | None = None
 
     @property
@@ -56,17 +59,21 @@ class Batch:
 
 @dataclass
 class Example:
-    """One chat; ``features`` ``[S, H]`` where they were stored."""
+    """One chat; ``features`` ``[S, H]`` where they were stored; ``fault`` why it counts nowhere."""
 
     chat: int
     ids: list[int]
     spoken: list[bool]
     cut: bool = False
     features: Tensor | None = None
+    fault: str | None = None
 
 
 class ChatDataset(Dataset[Example]):
-    """Encodes a chat when it is asked for; :data:`NOTHING` gives an example that counts nowhere."""
+    """Encodes a chat when it is asked for.
+
+    :data:`NOTHING`, and a chat that the template cannot word, give an example that counts nowhere.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,8 @@ class ChatDataset(Dataset[Example]):
             encoded = encode_chat(self.file[index], self.tokenizer, self.wording, self.limit)
         except ValueError as error:
             line = self.file.line(index)
-            raise ValueError(f"{self.file.path}, line {line}: {error}") from error
+            fault = f"{self.file.path}, line {line}: {error}"
+            return Example(index, [0, 0], [False, False], fault=fault)
         return Example(index, encoded.ids, encoded.spoken, encoded.cut)
 
 
@@ -106,7 +114,9 @@ def collate(examples: Sequence[Example], pad: int = 0) -> Batch:
         if item.features is not None:
             features[row, : len(item.ids)] = item.features
     chats, lengths = [item.chat for item in examples], [len(item.ids) for item in examples]
-    return Batch(ids, spoken, chats, lengths, sum(item.cut for item in examples), features)
+    faults = tuple(item.fault for item in examples if item.fault)
+    cut = sum(item.cut for item in examples)
+    return Batch(ids, spoken, chats, lengths, cut, faults, features)
 
 
 class SharedBatches(Sampler[list[int]]):

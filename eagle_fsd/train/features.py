@@ -46,8 +46,8 @@ def batch_features(target: Target | None, batch: Batch) -> Tensor:
 
 def estimated_bytes(data: ChatDataset, hidden_size: int) -> int:
     """About what storing the features of ``data`` takes on disk, from a sample of its chats."""
-    stride = max(1, len(data) // SAMPLED)
-    sample = range(0, len(data), stride)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randperm(len(data), generator=generator)[:SAMPLED].tolist()
     tokens = sum(len(data[index].ids) for index in sample) / len(sample) * len(data)
     return int(tokens * (hidden_size * STORED.itemsize + 4 + 1))
 
@@ -78,7 +78,7 @@ class FeatureStore(Dataset[Example]):
             record = json.loads(index.read_text(encoding="utf-8"))
             self.made_from, self.complete = record["made_from"], record["complete"]
             self.shards = record["shards"]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index} is not an index of features: {error}") from error
         if made_from is not None and made_from != self.made_from:
             raise ValueError(

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from eagle_fsd.train.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.json"
@@ -61,7 +63,7 @@ class RunFolder:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             self._reuse(record, resume, overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        _write(self.path / RECIPE_FILE, json.dumps(record, indent=2) + "\n")
 
     def _reuse(self, record: dict[str, Any], resume: bool, overwrite: bool) -> None:
         if not (resume or overwrite):
@@ -98,10 +100,19 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.path / CHECKPOINTS / f"step-{step}"
 
-    def write_checkpoint(self, step: int, write: Callable[[Path], None], main: bool) -> None:
+    def write_checkpoint(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        main: bool = True,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have ``write`` fill a folder, then give it its name; older ones go.
 
-        Every process calls this; ``main`` renames.
+        Every process calls this and writes its part; ``main`` makes the folder and renames it.
+
+        Args:
+            wait: Returns once every process has called it.
 
         Raises:
             TrainingError: It could not be written; what was there before is kept.
@@ -111,10 +122,12 @@ class RunFolder:
             if main:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
+            wait()
             write(part)
+            wait()
             if main and not self.checkpoint(step).exists():
                 part.replace(self.checkpoint(step))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
             newest = self.newest()
             kept = f"{newest.name} is kept" if newest else "there is none yet"
@@ -125,6 +138,7 @@ class RunFolder:
         if main:
             for old in sorted((self.path / CHECKPOINTS).glob("step-*"), key=step_of)[:-KEPT]:
                 shutil.rmtree(old)
+        wait()
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
@@ -133,9 +147,7 @@ class RunFolder:
     def rewind_metrics(self, step: int) -> None:
         """Forget what was told after ``step``: it will be told again."""
         kept = [line for line in self.metrics() if line["step"] <= step]
-        part = self.path / (METRICS_FILE + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        part.replace(self.path / METRICS_FILE)
+        _write(self.path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines so far; a last one that a kill cut short is left out."""
@@ -147,6 +159,13 @@ class RunFolder:
             except ValueError:
                 break
         return lines
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def step_of(checkpoint: Path) -> int:

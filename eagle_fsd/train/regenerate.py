@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eagle_fsd.model.decode import EagleFSD
+from eagle_fsd.model.prompts import chat_format
 from eagle_fsd.train.chats import Chat, ChatFile
-from eagle_fsd.train.prompts import chat_format
 from eagle_fsd.train.run import Source
 
 
@@ -28,20 +28,33 @@ def regenerate(
 ) -> ChatFile:
     """Write ``out``, JSON Lines of ``{"index", "messages"}``, and open it.
 
-    What ``out`` holds already is kept, so a run that was stopped goes on; a line that a kill cut
-    short is written again. Each batch has its own seed, so it makes no difference where.
+    What it depends on stands in ``OUT.meta.json``. What ``out`` holds already is kept, so a run
+    that was stopped goes on; a line that a kill cut short is written again. Each batch has its own
+    seed, so it makes no difference where.
 
     Args:
         temperature: 1 draws from the target as it is, 0 is greedy.
         progress: Called with (chats done, chats in all).
 
     Raises:
-        ValueError: ``out`` was made from another file.
+        ValueError: ``out`` was made from other chats or with other options.
     """
     out = Path(out)
+    made_from = {
+        **source.describe(chats.path, source.target.context),
+        "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    about = out.with_name(out.name + ".meta.json")
+    if out.exists():
+        before = json.loads(about.read_text(encoding="utf-8")) if about.exists() else None
+        if before != made_from:
+            raise ValueError(f"{out} was made from something else: name another file")
+    else:
+        about.write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
     done = _lines_done(out)
-    if done > len(chats):
-        raise ValueError(f"{out} holds {done} chats, the source {len(chats)}: it is another file's")
     # Batches begin where they began, whatever the moment of the kill.
     with out.open("a", encoding="utf-8") as file:
         for start in range(done - done % batch_size, len(chats), batch_size):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.decode import BUNDLED
 from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.prompts import chat_format
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.card import write_card
 from eagle_fsd.train.chats import ChatFile
@@ -24,12 +25,14 @@ from eagle_fsd.train.curves import draw_curves
 from eagle_fsd.train.dataset import ChatDataset
 from eagle_fsd.train.features import FeatureStore
 from eagle_fsd.train.folder import RunFolder
-from eagle_fsd.train.prompts import chat_format, encode_chat
 from eagle_fsd.train.recipe import TrainRecipe
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.trainer import Listener, Trainer
 
 log = logging.getLogger(__name__)
+
+#: Chats that are worded before a training begins, to tell a template that suits none.
+TRIED = 20
 
 
 @dataclass
@@ -77,15 +80,18 @@ class Source:
         """The chats of ``path``, encoded for this target.
 
         Raises:
-            ValueError: No chat is usable, or the template cannot word the first one.
+            ValueError: No chat is usable, or the template cannot word the first ones.
         """
         file = ChatFile(path, progress)
         if file.skipped:
             first = "; ".join(map(str, file.faults[:3]))
             log.warning("%s: skipped %d malformed records (%s)", path, file.skipped, first)
         wording = chat_format(self.tokenizer, self.template)
-        encode_chat(file[0], self.tokenizer, wording)
-        return ChatDataset(file, self.tokenizer, wording, min(limit, self.target.context))
+        data = ChatDataset(file, self.tokenizer, wording, min(limit, self.target.context))
+        faults = [data[index].fault for index in range(min(TRIED, len(data)))]
+        if all(faults):
+            raise ValueError(f"no chat can be worded with this template: {faults[0]}")
+        return data
 
     def describe(self, path: str | Path, limit: int) -> dict[str, Any]:
         """What the encoded chats of ``path`` depend on: a run or features made from other data
@@ -159,7 +165,8 @@ def train(
     trained = trainer.run()
     if trainer.cut:
         log.warning("chats longer than the limit were cut %d times", trainer.cut)
-    accelerator.end_training()
+    if trainer.refused:
+        log.warning("chats that the template cannot word were left out %d times", trainer.refused)
     if main:
         dtype_ = source.target.dtype
         save_head(trained, folder.path, dtype_ if dtype_ != torch.float32 else None, binary=binary)
@@ -169,6 +176,7 @@ def train(
         draw_curves(metrics, folder.curves)
         write_card(folder.path, metrics, made_from)
     accelerator.wait_for_everyone()
+    accelerator.end_training()  # which takes the processes' connection down
     return folder.path
 
 

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from eagle_fsd.model.checkpoint import EMBEDDING
 from eagle_fsd.model.head import EagleHead
 from eagle_fsd.model.target import Target
+from eagle_fsd.train.chats import FAULTS_KEPT
 from eagle_fsd.train.dataset import (
     NOTHING,
     Batch,
@@ -59,6 +61,7 @@ class Trainer:
         step: Optimiser steps done; ``steps``: to be done in all.
         tokens, seconds: Read by all processes, and spent on training steps.
         cut: Chats this process met that were longer than the limit.
+        refused: Chats it met that the template cannot word.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Trainer:
         self.batches_per_epoch = count_batches(len(self.chats), whole)
         self.steps = -(-recipe.epochs * self.batches_per_epoch // recipe.accumulate)
         self.steps = min(self.steps, recipe.max_steps or self.steps)
-        self.step = self.tokens = self.cut = 0
+        self.step = self.tokens = self.cut = self.refused = 0
         self.seconds = 0.0
         self.stop_asked = False
 
@@ -89,12 +92,14 @@ class Trainer:
         if head is None:
             head = EagleHead(target.config, recipe.bias).attach(target)
         head = head.float().train().requires_grad_(True)
+        if head.embed_tokens is not None:  # as published, embeddings are not trained
+            head.embed_tokens.requires_grad_(False)
         self.head_shape = head.config, head.fc.bias is not None
         if recipe.compile:
             for layer in [*target.layers, *head.layers]:
                 layer.compile(dynamic=True)
         optimiser = torch.optim.AdamW(
-            head.parameters(),
+            (item for item in head.parameters() if item.requires_grad),
             lr=recipe.learning_rate(target.hidden_size),
             betas=(recipe.beta1, recipe.beta2),
             weight_decay=recipe.weight_decay,
@@ -112,7 +117,7 @@ class Trainer:
     # -- what a checkpoint holds beside weights and optimiser --------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("step", "tokens", "cut", "seconds")
+        names = ("step", "tokens", "cut", "refused", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,6 +166,10 @@ class Trainer:
         group = [next(batches) for _ in range(recipe.accumulate)]
         counts = [[int(batch.counted.sum()), sum(batch.lengths)] for _, batch in group]
         self.cut += sum(batch.cut for _, batch in group)
+        for fault in (fault for _, batch in group for fault in batch.faults):
+            self.refused += 1
+            if self.refused <= FAULTS_KEPT:
+                log.warning("left out: %s", fault)
         totals = torch.tensor(counts, device=accelerator.device).sum(0)
         counted, tokens = accelerator.reduce(totals, "sum").tolist()
         self.tokens += tokens
@@ -297,13 +306,16 @@ class Trainer:
             self.step,
             lambda path: self.accelerator.save_state(str(path)),
             self.accelerator.is_main_process,
+            self.accelerator.wait_for_everyone,
         )
-        self.accelerator.wait_for_everyone()
 
     def head_copy(self, dtype: torch.dtype) -> EagleHead:
         """The head as it is, out of whatever the accelerator wrapped it in. All processes call."""
         state = self.accelerator.get_state_dict(self.losses)
         copy = EagleHead(*self.head_shape, dtype).attach(self.target)
+        embedding = state.get("head." + EMBEDDING)
+        if embedding is not None:
+            copy.embed_tokens = nn.Embedding(*embedding.shape, dtype=dtype, device=copy.device)
         if self.accelerator.is_main_process:
             copy.load_state_dict(
                 {name.removeprefix("head."): value for name, value in state.items()}

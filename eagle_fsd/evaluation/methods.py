@@ -1,0 +1,141 @@
+"""Ways to decode that are measured side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle_fsd.model.decode import EagleFSD
+from eagle_fsd.model.rules import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
+from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.stats import DecodeStats
+
+#: Rules of the literature by the name they have in tables, with their published values.
+RULES = {
+    "typical": TypicalRule(),
+    "single": TargetRule(single=0.5),
+    "acc": TargetRule(acc=0.5),
+    "top-gap": TopGapRule(),
+    "budget": BudgetRule(),
+    "deferred": DeferredRule(),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: In tables and files.
+        options: For :meth:`EagleFSD.generate`; None: Hugging Face's own ``generate``.
+        assistant: With ``options`` None: a draft model for Hugging Face's assisted generation.
+    """
+
+    name: str
+    options: dict[str, Any] | None = field(default_factory=dict)
+    assistant: PreTrainedModel | None = None
+
+    def describe(self, settings: FSDSettings) -> dict[str, Any]:
+        """For files: all that this method's answers depend on, in plain values.
+
+        Args:
+            settings: The model's, which the method's own stand above.
+        """
+        if self.options is None:
+            assistant = self.assistant.config._name_or_path if self.assistant else None
+            return {"method": "hf", "assistant": assistant}
+        if self.options.get("method") == "ar":
+            return {"method": "plain"}
+        own = {key: value for key, value in self.options.items() if key in settings.as_dict()}
+        effective = settings.updated(**own)
+        tree = {key: getattr(effective, key) for key in ("total_tokens", "depth", "top_k")}
+        if "rule" in self.options:
+            return {"method": repr(self.options["rule"]), **tree}
+        if effective.threshold == 0.0:
+            return {"method": "exact", **tree}
+        return {"method": "fsd", **effective.as_dict()}
+
+
+PLAIN = Method("plain", {"method": "ar"})
+EXACT = Method("exact", {"threshold": 0.0})
+HF = Method("hf", None)
+
+
+def fsd(
+    threshold: float, min_ratio: float = 0.0, divergence: str = "js", many: bool = False
+) -> Method:
+    """FSD at one setting; ``many``: divergences differ in this table, so the name says which."""
+    name = f"T={threshold:g}"
+    if many or divergence != "js":
+        name = f"{divergence} {name}"
+    if min_ratio:
+        name += f" r={min_ratio:g}"
+    options = {"threshold": threshold, "divergence": divergence, "min_ratio": min_ratio}
+    return Method(name, options)
+
+
+def fsd_grid(
+    thresholds: Sequence[float], min_ratios: Sequence[float], divergences: Sequence[str]
+) -> list[Method]:
+    """Every threshold with every ratio and divergence; ``T = 0`` once, as exact decoding."""
+    many = len(divergences) > 1
+    methods = [EXACT] if 0.0 in thresholds else []
+    for divergence in divergences:
+        for threshold in thresholds:
+            if threshold > 0.0:
+                methods += [fsd(threshold, ratio, divergence, many) for ratio in min_ratios]
+    return methods
+
+
+def rule_methods() -> list[Method]:
+    """The literature's rules."""
+    return [Method(name, {"threshold": 0.0, "rule": rule}) for name, rule in RULES.items()]
+
+
+def decode(
+    model: EagleFSD, method: Method, ids: Tensor, mask: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None, DecodeStats | None]:
+    """New tokens ``[B, S]``, and where the method tells them their origins and statistics.
+
+    Args:
+        options: ``max_new_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``.
+    """
+    start = ids.shape[1]
+    if method.options is not None:
+        out = model.generate(ids, mask, **{**options, **method.options})
+        return out.sequences[:, start:], out.origins, out.stats
+    temperature = options.get("temperature", 0.0)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature}
+        sampling |= {"top_p": options.get("top_p", 1.0), "top_k": options.get("top_k", 0)}
+        if options.get("seed") is not None:
+            torch.manual_seed(options["seed"])
+    sequences = model.model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=options.get("max_new_tokens", 256),
+        assistant_model=method.assistant,
+        **sampling,
+    )
+    return sequences[:, start:], None, None
+
+
+def synchronise(model: EagleFSD) -> None:
+    """Wait for the device, so that a clock read next tells the truth."""
+    if model.target.device.type == "cuda":
+        torch.cuda.synchronize(model.target.device)
+
+
+def count_new(model: EagleFSD, new: Tensor) -> int:
+    """Tokens of one answer up to and with the first end token: the same for every method."""
+    eos = model.model.generation_config.eos_token_id
+    if eos is None:
+        return len(new)
+    ends = torch.isin(new, torch.as_tensor(eos, device=new.device)).nonzero()
+    return int(ends[0]) + 1 if len(ends) else len(new)

@@ -1,0 +1,210 @@
+"""From answers to tables: speed, accepted length, quality, each with its sample and interval."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_fsd.evaluation.questions import Question
+from eagle_fsd.evaluation.scoring import McNemar, Mean, Proportion
+from eagle_fsd.evaluation.store import Record
+from eagle_fsd.model.verify import Origin
+
+
+@dataclass
+class Summary:
+    """What one method's answers show.
+
+    Attributes:
+        seconds, tokens, steps: Of all turns; wall time, prefill included.
+        emitted: How many tokens each target pass emitted.
+        origins: Tokens by where they came from.
+        scores: Right or wrong by question, where it has a score.
+        likelihoods: Mean log-probability of the answer under the target by question, nats a token.
+        by_category: Tokens and steps.
+        failed: Turns that were not answered: the prompt filled the context.
+    """
+
+    name: str
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    emitted: Counter[int] = field(default_factory=Counter)
+    origins: Counter[str] = field(default_factory=Counter)
+    scores: dict[int | str, bool] = field(default_factory=dict)
+    likelihoods: dict[int | str, float] = field(default_factory=dict)
+    by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    answers: int = 0
+    failed: int = 0
+
+    @classmethod
+    def of(cls, name: str, records: Sequence[Record], scores: dict[int | str, bool]) -> Summary:
+        found = cls(name, scores=scores, answers=len(records))
+        for record in records:
+            choice = record["choices"][0]
+            found.failed += sum(error is not None for error in choice["errors"])
+            found.seconds += sum(choice["wall_time"])
+            found.tokens += sum(choice["new_tokens"])
+            for accepted in choice["accepted"]:
+                found.emitted.update(accepted)
+                found.by_category[record["category"]][0] += sum(accepted)
+                found.by_category[record["category"]][1] += len(accepted)
+            for origins in choice["origins"]:
+                found.origins.update(Origin(item).name.lower() for item in origins)
+            weighed = [
+                (value, count)
+                for value, count in zip(choice["log_likelihood"], choice["new_tokens"], strict=True)
+                if value is not None
+            ]
+            if weighed:
+                total = sum(count for _, count in weighed)
+                mean = sum(value * count for value, count in weighed) / total
+                found.likelihoods[record["question_id"]] = mean
+        found.steps = sum(found.emitted.values())
+        return found
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens emitted per target pass, prefill not counted; None where the method tells none."""
+        if not self.steps:
+            return None
+        return sum(length * count for length, count in self.emitted.items()) / self.steps
+
+    @property
+    def accuracy(self) -> Proportion | None:
+        return Proportion(sum(self.scores.values()), len(self.scores)) if self.scores else None
+
+    def share(self, origin: str) -> float | None:
+        total = sum(self.origins.values())
+        return self.origins[origin] / total if total else None
+
+    def reach(self) -> list[float]:
+        """How often a pass emits at least 1, 2, 3, ... tokens."""
+        longest = max(self.emitted, default=0)
+        counts = [
+            sum(c for n, c in self.emitted.items() if n >= at) for at in range(1, longest + 1)
+        ]
+        return [count / self.steps for count in counts]
+
+    def as_dict(self, plain: Summary | None, exact: Summary | None) -> dict[str, Any]:
+        """Plain values for files and tables."""
+        accuracy, likelihood = self.accuracy, Mean.of(list(self.likelihoods.values()))
+        row: dict[str, Any] = {
+            "method": self.name,
+            "answers": self.answers,
+            "failed": self.failed,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.tokens_per_second / plain.tokens_per_second if plain else None,
+            "tau": self.tau,
+            "tau_by_category": {
+                name: tokens / steps for name, (tokens, steps) in self.by_category.items() if steps
+            },
+            "reach": self.reach(),
+            "origins": {name: self.share(name) for name in ("exact", "fuzzy", "target")},
+            "accuracy": accuracy.value if accuracy else None,
+            "accuracy_interval": accuracy.interval if accuracy else None,
+            "scored": len(self.scores),
+            "log_likelihood": likelihood.value if likelihood.count else None,
+            "log_likelihood_interval": likelihood.interval if likelihood.count else None,
+        }
+        if exact is not None and exact is not self:
+            row["against_exact"] = self._against(exact)
+        return row
+
+    def _against(self, exact: Summary) -> dict[str, Any]:
+        """The same questions under exact decoding: paired, so that their difficulty drops out."""
+        found: dict[str, Any] = {}
+        both = [key for key in exact.scores if key in self.scores]
+        if both:
+            test = McNemar.of([exact.scores[k] for k in both], [self.scores[k] for k in both])
+            found["accuracy_change"] = (test.gained - test.lost) / len(both)
+            found |= {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p_value}
+        shared = [key for key in exact.likelihoods if key in self.likelihoods]
+        if shared:
+            change = Mean.of([self.likelihoods[k] - exact.likelihoods[k] for k in shared])
+            found["log_likelihood_change"] = change.value
+            found["log_likelihood_change_interval"] = change.interval
+        return found
+
+
+def summarise(
+    methods: Sequence[str],
+    records: dict[str, Sequence[Record]],
+    scores: dict[str, dict[int | str, bool]],
+) -> list[dict[str, Any]]:
+    """A row a method; speed-ups over ``plain`` and changes against ``exact`` if they are there."""
+    found = {name: Summary.of(name, records[name], scores[name]) for name in methods}
+    plain, exact = found.get("plain"), found.get("exact")
+    return [found[name].as_dict(plain, exact) for name in methods]
+
+
+def score_records(
+    questions: Sequence[Question], records: Sequence[Record], execute_code: bool = False
+) -> dict[int | str, bool]:
+    """Right or wrong by question, for those that have a score; the last turn's answer counts."""
+    from eagle_fsd.evaluation.scoring import score
+
+    by_id = {question.question_id: question for question in questions}
+    found = {}
+    for record in records:
+        answer = record["choices"][0]["turns"][-1]
+        right = score(by_id[record["question_id"]], answer, execute_code)
+        if right is not None:
+            found[record["question_id"]] = right
+    return found
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
+def _interval(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+    if value is None or interval is None:
+        return ""
+    low, high = (format(item, form) for item in interval)
+    return f"{format(value, form)} ({low} to {high})"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells; columns that no row fills are left out."""
+    headers = ["method", "tokens/s", "x plain", "tau", "fuzzy", "accuracy", "lost/gained", "p"]
+    headers += ["nats a token", "against exact"]
+    cells = []
+    for row in rows:
+        against = row.get("against_exact", {})
+        split = f"{against['lost']}/{against['gained']}" if "lost" in against else ""
+        cells.append(
+            [
+                row["method"],
+                _number(row["tokens_per_second"], ".1f"),
+                _number(row["speedup"], ".2f"),
+                _number(row["tau"], ".2f"),
+                _number(row["origins"]["fuzzy"], ".1%"),
+                _interval(row["accuracy"], row["accuracy_interval"], ".1%"),
+                split,
+                _number(against.get("mcnemar_p"), ".2g"),
+                _number(row["log_likelihood"], ".3f"),
+                _interval(
+                    against.get("log_likelihood_change"),
+                    against.get("log_likelihood_change_interval"),
+                    "+.3f",
+                ),
+            ]
+        )
+    kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
+    return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
+
+
+def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
+    lines += ["| " + " | ".join(line) + " |" for line in cells]
+    return "\n".join(lines)
