@@ -86,7 +86,7 @@ class Trainer:
         self.steps = min(self.steps, recipe.max_steps or self.steps)
         self.step = self.tokens = self.cut = self.refused = 0
         self.seconds = 0.0
-        self.stop_asked = False
+        self.stop_asked = self.stopping = False  # here, and agreed on by all processes
 
         torch.manual_seed(recipe.seed)
         if head is None:
@@ -154,9 +154,9 @@ class Trainer:
                 last = self.step == self.steps
                 if last or self.step % self.recipe.validate_every == 0:
                     self._validate()
-                if last or self.stop_asked or self.step % self.recipe.checkpoint_every == 0:
+                if last or self.stopping or self.step % self.recipe.checkpoint_every == 0:
                     self._save()
-                if self.stop_asked:
+                if self.stopping:
                     raise KeyboardInterrupt
         return self.head_copy(torch.float32)
 
@@ -201,7 +201,7 @@ class Trainer:
             )
         asked = torch.tensor(float(self.stop_asked), device=accelerator.device)
         *values, asked = accelerator.reduce(torch.stack([*sums.values(), asked]), "sum").tolist()
-        self.stop_asked = asked > 0  # of any process: all stop after the same step
+        self.stopping = asked > 0  # of any process: all stop after the same step
         metrics = {name: value / max(1, counted) for name, value in zip(sums, values, strict=True)}
         if not math.isfinite(metrics["loss"]):
             self._fail("the loss is not finite")

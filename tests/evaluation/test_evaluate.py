@@ -1,0 +1,250 @@
+"""``eagle-fsd evaluate`` end to end on the bundled pair, with few questions and short answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_fsd import EagleFSD, cli
+from eagle_fsd.evaluation.answers import answer_log_likelihood
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, RULES, Method, fsd, fsd_grid
+from eagle_fsd.evaluation.report import Summary, markdown, summarise, table
+from eagle_fsd.evaluation.sets import QuestionSetError, find_questions
+from eagle_fsd.model.settings import FSDSettings
+
+COUNT = 3
+COMMAND = ("evaluate", "--count", str(COUNT), "--max-new-tokens", "48")
+
+
+@pytest.fixture(scope="module")
+def model() -> EagleFSD:
+    return EagleFSD.from_pretrained()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(status, standard output, standard error)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eagle-fsd", *arguments])
+        patch.setenv("COLUMNS", "200")
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def _answers(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_default_methods_answer_and_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FastChat's fields are there; exact decoding says what plain decoding says."""
+    status, printed, _ = run(capsys, *COMMAND, "--out", str(tmp_path), "--json")
+    assert status == 0
+    report = json.loads(printed)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert [row["method"] for row in report["rows"]] == ["plain", "exact", "fsd"]
+    plain, exact, fuzzy = report["rows"]
+    assert plain["speedup"] == 1.0
+    assert plain["tau"] == 1.0
+    assert exact["tau"] > 2.0
+    assert fuzzy["origins"]["fuzzy"] > 0.0 == exact["origins"]["fuzzy"]
+    assert exact["log_likelihood"] == pytest.approx(plain["log_likelihood"], abs=1e-5)
+    assert report["environment"]["revision"]
+    assert report["about"]["seed"] == 0
+    answers = {name: _answers(tmp_path, name) for name in ("plain", "exact", "fsd")}
+    for name, records in answers.items():
+        assert [record["question_id"] for record in records] == list(range(COUNT))
+        for record in records:
+            assert record["model_id"] == name
+            assert len(record["answer_id"]) == 22
+            (choice,) = record["choices"]
+            lists = ("turns", "idxs", "new_tokens", "wall_time", "origins", "accepted")
+            assert {len(choice[key]) for key in lists} == {1}
+            assert len(choice["origins"][0]) == choice["new_tokens"][0]
+            assert len(choice["accepted"][0]) == choice["idxs"][0]
+    for plain_record, exact_record in zip(answers["plain"], answers["exact"], strict=True):
+        assert plain_record["choices"][0]["turns"] == exact_record["choices"][0]["turns"]
+
+
+def test_a_run_goes_on_and_answers_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a kill that cut the second answer short; greedy, so the same is said."""
+    command = (*COMMAND, "--out", str(tmp_path), "-m", "exact")
+    assert run(capsys, *command)[0] == 0
+    before = _answers(tmp_path, "exact")
+    whole = (tmp_path / "exact.jsonl").read_text()
+    cut = whole.index("\n") + 200
+    (tmp_path / "exact.jsonl").write_text(whole[:cut])
+    assert run(capsys, *command)[0] == 0
+    after = _answers(tmp_path, "exact")
+    assert after[0] == before[0]  # to its time stamp
+    for old, new in zip(before[1:], after[1:], strict=True):
+        assert new["choices"][0]["turns"] == old["choices"][0]["turns"]
+        assert new["answer_id"] != old["answer_id"]
+
+
+def test_other_settings_are_refused_for_the_method_they_concern(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (*COMMAND, "--out", str(tmp_path))
+    assert run(capsys, *command)[0] == 0
+    changed = (*command, "--threshold", "0.3")
+    assert run(capsys, *changed, "-m", "plain", "-m", "exact")[0] == 0
+    status, _, errors = run(capsys, *changed)
+    assert status == 1
+    assert "fsd.jsonl holds answers of other settings (threshold was 0.2, is 0.3)" in errors
+    assert run(capsys, *command, "--seed", "4", "-m", "plain")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("evaluate", "no-such-set"), 1, "neither a file nor a known set"),
+        (("evaluate", "-m", "nonsense"), 2, "unknown method nonsense"),
+        (("evaluate", "--count", "0"), 2, "count"),
+        (("evaluate", "--conv-template", "nonsense"), 1, "FastChat has no template"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...],
+    status: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, _, errors = run(capsys, *arguments, "--out", str(tmp_path / "out"))
+    assert found == status
+    assert len(errors.splitlines()) == 1
+    assert words in errors
+
+
+def test_several_turns_each_see_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "two.jsonl"
+    file.write_text('{"question_id": 9, "category": "talk", "turns": ["Hello!", "Hello!"]}\n')
+    out = tmp_path / "out"
+    assert run(capsys, "evaluate", str(file), "--out", str(out), "-m", "exact")[0] == 0
+    (record,) = _answers(out, "exact")
+    assert len(record["choices"][0]["turns"]) == 2
+    report = json.loads((out / "report.json").read_text())
+    assert report["rows"][0]["accuracy"] is None
+    assert list(report["rows"][0]["tau_by_category"]) == ["talk"]
+
+
+def test_a_prompt_that_fills_the_context_is_told_not_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "turns": ["pens " * 3000]}) + "\n")
+    status, printed, _ = run(
+        capsys, "evaluate", str(file), "--out", str(tmp_path / "out"), "-m", "exact"
+    )
+    assert status == 0
+    assert "1 turns were not answered" in printed
+
+
+def test_the_likelihood_is_the_targets_own(model: EagleFSD) -> None:
+    """Against one plain pass and its log-softmax."""
+    prompt, answer = torch.tensor([1, 3, 40, 50, 4]), torch.tensor([60, 70, 80, 2])
+    with torch.no_grad():
+        logits = model.model(torch.cat([prompt, answer])[None]).logits[0]
+    expected = logits[4:-1].log_softmax(-1).gather(1, answer[:, None]).mean()
+    found = answer_log_likelihood(model.target, prompt, answer)
+    assert found == pytest.approx(float(expected), abs=1e-5)
+    assert answer_log_likelihood(model.target, prompt, answer[:0]) is None
+
+
+def test_what_a_method_depends_on() -> None:
+    settings = FSDSettings(threshold=0.2, min_ratio=0.1)
+    other = settings.updated(threshold=0.3)
+    assert PLAIN.describe(settings) == PLAIN.describe(other)
+    assert EXACT.describe(settings) == EXACT.describe(other)
+    assert Method("fsd").describe(settings) != Method("fsd").describe(other)
+    assert fsd(0.1).describe(settings)["min_ratio"] == 0.0
+    for name, rule in RULES.items():
+        described = Method(name, {"threshold": 0.0, "rule": rule}).describe(settings)
+        assert described["method"] == repr(rule)
+    assert json.dumps([PLAIN.describe(settings), fsd(0.1).describe(settings)])
+
+
+def test_a_grid_has_exact_decoding_once() -> None:
+    names = [item.name for item in fsd_grid([0.0, 0.1, 0.2], [0.0, 0.3], ["js", "kl"])]
+    assert names[0] == "exact"
+    assert len(names) == len(set(names)) == 1 + 2 * 2 * 2
+    assert names[1:3] == ["js T=0.1", "js T=0.1 r=0.3"]
+    assert [item.name for item in fsd_grid([0.1], [0.0], ["js"])] == ["T=0.1"]
+
+
+def test_figures_of_answers_made_by_hand() -> None:
+    def record(number: int, seconds: float, accepted: list[int], origins: list[int]) -> dict:
+        choice = {
+            "turns": ["x"],
+            "errors": [None],
+            "wall_time": [seconds],
+            "new_tokens": [sum(accepted)],
+            "accepted": [accepted],
+            "origins": [origins],
+            "log_likelihood": [-0.5 * (number + 1)],
+        }
+        return {"question_id": number, "category": "c", "choices": [choice]}
+
+    records = {
+        "plain": [record(0, 2.0, [1] * 4, [3] * 4), record(1, 2.0, [1] * 2, [3] * 2)],
+        "exact": [record(0, 1.0, [3, 1], [1, 1, 3, 3]), record(1, 0.5, [2], [1, 3])],
+        "fsd": [record(0, 0.5, [4], [1, 2, 2, 3]), record(1, 0.5, [2], [2, 3])],
+    }
+    scores = {"plain": {}, "exact": {0: True, 1: True}, "fsd": {0: False, 1: True}}
+    plain, exact, fuzzy = summarise(list(records), records, scores)
+    assert plain["tokens_per_second"] == 1.5
+    assert exact["speedup"] == pytest.approx(4.0 / 1.5)
+    assert exact["tau"] == 2.0
+    assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    assert fuzzy["origins"]["fuzzy"] == 0.5
+    assert exact["log_likelihood"] == -0.75
+    assert fuzzy["against_exact"]["lost"] == 1
+    assert fuzzy["against_exact"]["accuracy_change"] == -0.5
+    assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
+    assert plain["accuracy"] is None
+    text = markdown(*table([plain, exact, fuzzy]))
+    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | tau |")
+    assert "50.0% (9.5% to 90.5%)" in text
+    assert math.isnan(Summary("nothing").tokens_per_second)
+
+
+def test_sets_are_found_in_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path))
+    file = tmp_path / "mt_bench_question.jsonl"
+    file.write_text('{"question_id": 81, "category": "w", "turns": ["a", "b"]}\n' * 2)
+    assert len(find_questions("mt-bench", 1)) == 1
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "changed"])
+def test_a_download_is_whole_and_right_or_not_at_all(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says where to put the file instead."""
+    from eagle_fsd.evaluation import sets
+
+    source = tmp_path / "source.jsonl"
+    if fault == "changed":
+        source.write_text('{"question_id": 1, "turns": ["not what it was"]}\n')
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path / "data"))
+    changed = sets.QuestionSet("set.jsonl", source.as_uri(), "0" * 64)
+    monkeypatch.setitem(sets.SETS, "gsm8k", changed)
+    words = "cannot be fetched" if fault == "unreachable" else "not the file it was"
+    with pytest.raises(QuestionSetError, match=words) as error:
+        find_questions("gsm8k")
+    assert str(tmp_path / "data" / "set.jsonl") in str(error.value)
+    assert not list((tmp_path / "data").iterdir())
