@@ -14,9 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    HF,
+    PLAIN,
+    Method,
+    count_new,
+    decode,
+    fsd_grid,
+    synchronise,
+)
 from eagle_fsd.model.bundled.problems import Problem, problems
 from eagle_fsd.model.bundled.quality import Quality, decode_answers, encode_problems
 from eagle_fsd.model.decode import EagleFSD
@@ -27,14 +36,6 @@ from eagle_fsd.model.stats import DecodeStats
 Progress = Callable[[int, int], None]
 
 QUALITY_BATCH = 32
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode. ``options`` go to :meth:`EagleFSD.generate`; None is Hugging Face's own."""
-
-    name: str
-    options: dict[str, Any] | None
 
 
 @dataclass
@@ -106,15 +107,8 @@ def bench_methods(
     thresholds: Sequence[float], min_ratios: Sequence[float], divergence: str, hf: bool
 ) -> list[Method]:
     """Plain decoding, exact EAGLE-2, and FSD at every threshold with every ``min_ratio``."""
-    methods = [Method("hf", None)] if hf else []
-    methods.append(Method("plain", {"method": "ar"}))
-    methods.append(Method("exact", {"threshold": 0.0}))
-    for threshold in thresholds:
-        for ratio in min_ratios:
-            name = f"T={threshold:g}" + (f" r={ratio:g}" if ratio else "")
-            options = {"threshold": threshold, "divergence": divergence, "min_ratio": ratio}
-            methods.append(Method(name, options))
-    return methods
+    grid = fsd_grid([item for item in thresholds if item > 0.0], min_ratios, [divergence])
+    return [HF] * hf + [PLAIN, EXACT, *grid]
 
 
 class Bench:
@@ -190,12 +184,12 @@ class Bench:
 
     def _time(self, method: Method, problem: Problem) -> None:
         result = self.results[method.name]
-        self._synchronise()
+        synchronise(self.model)
         begin = time.perf_counter()
         new, stats = self._generate(method, [problem])
-        self._synchronise()
+        synchronise(self.model)
         result.seconds.append(time.perf_counter() - begin)
-        result.tokens.append(self._count(new[0]))
+        result.tokens.append(count_new(self.model, new[0]))
         if stats is not None:
             result.phases.update(stats.seconds)
             result.steps += stats.steps
@@ -210,25 +204,8 @@ class Bench:
     def _generate(self, method: Method, batch: list[Problem]) -> tuple[Tensor, DecodeStats | None]:
         """New tokens ``[B, S]`` and, but for Hugging Face's own ``generate``, statistics."""
         encoded = encode_problems(self.model.tokenizer, batch).to(self.model.target.device)
-        prompt = encoded["input_ids"].shape[1]
-        if method.options is None:
-            sequences = self.model.model.generate(
-                **encoded, do_sample=False, max_new_tokens=self.max_new_tokens
-            )
-            return sequences[:, prompt:], None
-        output = self.model.generate(
-            **encoded, max_new_tokens=self.max_new_tokens, temperature=0.0, **method.options
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        new, _, stats = decode(
+            self.model, method, ids, mask, max_new_tokens=self.max_new_tokens, temperature=0.0
         )
-        return output.sequences[:, prompt:], output.stats
-
-    def _count(self, new: Tensor) -> int:
-        """Tokens up to and with the first end-of-sequence token, the same for every method."""
-        eos = self.model.model.generation_config.eos_token_id
-        if eos is None:
-            return len(new)
-        ends = torch.isin(new, torch.as_tensor(eos, device=new.device)).nonzero()
-        return int(ends[0]) + 1 if len(ends) else len(new)
-
-    def _synchronise(self) -> None:
-        if self.model.target.device.type == "cuda":
-            torch.cuda.synchronize()
+        return new, stats
