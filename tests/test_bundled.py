@@ -35,7 +35,7 @@ def test_shape_and_size(model: EagleFSD) -> None:
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float16}
     for part in ("target", "head"):
         card = (BUNDLED / part / "README.md").read_text()
-        for word in ("accuracy", "tau", "minutes on", '"seed"', "tokens in", "torch"):
+        for word in ("accuracy", "tau", "minutes", '"seed"', "steps", "torch"):
             assert word in card
 
 

@@ -142,7 +142,7 @@ a download. It knows nothing else.
 
 Trained from scratch by `python -m eagle_fsd.train.bundled --stage target` on chats drawn from
 `eagle_fsd/model/bundled/problems.py` (an endless stream; test questions are kept apart from it by a
-hash of their text): {tokens} tokens in {minutes} minutes on {machine}, {date}.
+hash of their text): {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
 
 {measured}
 
@@ -165,8 +165,8 @@ that `from_pretrained` takes up.
 
 Trained by `python -m eagle_fsd.train.bundled --stage head`, which is `eagle-fsd train` with its
 defaults on {chats} generated chats: the published losses (smooth-L1 on the feature, 0.1 times
-cross-entropy, uniform noise on the input features), {tokens} tokens in {minutes} minutes on
-{machine}, {date}.
+cross-entropy, uniform noise on the input features), {steps} steps, {tokens} tokens, {minutes}
+minutes on {machine}, {date}.
 
 {measured}
 

@@ -219,7 +219,7 @@ def train_target(recipe: TargetRecipe, work: Path, out: Path) -> None:
             checkpoint.with_suffix(".tmp").replace(checkpoint)
     tokenizer.save_pretrained(out)
     model.to(torch.float16).save_pretrained(out)
-    write_record(out, recipe, seen, spent)
+    write_record(out, recipe, recipe.steps, seen, spent)
 
 
 def _language_loss(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:

@@ -18,8 +18,8 @@ library_name: eagle-fsd
 
 # EAGLE draft head for {target}
 
-Trained by `eagle-fsd train` on `{data}` with {tokens} tokens in {minutes:.0f} minutes of training
-steps on {machine}, {date}.
+Trained by `eagle-fsd train` on `{data}`: {steps} steps, {tokens} tokens, {minutes:.0f} minutes of
+training steps on {machine}, {date}.
 
 {measured}
 
@@ -52,6 +52,7 @@ def write_card(folder: Path, metrics: Sequence[dict[str, Any]], made_from: dict[
         target=Path(target).name if local else target,
         path="path/to/the/target" if local else target,
         data=Path(made_from["data"]).name,
+        steps=record["steps"],
         tokens=record["tokens"],
         minutes=record["seconds"] / 60,
         machine=record["machine"],

@@ -12,12 +12,13 @@ from eagle_fsd.model.environment import describe_environment
 RECORD_FILE = "training.json"
 
 
-def write_record(folder: Path, recipe: Any, tokens: int, seconds: float) -> None:
-    """Write ``training.json``: the recipe (a dataclass), tokens seen and seconds spent."""
+def write_record(folder: Path, recipe: Any, steps: int, tokens: int, seconds: float) -> None:
+    """Write ``training.json``: the recipe (a dataclass), steps, tokens seen and seconds spent."""
     environment = describe_environment()
     machine = environment["machine"]
     record = {
         "settings": asdict(recipe),
+        "steps": steps,
         "tokens": tokens,
         "seconds": round(seconds),
         "machine": machine.get("gpu") or f"{machine['threads']} threads of {machine['cpu']}",

@@ -171,7 +171,7 @@ def train(
         dtype_ = source.target.dtype
         save_head(trained, folder.path, dtype_ if dtype_ != torch.float32 else None, binary=binary)
         log.info("trained in %.0f s", time.monotonic() - began)
-        write_record(folder.path, recipe, trainer.tokens, trainer.seconds)
+        write_record(folder.path, recipe, trainer.step, trainer.tokens, trainer.seconds)
         metrics = folder.metrics()
         draw_curves(metrics, folder.curves)
         write_card(folder.path, metrics, made_from)
