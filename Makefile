@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test quality bundled clean
 
 demo: $(INSTALLED)
-	$(RUN)/eagle-fsd generate --show-origins "Mia buys 4 boxes of 6 pencils. Then she gives 5 pencils to Tom. How many pencils does Mia have now?"
+	$(RUN)/eagle-fsd generate --show-origins "At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils to Tom. How many pencils are left in the end?"
 
 test: $(INSTALLED)
 	$(RUN)/python -m pytest -m "not slow"
