@@ -19,6 +19,7 @@ quality: $(INSTALLED)
 # Everything the virtual environment holds follows from these two files.
 $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --upgrade pip
 	$(RUN)/python -m pip install --quiet -r requirements.txt
 	$(RUN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
