@@ -8,29 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd import cli
 from eagle_fsd.cli.options import OPTION_NAMES
 from eagle_fsd.model.settings import FSDSettings
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Call ``eagle-fsd`` in this process: (status, standard output, standard error)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["eagle-fsd", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def test_generate_streams_an_answer_and_says_how_it_was_decoded(run) -> None:

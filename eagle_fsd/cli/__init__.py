@@ -1,7 +1,4 @@
-"""The command line: ``eagle-fsd`` and its sub-commands, a module each.
-
-Modules here import torch and the package's parts when a command runs, so ``--help`` is quick.
-"""
+"""The command line: ``eagle-fsd`` and its sub-commands, a module each."""
 
 from __future__ import annotations
 

@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle_fsd.cli.console import ProgressBar, err, out
-from eagle_fsd.cli.options import Device, Dtype, Head, Json, Target, load_pair, with_settings
+from eagle_fsd.cli.options import (
+    Device,
+    Dtype,
+    Head,
+    Json,
+    Target,
+    Template,
+    load_pair,
+    with_settings,
+)
 
 #: Methods that a name is enough for.
 NAMED = ("plain", "exact", "fsd", "hf", "rules")
-
-Template = Annotated[
-    str | None,
-    typer.Option(
-        "--conv-template",
-        help="A FastChat template (vicuna_v1.1, llama-2, ...).",
-        show_default="the tokenizer's own",
-    ),
-]
 
 
 @with_settings()

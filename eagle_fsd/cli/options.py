@@ -30,6 +30,14 @@ Device = Annotated[
     str | None,
     typer.Option(help="cpu, cuda, cuda:1, auto.", show_default="the GPU if there is one"),
 ]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        "--conv-template",
+        help="A FastChat template (vicuna_v1.1, llama-2, ...).",
+        show_default="the tokenizer's own",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
 #: The tree's top_k; plain ``--top-k`` is sampling's, as in Hugging Face.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from eagle_fsd.cli.console import ProgressBar, err, out
-from eagle_fsd.cli.options import Dtype, Target, with_options
+from eagle_fsd.cli.options import Dtype, Target, Template, with_options
 from eagle_fsd.train.recipe import TrainRecipe, read_recipe
 
 app = typer.Typer(
@@ -24,14 +24,6 @@ LINE_EVERY = 30.0
 Data = Annotated[
     Path | None,
     typer.Option(help="Chats: ShareGPT's or OpenAI's layout, JSON or JSON Lines.", exists=True),
-]
-Template = Annotated[
-    str | None,
-    typer.Option(
-        "--conv-template",
-        help="A FastChat template (vicuna_v1.1, llama-2, ...).",
-        show_default="the tokenizer's own",
-    ),
 ]
 
 

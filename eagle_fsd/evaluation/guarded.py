@@ -1,7 +1,7 @@
 """Runs a program it reads from standard input, under limits; started by ``sandbox.py``.
 
 Standard library only: it runs as a script in an isolated interpreter. The limits are the operating
-system's (processor time, memory, processes, file size) and an audit hook, which Python code cannot
+system's (processor time, memory, file size) and an audit hook, which Python code cannot
 take off again: no network, no other processes, no foreign code, no writing but in the working
 folder. This keeps a language model's mistakes from doing harm; against somebody who means harm, run
 the whole evaluation in a container.

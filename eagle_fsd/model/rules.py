@@ -25,6 +25,7 @@ when its raised probability is the largest.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +129,7 @@ class TopGapRule(AcceptanceRule):
 
 
 @dataclass(frozen=True)
-class DrawnRule(AcceptanceRule):
+class DrawnRule(AcceptanceRule, ABC):
     """Raises the probability of each drafted token and draws anew, with the luck that gave ``s``.
 
     The number ``u`` behind the target's choice is taken to lie where the choice says: in the
@@ -137,9 +138,9 @@ class DrawnRule(AcceptanceRule):
     stands. Raising nothing, that is the choice itself.
     """
 
+    @abstractmethod
     def raised(self, probs: Tensor) -> Tensor:
         """``p(x)`` to its raised value, at most 1."""
-        raise NotImplementedError
 
     def settle(self, evidence: Evidence, exact: Tensor, accepted: Tensor) -> Tensor:
         tree = evidence.tree

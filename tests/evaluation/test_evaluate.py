@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from eagle_fsd import EagleFSD, cli
+from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.answers import answer_log_likelihood
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, RULES, Method, fsd, fsd_grid
 from eagle_fsd.evaluation.report import Summary, markdown, summarise, table
 from eagle_fsd.evaluation.sets import QuestionSetError, find_questions
 from eagle_fsd.model.settings import FSDSettings
+
+#: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
+Command = Callable[..., tuple[int, str, str]]
 
 COUNT = 3
 COMMAND = ("evaluate", "--count", str(COUNT), "--max-new-tokens", "48")
@@ -26,29 +29,13 @@ def model() -> EagleFSD:
     return EagleFSD.from_pretrained()
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(status, standard output, standard error)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eagle-fsd", *arguments])
-        patch.setenv("COLUMNS", "200")
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
-
-
 def _answers(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_the_default_methods_answer_and_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_methods_answer_and_are_reported(tmp_path: Path, run: Command) -> None:
     """FastChat's fields are there; exact decoding says what plain decoding says."""
-    status, printed, _ = run(capsys, *COMMAND, "--out", str(tmp_path), "--json")
+    status, printed, _ = run(*COMMAND, "--out", str(tmp_path), "--json")
     assert status == 0
     report = json.loads(printed)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -76,17 +63,15 @@ def test_the_default_methods_answer_and_are_reported(
         assert plain_record["choices"][0]["turns"] == exact_record["choices"][0]["turns"]
 
 
-def test_a_run_goes_on_and_answers_nothing_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_and_answers_nothing_twice(tmp_path: Path, run: Command) -> None:
     """After a kill that cut the second answer short; greedy, so the same is said."""
     command = (*COMMAND, "--out", str(tmp_path), "-m", "exact")
-    assert run(capsys, *command)[0] == 0
+    assert run(*command)[0] == 0
     before = _answers(tmp_path, "exact")
     whole = (tmp_path / "exact.jsonl").read_text()
     cut = whole.index("\n") + 200
     (tmp_path / "exact.jsonl").write_text(whole[:cut])
-    assert run(capsys, *command)[0] == 0
+    assert run(*command)[0] == 0
     after = _answers(tmp_path, "exact")
     assert after[0] == before[0]  # to its time stamp
     for old, new in zip(before[1:], after[1:], strict=True):
@@ -95,16 +80,16 @@ def test_a_run_goes_on_and_answers_nothing_twice(
 
 
 def test_other_settings_are_refused_for_the_method_they_concern(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Command
 ) -> None:
     command = (*COMMAND, "--out", str(tmp_path))
-    assert run(capsys, *command)[0] == 0
+    assert run(*command)[0] == 0
     changed = (*command, "--threshold", "0.3")
-    assert run(capsys, *changed, "-m", "plain", "-m", "exact")[0] == 0
-    status, _, errors = run(capsys, *changed)
+    assert run(*changed, "-m", "plain", "-m", "exact")[0] == 0
+    status, _, errors = run(*changed)
     assert status == 1
     assert "fsd.jsonl holds answers of other settings (threshold was 0.2, is 0.3)" in errors
-    assert run(capsys, *command, "--seed", "4", "-m", "plain")[0] == 1
+    assert run(*command, "--seed", "4", "-m", "plain")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -121,21 +106,19 @@ def test_bad_input_is_one_line(
     status: int,
     words: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Command,
 ) -> None:
-    found, _, errors = run(capsys, *arguments, "--out", str(tmp_path / "out"))
+    found, _, errors = run(*arguments, "--out", str(tmp_path / "out"))
     assert found == status
     assert len(errors.splitlines()) == 1
     assert words in errors
 
 
-def test_several_turns_each_see_the_one_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_turns_each_see_the_one_before(tmp_path: Path, run: Command) -> None:
     file = tmp_path / "two.jsonl"
     file.write_text('{"question_id": 9, "category": "talk", "turns": ["Hello!", "Hello!"]}\n')
     out = tmp_path / "out"
-    assert run(capsys, "evaluate", str(file), "--out", str(out), "-m", "exact")[0] == 0
+    assert run("evaluate", str(file), "--out", str(out), "-m", "exact")[0] == 0
     (record,) = _answers(out, "exact")
     assert len(record["choices"][0]["turns"]) == 2
     report = json.loads((out / "report.json").read_text())
@@ -143,14 +126,10 @@ def test_several_turns_each_see_the_one_before(
     assert list(report["rows"][0]["tau_by_category"]) == ["talk"]
 
 
-def test_a_prompt_that_fills_the_context_is_told_not_hidden(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_fills_the_context_is_told_not_hidden(tmp_path: Path, run: Command) -> None:
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"question_id": 1, "turns": ["pens " * 3000]}) + "\n")
-    status, printed, _ = run(
-        capsys, "evaluate", str(file), "--out", str(tmp_path / "out"), "-m", "exact"
-    )
+    status, printed, _ = run("evaluate", str(file), "--out", str(tmp_path / "out"), "-m", "exact")
     assert status == 0
     assert "1 turns were not answered" in printed
 

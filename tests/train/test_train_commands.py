@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from trainings import (
     command,
-    forget_accelerator,
     losses,
     metrics,
     same_weights,
@@ -22,28 +20,7 @@ from trainings import (
     weights,
 )
 
-from eagle_fsd import cli
 from eagle_fsd.train.chats import ChatFile
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Call ``eagle-fsd train`` in this process: (status, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        forget_accelerator()
-        monkeypatch.setattr(sys, "argv", ["eagle-fsd", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def test_features_tell_their_size_first_and_can_be_trained_from(

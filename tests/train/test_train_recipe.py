@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import command, forget_accelerator
+from trainings import command
 
-from eagle_fsd import cli
 from eagle_fsd.train.recipe import DIVERGENCE_LOSSES, TrainRecipe, read_recipe
 
 
@@ -133,26 +131,6 @@ def test_what_is_wrong_in_a_file_is_named_in_one_line(
 
 
 # -- the command line ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Call ``eagle-fsd`` in this process: (status, standard output, standard error)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        forget_accelerator()
-        monkeypatch.setattr(sys, "argv", ["eagle-fsd", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def test_every_value_has_an_option_with_help(run) -> None:

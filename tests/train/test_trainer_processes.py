@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from trainings import (
     KILLED_IN_MID_EPOCH,
     SMALL,
     command,
-    forget_accelerator,
     losses,
     metrics,
     same_weights,
@@ -25,32 +23,11 @@ from trainings import (
     weights,
 )
 
-from eagle_fsd import cli
 from eagle_fsd.train.folder import RunFolder
 from eagle_fsd.train.recipe import TrainRecipe
 
 #: More steps than any test waits for.
 ENDLESS = {"max_steps": 1_000_000, "epochs": 10_000, "checkpoint_every": 1_000_000}
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Call ``eagle-fsd`` in this process: (status, standard output, standard error)."""
-
-    def call(arguments: list[str]) -> tuple[int, str, str]:
-        forget_accelerator()
-        monkeypatch.setattr(sys, "argv", ["eagle-fsd", *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def told(process: Any) -> str:
@@ -113,7 +90,7 @@ def test_a_second_ctrl_c_stops_at_once(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(RunFolder, "append_metrics", insist)
-    status, _, _ = run(command(data, tmp_path / "out", target))
+    status, _, _ = run(*command(data, tmp_path / "out", target))
     assert status == 130
     checkpoints = (tmp_path / "out" / "checkpoints").iterdir()
     assert [path.name for path in checkpoints] == ["step-3"]
@@ -126,14 +103,14 @@ def test_a_second_ctrl_c_stops_at_once(
 def test_an_existing_training_needs_a_word(target: Path, data: Path, tmp_path: Path, run) -> None:
     out = train_here(data, tmp_path / "out", target)
     before = weights(out)
-    status, _, errors = run(command(data, out, target, seed=3))
+    status, _, errors = run(*command(data, out, target, seed=3))
     assert status == 1
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
     assert "--resume" in errors
     assert "--overwrite" in errors
     assert same_weights(weights(out), before)
-    status, printed, _ = run(command(data, out, target, "--overwrite", seed=3))
+    status, printed, _ = run(*command(data, out, target, "--overwrite", seed=3))
     assert status == 0
     assert str(out) in printed
     assert not same_weights(weights(out), before)
@@ -144,14 +121,14 @@ def test_a_changed_recipe_or_other_data_is_not_gone_on_with(
 ) -> None:
     out = train_here(data, tmp_path / "out", target)
     before = weights(out)
-    status, _, errors = run(command(data, out, target, "--resume", lr=0.5, epochs=3))
+    status, _, errors = run(*command(data, out, target, "--resume", lr=0.5, epochs=3))
     assert status == 1
     assert errors.count("\n") == 1
     assert "lr was 0.001, is 0.5" in errors
     assert "epochs was 20, is 3" in errors
     shorter = tmp_path / "chats.jsonl"
     shorter.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
-    status, _, errors = run(command(shorter, out, target, "--resume"))
+    status, _, errors = run(*command(shorter, out, target, "--resume"))
     assert status == 1
     assert "bytes was" in errors
     assert same_weights(weights(out), before)
@@ -227,7 +204,7 @@ def test_refusals_are_one_line_and_leave_nothing(
     run,
 ) -> None:
     out = tmp_path / "out"
-    ended, _, errors = run(change(command(data, out, target)))
+    ended, _, errors = run(*change(command(data, out, target)))
     assert ended == status
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
@@ -239,16 +216,16 @@ def test_refusals_are_one_line_and_leave_nothing(
 def test_a_turn_longer_than_the_context_is_cut_and_told(
     target: Path, data: Path, tmp_path: Path, run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run(command(data, tmp_path / "out", target, max_length=20))[0] == 0
+    assert run(*command(data, tmp_path / "out", target, max_length=20))[0] == 0
     assert "longer than the limit were cut 24 times" in caplog.text  # twelve batches of two
     caplog.clear()
-    assert run(command(data, tmp_path / "long", target, max_length=256))[0] == 0
+    assert run(*command(data, tmp_path / "long", target, max_length=256))[0] == 0
     assert "longer than the limit" not in caplog.text
 
 
 def test_plain_lines_tell_what_the_bar_would(target: Path, data: Path, tmp_path: Path, run) -> None:
     changes = {"validation": 1, "batch_size": SMALL["batch_size"]}
-    status, _, errors = run(command(data, tmp_path / "out", target, **changes))
+    status, _, errors = run(*command(data, tmp_path / "out", target, **changes))
     assert status == 0
     assert "step 12 of 12" in errors
     for word in ("loss", "top-1", "top-3", "lr", "tokens/s", "minutes left", "tau", "JS by depth"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerators import forget_accelerator
 from pairs import tiny_target
 from safetensors.torch import load_file
 from torch import Tensor
@@ -91,12 +91,6 @@ def train_here(data: Path, out: Path, target: Path, **changes: Any) -> Path:
     return train(
         TrainRecipe.from_dict(settings), out, target=target, accelerator=accelerator, **others
     )
-
-
-def forget_accelerator() -> None:
-    """Accelerate keeps its state in classes; every training of a test begins anew."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def command(data: Path, out: Path, target: Path, *more: str, **changes: Any) -> list[str]:
