@@ -297,7 +297,9 @@ class Trainer:
             losses = HeadLosses(head, self.recipe.losses())
             figures: dict[str, Any] = validation_losses(losses, self.target, batches)
             prompts = validation_prompts(batches, DECODED_PROMPTS)
-            figures |= decode_validation(head, self.target, prompts)
+            # Layers compiled for training would be compiled anew for many shapes of decoding.
+            with torch.compiler.set_stance("force_eager"):
+                figures |= decode_validation(head, self.target, prompts)
             self._publish({"step": self.step, **figures}, "validation")
         self.accelerator.wait_for_everyone()
 
