@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.cli.options import OPTION_NAMES
+from eagle_fsd.cli.options import SETTING_NAMES
 from eagle_fsd.model.settings import FSDSettings
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
@@ -54,7 +54,7 @@ def test_every_setting_has_an_option_with_help(run) -> None:
     status, out, _ = run("generate", "--help")
     assert status == 0
     for name in FSDSettings().as_dict():
-        option = OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
+        option = SETTING_NAMES.get(name, "--" + name.replace("_", "-"))
         assert option in out
 
 

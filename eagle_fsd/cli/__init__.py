@@ -9,9 +9,11 @@ import typer
 from typer.exceptions import TyperException
 
 from eagle_fsd.cli.bench import bench
+from eagle_fsd.cli.calibrate import calibrate
 from eagle_fsd.cli.console import fail
 from eagle_fsd.cli.evaluate import evaluate
 from eagle_fsd.cli.generate import generate
+from eagle_fsd.cli.sweep import GridCommand, sweep
 from eagle_fsd.cli.train import app as train_app
 from eagle_fsd.train.folder import TrainingError
 
@@ -25,8 +27,10 @@ app = typer.Typer(
     help="Fuzzy speculative decoding with EAGLE-2 draft trees.",
 )
 app.command()(generate)
-app.command()(bench)
+app.command(cls=GridCommand)(bench)
 app.command()(evaluate)
+app.command(cls=GridCommand)(sweep)
+app.command(cls=GridCommand)(calibrate)
 app.add_typer(train_app, name="train")
 
 

@@ -29,7 +29,7 @@ def bench(
         list[float] | None, typer.Option("--thresholds", "-T", help="FSD's T; repeat the option.")
     ] = None,
     min_ratios: Annotated[
-        list[float] | None, typer.Option("--min-ratios", "-r", help="Floors tried with each T.")
+        list[float] | None, typer.Option("--min-ratio", "-r", help="Floors tried with each T.")
     ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="'hf': also Hugging Face's own greedy generate.")

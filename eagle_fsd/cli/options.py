@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,36 +40,48 @@ Template = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
-#: The tree's top_k; plain ``--top-k`` is sampling's, as in Hugging Face.
-OPTION_NAMES = {"top_k": "--tree-top-k"}
+#: Where a setting's option is not its name: plain --top-k is sampling's, as in Hugging Face.
+SETTING_NAMES = {"top_k": "--tree-top-k"}
+
+
+@dataclass(frozen=True)
+class OptionsFile:
+    """A file of options: the option that names it, its help, and who reads it, checked."""
+
+    option: str
+    help: str
+    read: Callable[[Path], dict[str, Any]]
 
 
 def with_options(
     options: type[Options],
     parameter: str,
-    read: Callable[[Path], dict[str, Any]],
-    file_option: tuple[str, str],
+    file: OptionsFile | None = None,
     leave_out: Collection[str] = (),
+    names: dict[str, str] | None = None,
     show_defaults: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option for every field of a dataclass of options, and one for a file.
+    """Give a command an option for every field of a dataclass of options.
 
     The command's ``parameter`` receives the values that were given, the file's and above them the
     command line's, as a dictionary, checked.
 
     Args:
-        read: Reads the file, checked. file_option: Its option and help.
+        file: An option for a file of such values.
         leave_out: Fields that the command sets itself.
+        names: Options by field, where they are not the field's name.
         show_defaults: Whether the fields' defaults are what holds where nothing is given.
     """
     items = [item for item in fields(options) if item.name not in leave_out]
+    # Several of these may stand on one command: each keeps to itself.
+    own_name, file_name = f"{parameter}_" + "{}", f"{parameter}_options_file"
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def wrapper(**values: Any) -> Any:
-            given = {item.name: values.pop(f"option_{item.name}") for item in items}
-            file = values.pop("options_file")
-            merged = read(file) if file else {}
+            given = {item.name: values.pop(own_name.format(item.name)) for item in items}
+            path = values.pop(file_name, None)
+            merged = file.read(path) if file and path else {}
             merged.update({name: value for name, value in given.items() if value is not None})
             try:
                 options.from_dict(merged)
@@ -79,11 +91,14 @@ def with_options(
 
         signature = inspect.signature(command, eval_str=True)
         own = [p for name, p in signature.parameters.items() if name != parameter]
-        added = [_field_parameter(item, show_defaults) for item in items]
-        option, text = file_option
-        added.append(
-            _parameter("options_file", Annotated[Path | None, typer.Option(option, help=text)])
-        )
+        added = []
+        for item in items:
+            option = (names or {}).get(item.name, "--" + item.name.replace("_", "-"))
+            annotation = _field_option(item, option, show_defaults)
+            added.append(_parameter(own_name.format(item.name), annotation))
+        if file is not None:
+            info = typer.Option(file.option, help=file.help)
+            added.append(_parameter(file_name, Annotated[Path | None, info]))
         wrapper.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in own + added}
         return wrapper
@@ -93,9 +108,15 @@ def with_options(
 
 def with_settings(leave_out: Collection[str] = ()) -> Callable[..., Any]:
     """:func:`with_options` for FSD's settings, in the command's parameter ``settings``."""
-    file = ("--settings", "An fsd.json with settings.")
-    # What holds by default depends on the head's fsd.json and on the device.
-    return with_options(FSDSettings, "settings", read_settings, file, leave_out, False)
+    return with_options(
+        FSDSettings,
+        "settings",
+        OptionsFile("--settings", "An fsd.json with settings.", read_settings),
+        leave_out,
+        names=SETTING_NAMES,
+        # What holds by default depends on the head's fsd.json and on the device.
+        show_defaults=False,
+    )
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
@@ -103,8 +124,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _field_parameter(item: Field[Any], show_default: bool) -> inspect.Parameter:
-    option = OPTION_NAMES.get(item.name, "--" + item.name.replace("_", "-"))
+def _field_option(item: Field[Any], option: str, show_default: bool) -> Any:
     kind, text = item.metadata["kind"], item.metadata["help"]
     limits: dict[str, Any] = {}
     if kind is bool:
@@ -118,7 +138,7 @@ def _field_parameter(item: Field[Any], show_default: bool) -> inspect.Parameter:
     if show_default and item.default is not None:
         limits["show_default"] = str(item.default)
     info = typer.Option(option, help=text[0].upper() + text[1:] + ".", **limits)
-    return _parameter(f"option_{item.name}", Annotated[kind | None, info])
+    return Annotated[kind | None, info]
 
 
 def load_pair(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from eagle_fsd.cli.console import ProgressBar, err, out
-from eagle_fsd.cli.options import Dtype, Target, Template, with_options
+from eagle_fsd.cli.options import Dtype, OptionsFile, Target, Template, with_options
 from eagle_fsd.train.recipe import TrainRecipe, read_recipe
 
 app = typer.Typer(
@@ -28,7 +28,9 @@ Data = Annotated[
 
 
 @app.callback()
-@with_options(TrainRecipe, "recipe", read_recipe, ("--config", "A YAML file of these options."))
+@with_options(
+    TrainRecipe, "recipe", OptionsFile("--config", "A YAML file of these options.", read_recipe)
+)
 def train(
     context: typer.Context,
     recipe: dict[str, Any],

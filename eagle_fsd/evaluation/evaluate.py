@@ -1,123 +1,110 @@
-"""``eagle-fsd evaluate``: questions, methods, answers, scores and one table, in one program."""
+"""One evaluation: questions, methods, answers, scores and a report, whatever the command."""
 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answers import Answerer, Decoding
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.report import markdown, score_records, summarise, table
-from eagle_fsd.evaluation.store import AnswerStore
+from eagle_fsd.evaluation.report import score_records, summarise
+from eagle_fsd.evaluation.store import AnswerStore, Record, write_whole
+from eagle_fsd.evaluation.tables import csv_text, report_text
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.environment import describe_environment
 from eagle_fsd.model.prompts import chat_format
 
-log = logging.getLogger(__name__)
-
 REPORT_FILE = "report.json"
 TABLE_FILE = "report.md"
+CSV_FILE = "report.csv"
 
 
-def evaluate(
-    model: EagleFSD,
-    questions: Sequence[Question],
-    methods: Sequence[Method],
-    out: str | Path,
-    decoding: Decoding,
-    about: dict[str, Any],
-    template: str | None = None,
-    execute_code: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    process: int = 0,
-    processes: int = 1,
-    wait: Callable[[], None] = lambda: None,
-) -> dict[str, Any] | None:
-    """Answer, score, and write ``report.json`` and ``report.md`` beside the answers.
+class Evaluation:
+    """Several methods on the same questions, in one folder.
+
+    Every process calls :meth:`answer`; when all have, the first calls :meth:`report` and
+    :meth:`write`.
 
     Args:
+        folder: For the answers, a file a method, and the report. What is there is not done again.
         about: What the answers depend on beside methods and decoding: names of the questions, the
             target and the head.
         template: A FastChat template; default: the tokenizer's own.
         execute_code: Run the code in answers to HumanEval's questions.
         process, processes: Which share of the questions this process answers.
-        wait: Returns once every process has called it.
-
-    Returns:
-        The report, on the first process.
 
     Raises:
-        ValueError: ``out`` holds answers of other settings.
+        ValueError: The folder holds answers of other settings.
     """
-    out = Path(out)
-    environment = describe_environment()
-    provenance = {"environment": environment, "dtype": str(model.target.dtype)}
-    tree = {name: getattr(model.settings, name) for name in ("total_tokens", "depth", "top_k")}
-    stores = [
-        AnswerStore(
-            out,
-            method.name,
-            {
-                **about,
-                **asdict(decoding),
-                "template": template,
-                **method.describe(model.settings),
-            },
-            provenance,
-            process,
-            processes,
-        )
-        for method in methods
-    ]
-    wording = chat_format(model.tokenizer, template)
-    answerer = Answerer(model, wording, methods, stores, decoding, process, processes)
-    answerer.run(questions, progress)
-    wait()
-    if process:
-        return None
-    order = [question.question_id for question in questions]
-    records = {
-        method.name: store.merge(order) for method, store in zip(methods, stores, strict=True)
-    }
-    scores = {
-        name: score_records(questions, found, execute_code) for name, found in records.items()
-    }
-    report = {
-        "about": {**about, **asdict(decoding), "template": template, **tree},
-        "settings": model.settings.as_dict(),
-        **provenance,
-        "device": str(model.target.device),
-        "questions": len(questions),
-        "rows": summarise([method.name for method in methods], records, scores),
-        "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-    }
-    (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (out / TABLE_FILE).write_text(
-        markdown(*table(report["rows"])) + "\n\n" + footnote(report) + "\n", encoding="utf-8"
-    )
-    return report
 
+    def __init__(
+        self,
+        model: EagleFSD,
+        questions: Sequence[Question],
+        methods: Sequence[Method],
+        folder: str | Path,
+        decoding: Decoding,
+        about: dict[str, Any],
+        template: str | None = None,
+        execute_code: bool = False,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.model, self.questions = model, list(questions)
+        self.folder, self.decoding = Path(folder), decoding
+        self.about = {**about, **decoding.as_dict(), "template": template}
+        self.execute_code = execute_code
+        self.provenance = {
+            "environment": describe_environment(),
+            "dtype": str(model.target.dtype),
+            "device": str(model.target.device),
+        }
+        self.wording = chat_format(model.tokenizer, template)
+        self.stores = {
+            method.name: AnswerStore(
+                self.folder,
+                method.name,
+                {**self.about, **method.describe(model.settings)},
+                self.provenance,
+                process,
+                processes,
+            )
+            for method in methods
+        }
+        stores = list(self.stores.values())
+        self.answerer = Answerer(model, self.wording, methods, stores, decoding, process, processes)
 
-def footnote(report: dict[str, Any]) -> str:
-    """With what and on what a report was made, in a sentence."""
-    environment, about = report["environment"], report["about"]
-    machine, versions = environment["machine"], environment["versions"]
-    failed = sum(row["failed"] for row in report["rows"])
-    kind = "greedy" if not about["temperature"] else f"temperature {about['temperature']:g}"
-    text = (
-        f"{report['questions']} questions of {about['questions']}; {kind},"
-        f" {str(report['dtype']).removeprefix('torch.')} on"
-        f" {machine.get('gpu') or machine['cpu']}, {machine['threads']} threads; tree"
-        f" {about['total_tokens']}/{about['depth']}/{about['top_k']}; torch {versions['torch']},"
-        f" transformers {versions['transformers']}; {environment['date'][:10]}, revision"
-        f" {environment['revision']}. Intervals are 95 %."
-    )
-    if failed:
-        text += f" {failed} turns were not answered: their prompts fill the context."
-    return text
+    def answer(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Answer what has no answer yet."""
+        self.answerer.run(self.questions, progress)
+
+    def records(self) -> dict[str, list[Record]]:
+        """The answers by method, all processes' in one file each."""
+        order = [question.question_id for question in self.questions]
+        return {name: store.merge(order) for name, store in self.stores.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Everything known, in plain values: a row a method."""
+        records = self.records()
+        scores = {
+            name: score_records(self.questions, found, self.execute_code)
+            for name, found in records.items()
+        }
+        return {
+            "about": self.about,
+            "settings": self.model.settings.as_dict(),
+            **self.provenance,
+            "questions": len(self.questions),
+            "rows": summarise(list(self.stores), records, scores),
+            "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        }
+
+    def write(self, report: dict[str, Any]) -> None:
+        """``report.json``, and its tables as Markdown and CSV."""
+        write_whole(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+        write_whole(self.folder / TABLE_FILE, report_text(report))
+        write_whole(self.folder / CSV_FILE, csv_text(report))

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_fsd.model.decode import EagleFSD
+from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.rules import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import DecodeStats
@@ -64,6 +65,29 @@ class Method:
 PLAIN = Method("plain", {"method": "ar"})
 EXACT = Method("exact", {"threshold": 0.0})
 HF = Method("hf", None)
+HF_ASSISTED = "hf assisted"
+#: What speculative decoding is compared with.
+BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
+
+
+def hugging_face(model: EagleFSD, assistant: str | None = None) -> list[Method]:
+    """Hugging Face's own ``generate``, and its assisted generation with a draft model if one is
+    named.
+
+    Raises:
+        LoadError: The draft model's files are missing or damaged.
+        ValueError: Its vocabulary is not the target's.
+    """
+    if assistant is None:
+        return [HF]
+    draft = load_target(assistant, model.target.dtype, model.target.device)
+    sizes = draft.config.vocab_size, model.model.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model {assistant} has a vocabulary of {sizes[0]}, the target one of"
+            f" {sizes[1]}: assisted generation needs the same"
+        )
+    return [HF, Method(HF_ASSISTED, None, draft)]
 
 
 def fsd(
@@ -79,17 +103,26 @@ def fsd(
     return Method(name, options)
 
 
+def fsd_groups(
+    thresholds: Sequence[float], min_ratios: Sequence[float], divergences: Sequence[str]
+) -> dict[str, list[Method]]:
+    """For every divergence and ratio the thresholds above 0, rising, under a name of the group."""
+    many = len(divergences) > 1
+    groups = {}
+    for divergence in divergences:
+        for ratio in min_ratios:
+            name = f"{divergence} r={ratio:g}" if many else f"r={ratio:g}"
+            rising = sorted(threshold for threshold in thresholds if threshold > 0.0)
+            groups[name] = [fsd(threshold, ratio, divergence, many) for threshold in rising]
+    return groups
+
+
 def fsd_grid(
     thresholds: Sequence[float], min_ratios: Sequence[float], divergences: Sequence[str]
 ) -> list[Method]:
     """Every threshold with every ratio and divergence; ``T = 0`` once, as exact decoding."""
-    many = len(divergences) > 1
-    methods = [EXACT] if 0.0 in thresholds else []
-    for divergence in divergences:
-        for threshold in thresholds:
-            if threshold > 0.0:
-                methods += [fsd(threshold, ratio, divergence, many) for ratio in min_ratios]
-    return methods
+    groups = fsd_groups(thresholds, min_ratios, divergences)
+    return [EXACT] * (0.0 in thresholds) + [item for group in groups.values() for item in group]
 
 
 def rule_methods() -> list[Method]:

@@ -1,4 +1,4 @@
-"""From answers to tables: speed, accepted length, quality, each with its sample and interval."""
+"""From answers to figures: speed, accepted length, quality, each with its sample and interval."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Summary:
         likelihoods: Mean log-probability of the answer under the target by question, nats a token.
         by_category: Tokens and steps.
         failed: Turns that were not answered: the prompt filled the context.
+        memory: The most that any turn had in use, bytes; None where that is not known.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Summary:
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     answers: int = 0
     failed: int = 0
+    memory: int | None = None
 
     @classmethod
     def of(cls, name: str, records: Sequence[Record], scores: dict[int | str, bool]) -> Summary:
@@ -48,6 +50,8 @@ class Summary:
             found.failed += sum(error is not None for error in choice["errors"])
             found.seconds += sum(choice["wall_time"])
             found.tokens += sum(choice["new_tokens"])
+            peaks = [peak for peak in choice["memory"] if peak is not None]
+            found.memory = max([found.memory or 0, *peaks]) or None
             for accepted in choice["accepted"]:
                 found.emitted.update(accepted)
                 found.by_category[record["category"]][0] += sum(accepted)
@@ -109,6 +113,7 @@ class Summary:
                 name: tokens / steps for name, (tokens, steps) in self.by_category.items() if steps
             },
             "reach": self.reach(),
+            "memory": self.memory,
             "origins": {name: self.share(name) for name in ("exact", "fuzzy", "target")},
             "accuracy": accuracy.value if accuracy else None,
             "accuracy_interval": accuracy.interval if accuracy else None,
@@ -127,7 +132,8 @@ class Summary:
         if both:
             test = McNemar.of([exact.scores[k] for k in both], [self.scores[k] for k in both])
             found["accuracy_change"] = (test.gained - test.lost) / len(both)
-            found |= {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p_value}
+            found |= {"lost": test.lost, "gained": test.gained, "paired": len(both)}
+            found["mcnemar_p"] = test.p_value
         shared = [key for key in exact.likelihoods if key in self.likelihoods]
         if shared:
             change = Mean.of([self.likelihoods[k] - exact.likelihoods[k] for k in shared])
@@ -161,50 +167,3 @@ def score_records(
         if right is not None:
             found[record["question_id"]] = right
     return found
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None or math.isnan(value) else format(value, form)
-
-
-def _interval(value: float | None, interval: Sequence[float] | None, form: str) -> str:
-    if value is None or interval is None:
-        return ""
-    low, high = (format(item, form) for item in interval)
-    return f"{format(value, form)} ({low} to {high})"
-
-
-def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells; columns that no row fills are left out."""
-    headers = ["method", "tokens/s", "x plain", "tau", "fuzzy", "accuracy", "lost/gained", "p"]
-    headers += ["nats a token", "against exact"]
-    cells = []
-    for row in rows:
-        against = row.get("against_exact", {})
-        split = f"{against['lost']}/{against['gained']}" if "lost" in against else ""
-        cells.append(
-            [
-                row["method"],
-                _number(row["tokens_per_second"], ".1f"),
-                _number(row["speedup"], ".2f"),
-                _number(row["tau"], ".2f"),
-                _number(row["origins"]["fuzzy"], ".1%"),
-                _interval(row["accuracy"], row["accuracy_interval"], ".1%"),
-                split,
-                _number(against.get("mcnemar_p"), ".2g"),
-                _number(row["log_likelihood"], ".3f"),
-                _interval(
-                    against.get("log_likelihood_change"),
-                    against.get("log_likelihood_change_interval"),
-                    "+.3f",
-                ),
-            ]
-        )
-    kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
-    return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
-
-
-def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for line in cells]
-    return "\n".join(lines)

@@ -46,11 +46,13 @@ class AnswerStore:
         self.part = self.folder / f"{name}{part}.jsonl"
         self._check(made_from)
         if process == 0:
-            _write(
+            write_whole(
                 self._about, json.dumps({"made_from": made_from, **(provenance or {})}, indent=2)
             )
-        _repair(self.part)
-        self.records = {item["question_id"]: item for path in self._files() for item in _read(path)}
+        cut_half_line(self.part)
+        self.records = {
+            item["question_id"]: item for path in self._files() for item in read_records(path)
+        }
 
     @property
     def _about(self) -> Path:
@@ -82,30 +84,37 @@ class AnswerStore:
     def append(self, record: Record) -> None:
         """Write one line, through to the disk."""
         self.records[record["question_id"]] = record
-        with self.part.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.part, json.dumps(record, ensure_ascii=False))
 
     def merge(self, order: Sequence[int | str]) -> list[Record]:
         """All parts as one file in ``order``, once every process has finished; its records."""
-        records = {item["question_id"]: item for path in self._files() for item in _read(path)}
+        records = {
+            item["question_id"]: item for path in self._files() for item in read_records(path)
+        }
         self.records = {key: records[key] for key in order if key in records}
         lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in self.records.values())
-        _write(self.path, "".join(lines))
+        write_whole(self.path, "".join(lines))
         for part in self.folder.glob(f"{self.name}.part*.jsonl"):
             part.unlink()
         return list(self.records.values())
 
 
-def _read(path: Path) -> list[Record]:
+def append_line(path: Path, line: str) -> None:
+    """Write ``line`` and its end, through to the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> list[Record]:
     """The whole lines of ``path``; the last one may be half written by another process."""
-    text = path.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines()
+    # Not splitlines(): JSON leaves other separators of lines, U+2028 for one, as they are.
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def _repair(path: Path) -> None:
+def cut_half_line(path: Path) -> None:
     """Cut off a last line that a kill left half written."""
     if not path.exists():
         return
@@ -116,7 +125,8 @@ def _repair(path: Path) -> None:
             file.truncate(whole)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file such that it is never seen half written."""
     part = path.with_name(path.name + f".{os.getpid()}.writing")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

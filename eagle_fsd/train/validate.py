@@ -10,52 +10,14 @@ from torch import Tensor
 
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.head import EagleHead
-from eagle_fsd.model.rules import FuzzyRule
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import AcceptanceRule, Evidence
+from eagle_fsd.model.watch import Onlooker, Seen
 from eagle_fsd.train.dataset import Batch
 from eagle_fsd.train.features import batch_features
 from eagle_fsd.train.losses import HeadLosses
 
 #: New tokens of the short decode that measures tau.
 DECODED_TOKENS = 64
-
-
-class DivergenceByDepth(AcceptanceRule):
-    """Exact verification that looks on: the mean JS at accepted nodes, by their depth.
-
-    Attributes:
-        sums, counts: By depth, the root's (0) first.
-    """
-
-    def __init__(self) -> None:
-        self.sums: list[float] = []
-        self.counts: list[int] = []
-
-    def gate(self, evidence: Evidence) -> Tensor:
-        tree = evidence.tree
-        if tree.size > 1:
-            self._book(evidence)
-        return torch.zeros_like(tree.tokens, dtype=torch.bool)
-
-    def _book(self, evidence: Evidence) -> None:
-        tree = evidence.tree
-        divergence = FuzzyRule(threshold=1.0).divergences(evidence)  # [B, N]
-        exact = tree.tokens == evidence.sampled.gather(1, tree.parents)
-        exact[:, 0] = True
-        reached = ~(tree.ancestors & ~exact[:, None, :]).any(-1) & divergence.isfinite()
-        for depth in range(tree.max_depth + 1):
-            here = divergence[reached & (tree.depths == depth)]
-            while len(self.sums) <= depth:
-                self.sums.append(0.0)
-                self.counts.append(0)
-            self.sums[depth] += float(here.sum())
-            self.counts[depth] += len(here)
-
-    def means(self) -> list[float]:
-        """By depth, as far as there was anything."""
-        pairs = zip(self.sums, self.counts, strict=True)
-        return [total / count for total, count in pairs if count]
 
 
 @torch.no_grad()
@@ -80,7 +42,7 @@ def decode_validation(
 ) -> dict[str, Any]:
     """Decode ``prompts`` exactly: ``tau``, and ``js_by_depth``, the mean JS at accepted depths."""
     model = EagleFSD(target.model, head)
-    watch = DivergenceByDepth()
+    watch = Onlooker()
     tokens = steps = 0
     for prompt in prompts:
         out = model.generate(
@@ -91,7 +53,18 @@ def decode_validation(
             **options,
         )
         tokens, steps = tokens + out.stats.tokens, steps + out.stats.steps
-    return {"tau": tokens / steps if steps else None, "js_by_depth": watch.means()}
+    return {"tau": tokens / steps if steps else None, "js_by_depth": _js_by_depth(watch.seen)}
+
+
+def _js_by_depth(seen: Sequence[Seen]) -> list[float]:
+    """The mean JS at accepted nodes, the root (depth 0) first, as far as any was reached."""
+    if not any(len(item.depths) for item in seen):
+        return []
+    depths = torch.cat([item.depths for item in seen])
+    values = torch.cat([item.divergences["js"] for item in seen]).double()
+    sums = torch.zeros(int(depths.max()) + 1, dtype=torch.float64, device=depths.device)
+    sums = sums.scatter_add(0, depths, values)
+    return (sums / depths.bincount()).tolist()
 
 
 def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import eagle_fsd
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.answers import answer_log_likelihood
+from eagle_fsd.evaluation.memory import PeakMemory
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, RULES, Method, fsd, fsd_grid
-from eagle_fsd.evaluation.report import Summary, markdown, summarise, table
+from eagle_fsd.evaluation.report import Summary, summarise
 from eagle_fsd.evaluation.sets import QuestionSetError, find_questions
+from eagle_fsd.evaluation.tables import main_table, markdown
 from eagle_fsd.model.settings import FSDSettings
 
 #: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
@@ -145,6 +148,61 @@ def test_the_likelihood_is_the_targets_own(model: EagleFSD) -> None:
     assert answer_log_likelihood(model.target, prompt, answer[:0]) is None
 
 
+def test_questions_answered_at_once_get_the_same_answers(tmp_path: Path, run: Command) -> None:
+    """Of different lengths, one with a second turn and one too long for the context."""
+    file = tmp_path / "mixed.jsonl"
+    turns = [["Hello!"], ["Hello!", "Thank you!"], ["pens " * 3000], ["What can you do?"]]
+    lines = [json.dumps({"question_id": n, "turns": turn}) for n, turn in enumerate(turns)]
+    file.write_text("\n".join(lines) + "\n")
+    found = {}
+    for batch in ("1", "3"):
+        out = tmp_path / batch
+        command = ("evaluate", str(file), "--batch", batch, "--out", str(out))
+        assert run(*command, "-m", "exact", "-m", "fsd", "--max-new-tokens", "40")[0] == 0
+        found[batch] = [record for name in ("exact", "fsd") for record in _answers(out, name)]
+    assert len(found["1"]) == len(found["3"]) == 8
+    for alone, together in zip(found["1"], found["3"], strict=True):
+        (one,), (other,) = alone["choices"], together["choices"]
+        assert alone["question_id"] == together["question_id"]
+        for key in ("turns", "idxs", "new_tokens", "accepted", "origins", "errors"):
+            assert one[key] == other[key]
+        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
+    assert found["3"][2]["choices"][0]["errors"] != [None]
+
+
+def test_hugging_face_beside_us(tmp_path: Path, run: Command) -> None:
+    """Its own generate and its assisted generation (the target assists itself) say the same."""
+    assistant = Path(eagle_fsd.__file__).parent / "model" / "bundled" / "target"
+    status, printed, _ = run(
+        *COMMAND, "--out", tmp_path, "-m", "exact", "--baseline", "hf", "--assistant", assistant,
+        "--json",
+    )  # fmt: skip
+    assert status == 0
+    rows = json.loads(printed)["rows"]
+    assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]
+    assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] > 0
+    answers = [_answers(tmp_path, row["method"]) for row in rows]
+    for hf, assisted, exact in zip(*answers, strict=True):
+        texts = [record["choices"][0]["turns"] for record in (hf, assisted, exact)]
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_peak_memory_is_of_the_time_since_the_start() -> None:
+    watch = PeakMemory(torch.device("cpu"))
+    if watch.read() is None:
+        watch.start()
+    if watch.read() is None:
+        pytest.skip("this system does not tell a process its peak memory")
+    watch.start()
+    before = watch.read()
+    block = torch.ones(16 * 2**20)
+    held = watch.read()
+    del block
+    assert held - before > 40 * 2**20
+    watch.start()
+    assert watch.read() < held - 40 * 2**20
+
+
 def test_what_a_method_depends_on() -> None:
     settings = FSDSettings(threshold=0.2, min_ratio=0.1)
     other = settings.updated(threshold=0.3)
@@ -162,7 +220,7 @@ def test_a_grid_has_exact_decoding_once() -> None:
     names = [item.name for item in fsd_grid([0.0, 0.1, 0.2], [0.0, 0.3], ["js", "kl"])]
     assert names[0] == "exact"
     assert len(names) == len(set(names)) == 1 + 2 * 2 * 2
-    assert names[1:3] == ["js T=0.1", "js T=0.1 r=0.3"]
+    assert names[1:4] == ["js T=0.1", "js T=0.2", "js T=0.1 r=0.3"]
     assert [item.name for item in fsd_grid([0.1], [0.0], ["js"])] == ["T=0.1"]
 
 
@@ -176,6 +234,7 @@ def test_figures_of_answers_made_by_hand() -> None:
             "accepted": [accepted],
             "origins": [origins],
             "log_likelihood": [-0.5 * (number + 1)],
+            "memory": [1000 * (number + 1)],
         }
         return {"question_id": number, "category": "c", "choices": [choice]}
 
@@ -196,7 +255,8 @@ def test_figures_of_answers_made_by_hand() -> None:
     assert fuzzy["against_exact"]["accuracy_change"] == -0.5
     assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
     assert plain["accuracy"] is None
-    text = markdown(*table([plain, exact, fuzzy]))
+    assert fuzzy["memory"] == 2000
+    text = markdown(*main_table([plain, exact, fuzzy]))
     assert text.splitlines()[0].startswith("| method | tokens/s | x plain | tau |")
     assert "50.0% (9.5% to 90.5%)" in text
     assert math.isnan(Summary("nothing").tokens_per_second)

@@ -15,6 +15,8 @@ from eagle_fsd.evaluation.scoring import (
     Proportion,
     final_letter,
     final_number,
+    loss_bound,
+    normal_quantile,
     same_number,
     score,
 )
@@ -131,3 +133,67 @@ def test_mcnemar_is_the_exact_binomial_test() -> None:
     uneven = sum(min(bits, 8 - bits) <= 1 for bits in splits) / len(splits)
     assert found.p_value == pytest.approx(uneven)
     assert McNemar.of([True], [True]).p_value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "count", "confidence"),
+    [(0, 0, 100, 0.95), (5, 2, 500, 0.95), (3, 3, 200, 0.99), (0, 7, 300, 0.9)],
+)
+def test_the_bound_of_a_loss_inverts_tangos_test(
+    lost: int, gained: int, count: int, confidence: float
+) -> None:
+    """At the bound the score statistic is the normal quantile, the nuisance at its maximum of
+    likelihood, found here by search."""
+    bound = loss_bound(lost, gained, count, confidence)
+
+    def log_likelihood(gain: float) -> float:
+        same = 1 - 2 * gain - bound
+        if gain < 0 or gain + bound < 0 or same <= 0:
+            return -math.inf
+        value = (count - lost - gained) * math.log(same)
+        for seen, chance in ((lost, gain + bound), (gained, gain)):
+            if seen:
+                value += seen * math.log(chance) if chance > 0 else -math.inf
+        return value
+
+    grid = [step / 400_000 for step in range(200_000)]
+    gain = max(grid, key=log_likelihood)
+    statistic = (lost - gained - count * bound) / math.sqrt(
+        count * (2 * gain + bound * (1 - bound))
+    )
+    assert statistic == pytest.approx(-normal_quantile(confidence), rel=2e-3)
+
+
+def test_the_bound_of_a_loss_by_hand() -> None:
+    """Where nothing differs it is z^2 / (n + z^2)."""
+    z = 1.6448536269514722
+    assert loss_bound(0, 0, 100) == pytest.approx(z * z / (100 + z * z))
+    assert loss_bound(0, 0, 1000, 0.99) > loss_bound(0, 0, 1000, 0.9)
+    assert loss_bound(0, 0, 0) == 1.0
+    assert loss_bound(100, 0, 100) == pytest.approx(1.0)
+    assert loss_bound(0, 50, 100) < 0
+
+
+@pytest.mark.parametrize(
+    ("count", "lose", "gain"), [(200, 0.01, 0.005), (500, 0.01, 1e-9), (300, 0.05, 0.03)]
+)
+def test_the_bound_of_a_loss_holds_as_often_as_it_says(
+    count: int, lose: float, gain: float
+) -> None:
+    """Its coverage, summed over every outcome with its probability, is 95 % within one point."""
+    covered = seen = 0.0
+    for lost in range(50):
+        for gained in range(40):
+            same = count - lost - gained
+            chance = math.exp(
+                math.lgamma(count + 1)
+                - sum(math.lgamma(part + 1) for part in (lost, gained, same))
+                + lost * math.log(lose)
+                + gained * math.log(gain)
+                + same * math.log(1 - lose - gain)
+            )
+            if chance > 1e-9:
+                seen += chance
+                covered += chance * (loss_bound(lost, gained, count) >= lose - gain)
+    assert seen == pytest.approx(1.0, abs=1e-5)
+    assert 0.94 <= covered <= 0.97

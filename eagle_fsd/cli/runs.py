@@ -1,0 +1,198 @@
+"""What ``evaluate``, ``sweep`` and ``calibrate`` have in common: questions, a pair, a folder."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eagle_fsd.cli.console import ProgressBar, err, out
+from eagle_fsd.cli.options import (
+    Device,
+    Dtype,
+    Head,
+    Json,
+    Target,
+    Template,
+    load_pair,
+    with_options,
+    with_settings,
+)
+from eagle_fsd.evaluation.answers import Decoding
+
+Questions = Annotated[
+    str,
+    typer.Argument(
+        help="bundled, mt-bench, spec-bench, gsm8k, commonsense-qa, mmlu, humaneval, or a file."
+    ),
+]
+Count = Annotated[int | None, typer.Option(min=1, help="The first so many questions.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for answers and report; a run that was stopped goes on there.",
+        show_default="runs/COMMAND/QUESTIONS",
+    ),
+]
+ExecuteCode = Annotated[
+    bool, typer.Option("--execute-code", help="Run the code in answers to humaneval.")
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="'hf': also Hugging Face's own generate, and its assisted generation."),
+]
+Assistant = Annotated[
+    str | None,
+    typer.Option(help="Draft model of that assisted generation: a folder or Hub name."),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One evaluation as its options describe it; the fields are the options."""
+
+    questions: Questions = "bundled"
+    target: Target = None
+    head: Head = None
+    dtype: Dtype = None
+    device: Device = None
+    count: Count = None
+    out: Out = None
+    template: Template = None
+    baseline: Baseline = None
+    assistant: Assistant = None
+    execute_code: ExecuteCode = False
+    as_json: Json = False
+    settings: Any = None
+    decoding: Any = None
+
+    def __post_init__(self) -> None:
+        if self.baseline not in (None, "hf"):
+            raise typer.BadParameter("--baseline knows only 'hf'")
+        if self.assistant and not self.baseline:
+            raise typer.BadParameter("--assistant belongs to --baseline hf")
+
+    def counting(self, count: int) -> Run:
+        """The same with so many questions."""
+        return replace(self, count=count)
+
+    def folder(self, command: str) -> Path:
+        """Where results go."""
+        return self.out or Path("runs") / command / Path(self.questions).name.split(".")[0]
+
+    def evaluate(
+        self,
+        command: str,
+        methods: Sequence[Any],
+        seed: int = 0,
+        finish: Callable[..., None] = lambda *_: None,
+    ) -> dict[str, Any] | None:
+        """Answer the questions with ``methods`` (and the baseline), and report.
+
+        Args:
+            command: Names the folder.
+            seed: Where none was given.
+            finish: Called on the first process with the model, the questions, the report and the
+                folder, before the report is written.
+
+        Returns:
+            The report, on the first process of several.
+        """
+        from accelerate import PartialState
+
+        from eagle_fsd.evaluation.evaluate import Evaluation
+        from eagle_fsd.evaluation.methods import hugging_face
+        from eagle_fsd.evaluation.sets import find_questions
+
+        decoding = Decoding.from_dict({"seed": seed, **self.decoding})
+        questions = find_questions(self.questions, self.count, decoding.seed)
+        state = PartialState()
+        device = self.device
+        if device is None and state.num_processes > 1:
+            device = str(state.device)
+        model = load_pair(self.target, self.head, self.dtype, device, self.settings)
+        if self.baseline:
+            methods = [*hugging_face(model, self.assistant), *methods]
+        evaluation = Evaluation(
+            model,
+            questions,
+            methods,
+            self.folder(command),
+            decoding,
+            {
+                "questions": Path(self.questions).name,
+                "count": len(questions),
+                "target": self.target or "bundled",
+                "head": self.head or "bundled",
+            },
+            self.template,
+            self.execute_code,
+            state.process_index,
+            state.num_processes,
+        )
+        with ProgressBar("answering") as progress:
+            evaluation.answer(progress if state.is_main_process else None)
+        state.wait_for_everyone()
+        if not state.is_main_process:
+            return None
+        report = evaluation.report()
+        finish(evaluation, report)
+        evaluation.write(report)
+        return report
+
+
+def with_run(leave_out: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Give a command the options of :class:`Run`, in its first parameter.
+
+    Args:
+        leave_out: Fields of FSD's settings that the command sets itself.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Any:
+        @functools.wraps(command)
+        def collected(**values: Any) -> Any:
+            run = Run(**{name: values.pop(name) for name in common})
+            return command(run, **values)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        common = {p.name: p for p in inspect.signature(Run, eval_str=True).parameters.values()}
+        collected.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=p.KEYWORD_ONLY) for p in (*common.values(), *own)]
+        )
+        del collected.__wrapped__
+        return with_settings(leave_out)(with_options(Decoding, "decoding")(collected))
+
+    return decorate
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Its tables and sentences."""
+    from eagle_fsd.evaluation.tables import footnote, tables
+
+    for table in tables(report["rows"]):
+        print_table(*table)
+        out.print()
+    for sentence in report.get("conclusions", []):
+        out.print(sentence, soft_wrap=True)
+    out.print(footnote(report), style="dim", soft_wrap=True)
+
+
+def print_table(headers: list[str], cells: list[list[str]]) -> None:
+    """As wide as it needs: a file or a pipe has no width to fit."""
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for at, header in enumerate(headers):
+        shown.add_column(header, justify="right" if at else "left", no_wrap=True)
+    for line in cells:
+        shown.add_row(*line)
+    Console(width=max(out.width, 180), highlight=False).print(shown)
+
+
+def tell_folder(folder: Path, what: str) -> None:
+    err.print(f"{what} are in {folder}.", style="dim", soft_wrap=True)

@@ -1,0 +1,171 @@
+"""Figures as tables: for a terminal, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+#: Headers, and a line of cells for each method.
+Table = tuple[list[str], list[list[str]]]
+
+
+def main_table(rows: Sequence[Row]) -> Table:
+    """Speed and quality; columns that no row fills are left out."""
+    headers = ["method", "tokens/s", "x plain", "tau", "fuzzy", "MiB"]
+    headers += ["accuracy", "lost/gained", "p", "nats a token", "against exact"]
+    cells = []
+    for row in rows:
+        against = row.get("against_exact", {})
+        split = f"{against['lost']}/{against['gained']}" if "lost" in against else ""
+        cells.append(
+            [
+                row["method"],
+                _number(row["tokens_per_second"], ".1f"),
+                _number(row["speedup"], ".2f"),
+                _number(row["tau"], ".2f"),
+                _number(row["origins"]["fuzzy"], ".1%"),
+                _number(row["memory"] and row["memory"] / 2**20, ".0f"),
+                _interval(row["accuracy"], row["accuracy_interval"], ".1%"),
+                split,
+                _number(against.get("mcnemar_p"), ".2g"),
+                _number(row["log_likelihood"], ".3f"),
+                _interval(
+                    against.get("log_likelihood_change"),
+                    against.get("log_likelihood_change_interval"),
+                    "+.3f",
+                ),
+            ]
+        )
+    kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
+    return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
+
+
+def category_table(rows: Sequence[Row]) -> Table:
+    """Tau by category."""
+    names = sorted({name for row in rows for name in row["tau_by_category"]})
+    cells = [
+        [row["method"], *(_number(row["tau_by_category"].get(name), ".2f") for name in names)]
+        for row in rows
+        if row["tau_by_category"]
+    ]
+    return ["tau", *names], cells
+
+
+def position_table(rows: Sequence[Row]) -> Table:
+    """Accepted length by position: the share of target passes that emit at least so many tokens."""
+    shown = [row for row in rows if len(row["reach"]) > 1]
+    longest = max((len(row["reach"]) for row in shown), default=0)
+    cells = []
+    for row in shown:
+        reach = row["reach"] + [0.0] * (longest - len(row["reach"]))
+        cells.append([row["method"], *(f"{share:.0%}" for share in reach)])
+    return ["tokens a pass", *(f">= {at}" for at in range(1, longest + 1))], cells
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Those there is something to say in."""
+    found = [main_table(rows)]
+    if len(category_table(rows)[0]) > 2:
+        found.append(category_table(rows))
+    if position_table(rows)[1]:
+        found.append(position_table(rows))
+    return found
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The tables of a report, and how it was made, in Markdown."""
+    parts = [markdown(*table) for table in tables(report["rows"])]
+    return "\n\n".join([*parts, *report.get("conclusions", []), footnote(report)]) + "\n"
+
+
+def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
+    lines += ["| " + " | ".join(line) + " |" for line in cells]
+    return "\n".join(lines)
+
+
+#: A CSV line's own columns: the name, and where in a row of the report the value is.
+_CSV_COLUMNS: dict[str, tuple[str, ...]] = {
+    "method": ("method",),
+    "tokens_per_second": ("tokens_per_second",),
+    "speedup_over_plain": ("speedup",),
+    "tau": ("tau",),
+    "share_fuzzy": ("origins", "fuzzy"),
+    "memory_bytes": ("memory",),
+    "answers": ("answers",),
+    "scored": ("scored",),
+    "accuracy": ("accuracy",),
+    "accuracy_low": ("accuracy_interval", "0"),
+    "accuracy_high": ("accuracy_interval", "1"),
+    "accuracy_change": ("against_exact", "accuracy_change"),
+    "lost": ("against_exact", "lost"),
+    "gained": ("against_exact", "gained"),
+    "mcnemar_p": ("against_exact", "mcnemar_p"),
+    "log_likelihood": ("log_likelihood",),
+    "log_likelihood_change": ("against_exact", "log_likelihood_change"),
+}
+
+
+def csv_text(report: dict[str, Any]) -> str:
+    """A line a method, full precision; what the whole run has in common stands in every line."""
+    environment = report["environment"]
+    common = {
+        **{key: report["about"][key] for key in ("questions", "target", "head", "seed")},
+        **{key: report["about"][key] for key in ("temperature", "batch", "max_new_tokens")},
+        **{key: report["settings"][key] for key in ("total_tokens", "depth", "top_k")},
+        "dtype": report["dtype"],
+        "machine": environment["machine"].get("gpu") or environment["machine"]["cpu"],
+        "date": environment["date"],
+        "revision": environment["revision"],
+        **{name: environment["versions"][name] for name in ("torch", "transformers")},
+    }
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*_CSV_COLUMNS, *common], lineterminator="\n")
+    writer.writeheader()
+    for row in report["rows"]:
+        own = {name: _inside(row, path) for name, path in _CSV_COLUMNS.items()}
+        writer.writerow({**own, **common})
+    return text.getvalue()
+
+
+def footnote(report: dict[str, Any]) -> str:
+    """With what and on what a report was made, in a few sentences."""
+    environment, about, tree = report["environment"], report["about"], report["settings"]
+    machine, versions = environment["machine"], environment["versions"]
+    failed = sum(row["failed"] for row in report["rows"])
+    kind = "greedy" if not about["temperature"] else f"temperature {about['temperature']:g}"
+    at_once = "" if about["batch"] == 1 else f", {about['batch']} at once"
+    text = (
+        f"{report['questions']} questions of {about['questions']}{at_once}; {kind},"
+        f" {str(report['dtype']).removeprefix('torch.')} on"
+        f" {machine.get('gpu') or machine['cpu']}, {machine['threads']} threads; tree"
+        f" {tree['total_tokens']}/{tree['depth']}/{tree['top_k']}; torch {versions['torch']},"
+        f" transformers {versions['transformers']}; {environment['date'][:10]}, revision"
+        f" {environment['revision']}. Intervals are 95 %."
+    )
+    if failed:
+        text += f" {failed} turns were not answered: their prompts fill the context."
+    return text
+
+
+def _inside(value: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        if value is None:
+            return None
+        value = value[int(key)] if key.isdigit() else value.get(key)
+    return value
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
+def _interval(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+    if value is None or interval is None:
+        return ""
+    low, high = (format(item, form) for item in interval)
+    return f"{format(value, form)} ({low} to {high})"
