@@ -2,7 +2,9 @@
 
 Three stages, each of which can be run alone and goes on where it was stopped: ``target`` trains the
 tokenizer and the target, ``head`` the draft head with the trainer everybody uses, and ``card``
-measures both on unseen problems and writes the model cards. It takes about two hours on two cores.
+measures both on unseen problems and writes the model cards. Between the last two ``eagle-fsd
+calibrate --install`` finds the pair's settings; ``make bundled`` does all of it, in some hours on
+two cores.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ from eagle_fsd.train.record import RECORD_FILE
 from eagle_fsd.train.run import train
 
 STAGES = ("target", "head", "card")
-#: The settings that ship with the pair: the README's table is where they come from.
-SETTINGS = {"threshold": 0.2, "divergence": "js", "min_ratio": 0.1}
 CARD_PROBLEMS = 500
 #: Chats that the head is trained on, with the trainer's defaults.
 HEAD_CHATS = 3000
@@ -77,11 +77,17 @@ def train_head(target: Path, work: Path, out: Path) -> None:
     model = EagleFSD.from_pretrained(target, trained, dtype=torch.float32)
     save_head(model.head, out, dtype=torch.float16)
     shutil.copy(trained / RECORD_FILE, out / RECORD_FILE)
+    (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for another head
 
 
 def write_cards(out: Path) -> None:
-    """Measure the pair and write ``fsd.json`` and both model cards."""
-    (out / "head" / SETTINGS_FILE).write_text(json.dumps(SETTINGS, indent=2) + "\n")
+    """Measure the pair, exactly and with the settings of its ``fsd.json``; write both model cards.
+
+    Raises:
+        FileNotFoundError: The head has no ``fsd.json``.
+    """
+    if not (out / "head" / SETTINGS_FILE).exists():
+        raise FileNotFoundError("the head has no fsd.json: eagle-fsd calibrate --install writes it")
     model = EagleFSD.from_pretrained(out / "target", out / "head", dtype=torch.float32)
     unseen = problems("test", CARD_PROBLEMS, seed=0)
     with torch.inference_mode():
@@ -108,7 +114,8 @@ def _parameters(model: EagleFSD, part: str) -> int:
 def _measured(model: EagleFSD, exact: Quality, fuzzy: Quality) -> str:
     environment = describe_environment()
     tree = model.settings
-    settings = ", ".join(f"{name} {value}" for name, value in SETTINGS.items())
+    shown = ("threshold", "divergence", "min_ratio")
+    settings = ", ".join(f"{name} {getattr(tree, name)}" for name in shown)
     rows = [f"| exact | {exact.accuracy:.1%} | {exact.tau:.2f} |"]
     rows.append(f"| {settings} | {fuzzy.accuracy:.1%} | {fuzzy.tau:.2f} |")
     return "\n".join(
@@ -161,12 +168,12 @@ license: apache-2.0
 
 An EAGLE head of {parameters} M parameters for the bundled target, in the layout EAGLE-1/2 heads are
 published in; its embedding and output projection are the target's. `fsd.json` holds the settings
-that `from_pretrained` takes up.
+that `from_pretrained` takes up, and how `eagle-fsd calibrate` came by them.
 
 Trained by `python -m eagle_fsd.train.bundled --stage head`, which is `eagle-fsd train` with its
-defaults on {chats} generated chats: the published losses (smooth-L1 on the feature, 0.1 times
-cross-entropy, uniform noise on the input features), {steps} steps, {tokens} tokens, {minutes}
-minutes on {machine}, {date}.
+defaults on {chats} generated chats: smooth-L1 on the feature, 0.1 times the cross-entropy, the JS
+divergence between target and draft, uniform noise on the input features; {steps} steps, {tokens}
+tokens, {minutes} minutes on {machine}, {date}.
 
 {measured}
 
