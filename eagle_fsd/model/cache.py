@@ -97,6 +97,11 @@ class TreeCache(Cache):
         for store in self.stores.values():
             store[:, :, target].copy_(store[:, :, source])
 
+    def copy_beginning(self, other: TreeCache, length: int) -> None:
+        """Take over the first ``length`` slots of a cache of the same layers and rows."""
+        for device, store in self.stores.items():
+            store[:, :, :, :length].copy_(other.stores[device][:, :, :, :length])
+
     def slots_on(self, device: torch.device) -> Tensor:
         return self._slots[device]
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd.model.checkpoint import load_head, settings_file
+from eagle_fsd.model.conversation import Conversation
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.head import EagleHead
 from eagle_fsd.model.loading import load_target, load_tokenizer
@@ -183,6 +184,7 @@ class EagleFSD:
         logits_processor: Sequence[LogitsProcessor] | None = None,
         logits_warper: Sequence[LogitsProcessor] | None = None,
         seed: int | None = None,
+        conversation: Conversation | None = None,
     ) -> Decoding:
         """Decode step by step: iterate over the result for a :class:`StreamChunk` a row and step.
 
@@ -209,6 +211,8 @@ class EagleFSD:
             logits_warper: Hugging Face's, in the place of ``top_p`` and ``top_k`` and of what
                 ``temperature`` does but for switching sampling on.
             seed: Makes sampling repeatable; default: a seed from torch's own generator.
+            conversation: Keeps the caches for the next turn of a chat (one prompt only): what it
+                shares with this prompt is not read again.
 
         Raises:
             ValueError: Something of the above is out of its bounds; the message says what.
@@ -233,6 +237,8 @@ class EagleFSD:
             )
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be a whole number of 64 bits; got {seed!r}")
+        if conversation is not None and len(prompts) != 1:
+            raise ValueError("a conversation is one prompt's; this call has several")
         generator = None
         if temperature:
             generator = torch.Generator(target.device)
@@ -265,6 +271,7 @@ class EagleFSD:
                 max_new_tokens,
                 clock,
                 history,
+                conversation,
             )
 
         criteria = StoppingCriteriaList(stopping_criteria or [])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.conversation import Conversation
 from eagle_fsd.model.head import EagleHead
 from eagle_fsd.model.sampling import History, Sampler
 from eagle_fsd.model.settings import FSDSettings
@@ -50,6 +51,7 @@ class Engine:
         prompts: For each row its tokens, at least one, on the target's device.
         max_new_tokens: How many tokens a row may add; sizes the caches.
         history: Needed where the sampler's processors look at prefixes.
+        conversation: Caches of earlier calls; one prompt only.
     """
 
     def __init__(
@@ -63,20 +65,33 @@ class Engine:
         max_new_tokens: int,
         clock: PhaseClock,
         history: History | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         self.target, self.head, self.settings = target, head, settings
         self.rule, self.sampler, self.clock, self.history = rule, sampler, clock, history
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
+        self.opening = self.host_lengths[0]
+        self.conversation = conversation
         longest = max(self.host_lengths) + max_new_tokens
-        nodes = settings.total_tokens if head is not None else 1
-        self.cache = target.new_cache(len(prompts), longest + nodes)
+        length, head_length = longest + (settings.total_tokens if head is not None else 1), 0
         if head is not None:
             tree = settings.total_tokens, settings.depth, settings.top_k
             self.builder = TreeBuilder(*tree, target.vocabulary, head.device)
             drafted = settings.depth + 2 + settings.depth * self.builder.width
-            self.head_cache = head.new_cache(len(prompts), longest + drafted)
+            head_length = longest + drafted
+        start = 0
+        if conversation is None:
+            self.cache = target.new_cache(len(prompts), length)
+            if head is not None:
+                self.head_cache = head.new_cache(len(prompts), head_length)
+        else:
+            self.sequence = prompts[0].tolist()
+            start = conversation.resume(target, head, self.sequence)
+            self.cache, self.head_cache = conversation.caches(target, head, length, head_length)
+        self.prefilled = sum(self.host_lengths) - start
         clock.enter("prefill")
-        self._prefill(prompts)
+        self._prefill(prompts, start)
+        self._remember(max(0, self.host_lengths[0] - 1))
 
     @property
     def rows(self) -> int:
@@ -129,8 +144,8 @@ class Engine:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def _prefill(self, prompts: list[Tensor]) -> None:
-        """Read every prompt but its last token, chunk by chunk, into both caches."""
+    def _prefill(self, prompts: list[Tensor], first: int) -> None:
+        """Read every prompt from ``first`` but its last token, chunk by chunk, into both caches."""
         device = self.target.device
         self.roots = torch.stack([prompt[-1] for prompt in prompts])
         self.lengths = torch.tensor(self.host_lengths, device=device)
@@ -138,7 +153,7 @@ class Engine:
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # right: [B, longest + 1]
         last = (self.lengths - 1).clamp_min(0)  # the position of each row's last feature
         feature = None
-        for start in range(0, longest, PREFILL_CHUNK):
+        for start in range(first, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
             features = self.target.prefill(ids[:, start:stop], start, self.cache)
             if self.head is None:
@@ -233,12 +248,25 @@ class Engine:
             )
         most = kept.tokens.shape[1]
         tokens = [row[2 : 2 + row[0]] for row in packed]
+        pairs = self.host_lengths[0]  # what the kept tokens add is pending till the next draft
         origins = [row[2 + most : 2 + most + row[0]] for row in packed]
         for row, emitted in enumerate(tokens):
             self.host_lengths[row] += len(emitted)
             if self.history is not None:
                 self.history.append(row, kept.tokens[row], len(emitted))
+        if self.conversation is not None:
+            self.sequence += tokens[0]
+            self._remember(pairs)
         return StepResult(tokens, origins)
+
+    def _remember(self, pairs: int) -> None:
+        """Tell the conversation what the caches hold now."""
+        if self.conversation is None:
+            return
+        self.conversation.tokens = self.sequence[: self.host_lengths[0]]
+        # The head's pairs of a prompt of one token stand one place further on: of no use later.
+        if self.head is not None and self.opening:
+            self.conversation.pairs = pairs
 
     def _move_row(self, source: int, target: int) -> None:
         tensors = [self.roots, self.lengths]

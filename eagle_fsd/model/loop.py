@@ -94,6 +94,7 @@ class Decoding:
     @torch.inference_mode()
     def _run(self) -> Iterator[StreamChunk]:
         engine = self._make_engine()
+        self.stats.prefilled = engine.prefilled
         live = list(range(len(self.new)))
         while live:
             result = engine.step()

@@ -54,12 +54,14 @@ class DecodeStats:
         origins: For each row, how many tokens came from where.
         seconds: Time by phase, prefill apart.
         passes: Target passes over the batch, prefill apart.
+        prefilled: Prompt tokens read; a conversation's earlier ones are not read again.
     """
 
     accepted: list[list[int]]
     origins: list[Counter[str]]
     seconds: dict[str, float] = field(default_factory=dict)
     passes: int = 0
+    prefilled: int = 0
 
     @classmethod
     def empty(cls, rows: int) -> DecodeStats:
@@ -102,6 +104,7 @@ class DecodeStats:
             "tokens": self.tokens,
             "steps": self.steps,
             "passes": self.passes,
+            "prefilled": self.prefilled,
             "tau": self.tau,
             "tokens_per_second": self.tokens_per_second,
             "origins": {name: total[name] for name in ("exact", "fuzzy", "target")},
