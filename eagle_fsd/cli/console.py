@@ -17,15 +17,24 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 class ProgressBar:
-    """A progress bar on a terminal, a plain line every tenth elsewhere; gone when it is done."""
+    """A progress bar on a terminal, a plain line every tenth elsewhere; gone when it is done.
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    Args:
+        at_once: Show the bar before there is any progress: for work that is sure to come.
+    """
+
+    def __init__(self, label: str, at_once: bool = True) -> None:
+        self.label, self.at_once = label, at_once
         self.bar: Any = None
         self.last = -1
 
     def __enter__(self) -> ProgressBar:
-        if err.is_terminal:
+        if self.at_once:
+            self._show()
+        return self
+
+    def _show(self) -> None:
+        if self.bar is None and err.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self.bar = Progress(
@@ -39,10 +48,10 @@ class ProgressBar:
             )
             self.bar.start()
             self.task = self.bar.add_task(self.label, total=None, note="")
-        return self
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
         """``done`` of ``total``; ``note`` stands behind the bar."""
+        self._show()
         if self.bar is not None:
             self.bar.update(self.task, completed=done, total=total, note=note)
         elif total and done * 10 // total != self.last:

@@ -52,6 +52,16 @@ Assistant = Annotated[
     str | None,
     typer.Option(help="Draft model of that assisted generation: a folder or Hub name."),
 ]
+JudgeURL = Annotated[
+    str | None,
+    typer.Option(
+        "--judge-base-url",
+        help="Have answers judged at this OpenAI-compatible endpoint, in FastChat's words; its key"
+        " is the environment's OPENAI_API_KEY.",
+    ),
+]
+JudgeModel = Annotated[str, typer.Option(help="The judge's name at that endpoint.")]
+JudgeParallel = Annotated[int, typer.Option(min=1, help="Requests to the judge at a time.")]
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,9 @@ class Run:
     baseline: Baseline = None
     assistant: Assistant = None
     execute_code: ExecuteCode = False
+    judge_base_url: JudgeURL = None
+    judge_model: JudgeModel = "gpt-4"
+    judge_parallel: JudgeParallel = 4
     as_json: Json = False
     settings: Any = None
     decoding: Any = None
@@ -112,8 +125,10 @@ class Run:
         from eagle_fsd.evaluation.sets import find_questions
 
         decoding = Decoding.from_dict({"seed": seed, **self.decoding})
-        questions = find_questions(self.questions, self.count, decoding.seed)
         state = PartialState()
+        loading = ProgressBar("downloading", at_once=False)
+        with state.main_process_first(), loading as progress:
+            questions = find_questions(self.questions, self.count, decoding.seed, progress)
         device = self.device
         if device is None and state.num_processes > 1:
             device = str(state.device)
@@ -145,7 +160,31 @@ class Run:
         report = evaluation.report()
         finish(evaluation, report)
         evaluation.write(report)
+        if self.judge_base_url:
+            self._judge(evaluation, report)
+            evaluation.write(report)
         return report
+
+    def _judge(self, evaluation: Any, report: dict[str, Any]) -> None:
+        """Have the answers judged, and add what the judge thinks to the report's rows."""
+        from eagle_fsd.evaluation.judge import judge_answers
+        from eagle_fsd.evaluation.judge_client import JudgeEndpoint
+        from eagle_fsd.evaluation.judge_scores import judge_summary
+
+        endpoint = JudgeEndpoint(self.judge_base_url or "", self.judge_model)
+        with ProgressBar("judging") as progress:
+            judgments = judge_answers(
+                endpoint,
+                evaluation.questions,
+                evaluation.records(),
+                evaluation.folder,
+                self.judge_parallel,
+                progress,
+            )
+        found = judge_summary(judgments)
+        report["judge"] = {"model": endpoint.model, "base_url": endpoint.base_url}
+        for row in report["rows"]:
+            row["judge"] = found.get(row["method"])
 
 
 def with_run(leave_out: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:

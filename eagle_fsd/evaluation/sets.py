@@ -1,4 +1,7 @@
-"""Question sets by name: in a local folder if they are there, else from their public homes."""
+"""Question sets by name: in a local folder if they are there, else from their public homes.
+
+What a judge needs beside the questions is found the same way.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ BUNDLED_COUNT = 100
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Where a set is.
+    """Where a set, or a file that belongs to one, is.
 
     Attributes:
         file: Its name in the local folder.
@@ -65,6 +68,18 @@ SETS = {
     ),
 }
 
+#: FastChat's wording of what a judge is asked, and GPT-4's answers to what has a right answer.
+JUDGE_PROMPTS = QuestionSet(
+    "judge_prompts.jsonl",
+    f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/judge_prompts.jsonl",
+    "fd283293406d024f44c174b094ef48031d0687a4682fd3a56b29b138f80281b6",
+)
+REFERENCE_ANSWERS = QuestionSet(
+    "mt_bench_reference_gpt4.jsonl",
+    f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/reference_answer/gpt-4.jsonl",
+    "f957a5bc977badb66885ec970e6cd08527845780313f0995764260e5777b9b3f",
+)
+
 
 class QuestionSetError(ValueError):
     """There is no such set or file, or it cannot be fetched; the message says what to do."""
@@ -95,10 +110,22 @@ def find_questions(
     if name not in SETS:
         known = ", ".join(["bundled", *SETS])
         raise QuestionSetError(f"{name!r} is neither a file nor a known set; those are {known}")
-    path = data_folder() / SETS[name].file
+    return read_questions(fetch(SETS[name], progress))[:count]
+
+
+def fetch(source: QuestionSet, progress: Callable[[int, int], None] | None = None) -> Path:
+    """The local file of ``source``, downloaded if it is not there.
+
+    Args:
+        progress: Called with the bytes fetched and all of them (0: not known).
+
+    Raises:
+        QuestionSetError: It cannot be fetched.
+    """
+    path = data_folder() / source.file
     if not path.is_file():
-        _download(SETS[name], path, progress)
-    return read_questions(path)[:count]
+        _download(source, path, progress)
+    return path
 
 
 def _download(source: QuestionSet, path: Path, progress: Callable[[int, int], None] | None) -> None:

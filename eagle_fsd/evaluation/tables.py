@@ -17,9 +17,12 @@ def main_table(rows: Sequence[Row]) -> Table:
     """Speed and quality; columns that no row fills are left out."""
     headers = ["method", "tokens/s", "x plain", "tau", "fuzzy", "MiB"]
     headers += ["accuracy", "lost/gained", "p", "nats a token", "against exact"]
+    headers += ["judge", "judge against exact"]
     cells = []
     for row in rows:
         against = row.get("against_exact", {})
+        judge = row.get("judge") or {}
+        judged = judge.get("against_exact", {})
         split = f"{against['lost']}/{against['gained']}" if "lost" in against else ""
         cells.append(
             [
@@ -38,6 +41,8 @@ def main_table(rows: Sequence[Row]) -> Table:
                     against.get("log_likelihood_change_interval"),
                     "+.3f",
                 ),
+                _interval(judge.get("score"), judge.get("score_interval"), ".2f"),
+                _interval(judged.get("score_change"), judged.get("score_change_interval"), "+.2f"),
             ]
         )
     kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
@@ -105,6 +110,8 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "lost": ("against_exact", "lost"),
     "gained": ("against_exact", "gained"),
     "mcnemar_p": ("against_exact", "mcnemar_p"),
+    "judge_score": ("judge", "score"),
+    "judge_change": ("judge", "against_exact", "score_change"),
     "log_likelihood": ("log_likelihood",),
     "log_likelihood_change": ("against_exact", "log_likelihood_change"),
 }

@@ -54,6 +54,7 @@ def main(
     stages = stage or list(STAGES)
     if unknown := set(stages) - set(STAGES):
         raise typer.BadParameter(f"unknown stage {', '.join(sorted(unknown))}")
+    work.mkdir(parents=True, exist_ok=True)
     if "target" in stages:
         train_target(TargetRecipe(), work / "target", out / "target")
     if "head" in stages:
