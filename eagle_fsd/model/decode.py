@@ -185,6 +185,7 @@ class EagleFSD:
         logits_warper: Sequence[LogitsProcessor] | None = None,
         seed: int | None = None,
         conversation: Conversation | None = None,
+        details: int | None = None,
     ) -> Decoding:
         """Decode step by step: iterate over the result for a :class:`StreamChunk` a row and step.
 
@@ -213,6 +214,8 @@ class EagleFSD:
             seed: Makes sampling repeatable; default: a seed from torch's own generator.
             conversation: Keeps the caches for the next turn of a chat (one prompt only): what it
                 shares with this prompt is not read again.
+            details: Tell of every token its log-probability under the target, the divergence
+                where it stands, and so many of the likeliest tokens there: in the chunks.
 
         Raises:
             ValueError: Something of the above is out of its bounds; the message says what.
@@ -239,6 +242,8 @@ class EagleFSD:
             raise ValueError(f"seed must be a whole number of 64 bits; got {seed!r}")
         if conversation is not None and len(prompts) != 1:
             raise ValueError("a conversation is one prompt's; this call has several")
+        if details is not None and details < 0:
+            raise ValueError(f"details must be 0 or more; got {details}")
         generator = None
         if temperature:
             generator = torch.Generator(target.device)
@@ -272,6 +277,7 @@ class EagleFSD:
                 clock,
                 history,
                 conversation,
+                details,
             )
 
         criteria = StoppingCriteriaList(stopping_criteria or [])

@@ -7,6 +7,7 @@ tokens a step can emit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,32 @@ from torch import Tensor
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.conversation import Conversation
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.rules import FuzzyRule
 from eagle_fsd.model.sampling import History, Sampler
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
-from eagle_fsd.model.verify import AcceptanceRule, Verification, verify, verify_root
+from eagle_fsd.model.verify import AcceptanceRule, Evidence, Verification, verify, verify_root
 
 #: Prompt tokens the target reads in one pass.
 PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class TokenDetail:
+    """What is known of one emitted token.
+
+    Attributes:
+        log_prob: The target's own, before processors and sampling options; nats.
+        divergence: Between target and draft where the token follows, by the settings' divergence;
+            None where the draft was not asked there.
+        top: The likeliest tokens at its place and their log-probabilities, likeliest first.
+    """
+
+    log_prob: float
+    divergence: float | None
+    top: list[tuple[int, float]]
 
 
 @dataclass
@@ -33,10 +51,12 @@ class StepResult:
     Attributes:
         tokens: For each live row, the emitted tokens; at least one.
         origins: Their :class:`~eagle_fsd.model.verify.Origin`, alike.
+        details: What is known of each token, alike; None unless it was asked for.
     """
 
     tokens: list[list[int]]
     origins: list[list[int]]
+    details: list[list[TokenDetail]] | None = None
 
 
 class Engine:
@@ -52,6 +72,7 @@ class Engine:
         max_new_tokens: How many tokens a row may add; sizes the caches.
         history: Needed where the sampler's processors look at prefixes.
         conversation: Caches of earlier calls; one prompt only.
+        details: With every token its :class:`TokenDetail`, of so many likeliest ones; None: no.
     """
 
     def __init__(
@@ -66,7 +87,9 @@ class Engine:
         clock: PhaseClock,
         history: History | None = None,
         conversation: Conversation | None = None,
+        details: int | None = None,
     ) -> None:
+        self.details = details
         self.target, self.head, self.settings = target, head, settings
         self.rule, self.sampler, self.clock, self.history = rule, sampler, clock, history
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
@@ -116,10 +139,11 @@ class Engine:
         # A NaN or +inf anywhere in a row of logits makes all of its log-softmax NaN.
         first = torch.stack([evidence.raw_log_probs[..., 0], evidence.warped_log_probs[..., 0]])
         broken = first.isnan().any(-1).any(0)
+        details = None if self.details is None else self._describe(evidence, kept)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
         self.clock.enter("host")
-        return self._read(kept, broken)
+        return self._read(kept, broken, details)
 
     def drop(self, rows: list[int]) -> list[int]:
         """Forget finished rows; returns the old index of every row left, in the new order."""
@@ -236,7 +260,22 @@ class Engine:
         self.pending_features, self.pending_tokens = features.gather(1, index), kept.tokens
         self.pending = kept.count
 
-    def _read(self, kept: Verification, broken: Tensor) -> StepResult:
+    def _describe(self, evidence: Evidence, kept: Verification) -> tuple[Tensor, Tensor]:
+        """For every slot of the kept path ``[B, A, 2 + n]``: log-probability, divergence, the ``n``
+        largest log-probabilities; and ``[B, A, n]`` their tokens."""
+        vocabulary = evidence.raw_log_probs.shape[-1]
+        path = kept.path[:, :, None].expand(-1, -1, vocabulary)
+        rows = evidence.raw_log_probs.gather(1, path)
+        own = rows.gather(-1, kept.tokens[:, :, None])
+        settings = self.settings
+        rule = FuzzyRule(0.0, settings.divergence, divergence_on=settings.divergence_on)
+        divergence = rule.divergences(evidence).gather(1, kept.path)[:, :, None]
+        top = rows.topk(min(self.details, vocabulary), -1)
+        return torch.cat([own, divergence, top.values], -1), top.indices
+
+    def _read(
+        self, kept: Verification, broken: Tensor, details: tuple[Tensor, Tensor] | None
+    ) -> StepResult:
         """The only place of a step where the host waits for the device."""
         packed = torch.cat(
             [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins], 1
@@ -257,7 +296,7 @@ class Engine:
         if self.conversation is not None:
             self.sequence += tokens[0]
             self._remember(pairs)
-        return StepResult(tokens, origins)
+        return StepResult(tokens, origins, _token_details(tokens, details))
 
     def _remember(self, pairs: int) -> None:
         """Tell the conversation what the caches hold now."""
@@ -279,3 +318,19 @@ class Engine:
             tensor[target] = tensor[source]
         if self.history is not None:
             self.history.move_row(source, target)
+
+
+def _token_details(
+    tokens: list[list[int]], details: tuple[Tensor, Tensor] | None
+) -> list[list[TokenDetail]] | None:
+    """:meth:`Engine._describe` read back, for the tokens that were emitted."""
+    if details is None:
+        return None
+    numbers, alternatives = (item.tolist() for item in details)
+    return [
+        [
+            TokenDetail(own, None if math.isinf(gap) else gap, list(zip(ids, top, strict=True)))
+            for (own, gap, *top), ids in zip(row_numbers[: len(emitted)], row_ids, strict=False)
+        ]
+        for emitted, row_numbers, row_ids in zip(tokens, numbers, alternatives, strict=True)
+    ]

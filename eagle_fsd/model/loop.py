@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.engine import Engine, TokenDetail
 from eagle_fsd.model.stats import DecodeStats, PhaseClock
 from eagle_fsd.model.verify import Origin
 
@@ -38,12 +38,14 @@ class StreamChunk:
         row: Which prompt.
         tokens: Their ids. origins: Their :class:`~eagle_fsd.model.verify.Origin`.
         finished: Whether the row is complete.
+        details: What is known of each token, where that was asked for.
     """
 
     row: int
     tokens: list[int]
     origins: list[int]
     finished: bool
+    details: list[TokenDetail] | None = None
 
 
 class Decoding:
@@ -107,7 +109,8 @@ class Decoding:
                 self.stats.add(row, origins)
                 if finished:
                     ended.append(place)
-                chunks.append(StreamChunk(row, tokens, origins, finished))
+                details = result.details and result.details[place][: len(tokens)]
+                chunks.append(StreamChunk(row, tokens, origins, finished, details))
             if ended and len(ended) < len(live):
                 live = [live[place] for place in engine.drop(ended)]
             elif ended:
