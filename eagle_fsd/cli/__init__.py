@@ -10,6 +10,7 @@ from typer.exceptions import TyperException
 
 from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.calibrate import calibrate
+from eagle_fsd.cli.chat import chat
 from eagle_fsd.cli.console import fail
 from eagle_fsd.cli.evaluate import evaluate
 from eagle_fsd.cli.generate import generate
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Fuzzy speculative decoding with EAGLE-2 draft trees.",
 )
 app.command()(generate)
+app.command()(chat)
 app.command(cls=GridCommand)(bench)
 app.command()(evaluate)
 app.command(cls=GridCommand)(sweep)

@@ -66,6 +66,7 @@ class Answerer:
         self.methods, self.stores = list(methods), list(stores)
         self.process, self.processes = process, processes
         self.memory = PeakMemory(model.target.device)
+        self.ends = [*model.end_tokens, *wording.stop_token_ids]
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
@@ -152,15 +153,17 @@ class Answerer:
             top_p=decoding.top_p,
             top_k=decoding.top_k,
             seed=seed,
+            eos_token_id=self.ends,
         )
         synchronise(model)
         spent = time.perf_counter() - begun
         memory = self.memory.read()
-        counts = [count_new(model, row) for row in new]
+        counts = [count_new(row, self.ends) for row in new]
         for row, (at, count) in enumerate(zip(rows, counts, strict=True)):
             tokens = new[row, :count]
+            said = model.tokenizer.decode(tokens, skip_special_tokens=True)
             turns[at] = {
-                "turns": model.tokenizer.decode(tokens, skip_special_tokens=True).strip(),
+                "turns": _before(said, self.wording.stop).strip(),
                 "idxs": len(stats.accepted[row]) if stats else count,
                 "new_tokens": count,
                 # A batch's time, shared out by tokens.
@@ -172,6 +175,12 @@ class Answerer:
                 "errors": None,
             }
         return turns
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """``text`` up to the first of a template's stop strings, as FastChat's own answers end."""
+    found = [at for item in stop if (at := text.find(item)) >= 0]
+    return text[: min(found)] if found else text
 
 
 _EMPTY_TURN = {

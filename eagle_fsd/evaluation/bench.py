@@ -189,7 +189,7 @@ class Bench:
         new, stats = self._generate(method, [problem])
         synchronise(self.model)
         result.seconds.append(time.perf_counter() - begin)
-        result.tokens.append(count_new(self.model, new[0]))
+        result.tokens.append(count_new(new[0], self.model.end_tokens))
         if stats is not None:
             result.phases.update(stats.seconds)
             result.steps += stats.steps

@@ -136,7 +136,8 @@ def decode(
     """New tokens ``[B, S]``, and where the method tells them their origins and statistics.
 
     Args:
-        options: ``max_new_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``.
+        options: ``max_new_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``,
+            ``eos_token_id``.
     """
     start = ids.shape[1]
     if method.options is not None:
@@ -149,6 +150,8 @@ def decode(
         sampling |= {"top_p": options.get("top_p", 1.0), "top_k": options.get("top_k", 0)}
         if options.get("seed") is not None:
             torch.manual_seed(options["seed"])
+    if options.get("eos_token_id") is not None:
+        sampling["eos_token_id"] = options["eos_token_id"]
     sequences = model.model.generate(
         ids,
         attention_mask=mask,
@@ -165,10 +168,7 @@ def synchronise(model: EagleFSD) -> None:
         torch.cuda.synchronize(model.target.device)
 
 
-def count_new(model: EagleFSD, new: Tensor) -> int:
-    """Tokens of one answer up to and with the first end token: the same for every method."""
-    eos = model.model.generation_config.eos_token_id
-    if eos is None:
-        return len(new)
-    ends = torch.isin(new, torch.as_tensor(eos, device=new.device)).nonzero()
-    return int(ends[0]) + 1 if len(ends) else len(new)
+def count_new(new: Tensor, ends: Sequence[int]) -> int:
+    """Tokens of one answer up to and with the first of ``ends``: the same for every method."""
+    found = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device)).nonzero()
+    return int(found[0]) + 1 if len(found) else len(new)

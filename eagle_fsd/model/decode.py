@@ -144,6 +144,12 @@ class EagleFSD:
             raise ValueError("this target was not loaded from files: pass its tokenizer")
         return load_tokenizer(name, self._token)
 
+    @property
+    def end_tokens(self) -> list[int]:
+        """Ids that end an answer unless a call names others: the target's."""
+        eos = self.model.generation_config.eos_token_id
+        return [] if eos is None else torch.as_tensor(eos).flatten().tolist()
+
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> GenerateOutput:
@@ -360,10 +366,10 @@ class EagleFSD:
         self, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
     ) -> tuple[set[int], int, int | None]:
         """Ids that end a row, the id that fills one that ended, and what is padding in a prompt."""
-        config = self.model.generation_config
-        eos = config.eos_token_id if eos_token_id is None else eos_token_id
-        eos = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
-        pad = config.pad_token_id if pad_token_id is None else pad_token_id
+        eos = self.end_tokens
+        if eos_token_id is not None:
+            eos = torch.as_tensor(eos_token_id).flatten().tolist()
+        pad = self.model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         fill = pad if pad is not None else next(iter(eos), 0)
         return set(eos), fill, None if pad in eos else pad
 

@@ -21,6 +21,9 @@ class ChatFormat(Protocol):
 
     #: Whether the tokenizer adds its own special tokens around the text.
     adds_special_tokens: bool
+    #: Texts and tokens that end an answer, beside the target's own end tokens.
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
 
     def render(self, chat: Chat, open_turn: bool = False) -> str:
         """The text of ``chat``; with ``open_turn`` the assistant is to speak next."""
@@ -34,6 +37,8 @@ class TokenizerFormat:
     """
 
     adds_special_tokens = False
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
@@ -65,6 +70,9 @@ class FastChatFormat:
             known = ", ".join(sorted(conv_templates))
             raise ValueError(f"FastChat has no template {name!r}; it has {known}")
         self.template = conv_templates[name]
+        stop = self.template.stop_str or ()
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop_token_ids = tuple(self.template.stop_token_ids or ())
 
     def render(self, chat: Chat, open_turn: bool = False) -> str:
         conversation = self.template.copy()
