@@ -1,0 +1,119 @@
+"""The terminal chat as people run it: a process on a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pexpect = pytest.importorskip("pexpect")
+
+COMMAND = ["-m", "eagle_fsd.cli", "chat", "--max-new-tokens", "64"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+#: Seconds that a busy machine may take to load the pair or to answer.
+PATIENCE = 120
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., pexpect.spawn]]:
+    children = []
+
+    def call(*options: str) -> pexpect.spawn:
+        child = pexpect.spawn(
+            sys.executable,
+            [*COMMAND, *options],
+            env=ENVIRONMENT,
+            timeout=PATIENCE,
+            encoding="utf-8",
+            dimensions=(40, 100),
+        )
+        children.append(child)
+        return child
+
+    yield call
+    for child in children:
+        child.close(force=True)
+
+
+def test_a_simple_session(start: Callable[..., pexpect.spawn]) -> None:
+    """Answers, a command of ours, Ctrl-C in the middle of an answer, Ctrl-C at the prompt."""
+    # No end token comes early, so there is a long answer to interrupt: small talk goes on and on.
+    child = start("--show-origins", "--max-new-tokens", "1500", "--temperature", "2", "--seed", "7")
+    child.expect("User: ")
+    child.sendline("Hello!")
+    child.expect("Assistant: ")
+    child.expect(re.compile(r"\d+\.\d tokens/s, tau \d\.\d\d, \d+% fuzzy of \d+ tokens"))
+    child.expect("User: ")
+    child.sendline("!!threshold 0.3")
+    child.expect("threshold is 0.3")
+    child.expect("User: ")
+    child.sendline("What can you do?")
+    child.expect("Assistant: ")
+    child.expect(re.compile(r"\w+"))
+    child.sendintr()
+    # Stopped, or it had just come to its end: in either case the chat goes on.
+    child.expect(["stopped generation", "tokens/s"])
+    child.expect("User: ")
+    child.sendline("!!exit")
+    child.expect("exit...")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_rich_session(start: Callable[..., pexpect.spawn]) -> None:
+    child = start("--style", "rich")
+    child.expect("User")
+    child.send("Hello!\r")
+    child.expect("Assistant")
+    child.expect("tokens/s")
+    child.expect("User")
+    child.send("!!divergence tv\r")
+    child.expect("divergence is tv")
+    child.expect("User")
+    child.send("!!regen\r")
+    child.expect("regenerating last message")
+    child.expect("tokens/s")
+    child.expect("User")
+    child.sendeof()
+    child.expect("exit...")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_program_that_ends_without_goodbye() -> None:
+    """FastChat's own style for programs would spin on the end of its input."""
+    done = subprocess.run(
+        [sys.executable, *COMMAND, "--style", "programmatic"],
+        input="Hello! __END_OF_A_MESSAGE_47582648__\n",
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.startswith("[!OP:User]: Hello!\n[!OP:Assistant]: ")
+    assert done.stdout.endswith("exit...\n")
+    assert "tokens/s" in done.stderr
+    assert "tokens/s" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--style", "fancy"), "--style must be one of simple, rich, programmatic"),
+        (("--conv-template", "nonsense"), "FastChat has no template"),
+        (("--temperature", "-1"), "temperature"),
+        (("--target", "nowhere"), "name both a target and a head"),
+    ],
+)
+def test_bad_options_are_one_line(options: tuple[str, ...], words: str, run) -> None:
+    status, _, errors = run("chat", *options)
+    assert status in (1, 2)
+    assert len(errors.splitlines()) == 1
+    assert words in errors
