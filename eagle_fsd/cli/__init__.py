@@ -12,7 +12,7 @@ from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.calibrate import calibrate
 from eagle_fsd.cli.chat import chat
 from eagle_fsd.cli.console import fail
-from eagle_fsd.cli.evaluate import evaluate
+from eagle_fsd.cli.evaluate import MethodsCommand, evaluate
 from eagle_fsd.cli.generate import generate
 from eagle_fsd.cli.sweep import GridCommand, sweep
 from eagle_fsd.cli.train import app as train_app
@@ -30,7 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command(cls=GridCommand)(bench)
-app.command()(evaluate)
+app.command(cls=MethodsCommand)(evaluate)
 app.command(cls=GridCommand)(sweep)
 app.command(cls=GridCommand)(calibrate)
 app.add_typer(train_app, name="train")

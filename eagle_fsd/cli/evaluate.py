@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from eagle_fsd.cli.many import many_values
 from eagle_fsd.cli.runs import Run, print_report, tell_folder, with_run
 
 #: What --method knows.
 NAMED = ("plain", "exact", "fsd", "hf", "rules")
+#: Several of them may follow one --method.
+MethodsCommand = many_values(dict.fromkeys(("--method", "-m"), NAMED.__contains__))
 
 
 @with_run()

@@ -68,8 +68,9 @@ def test_the_default_methods_answer_and_are_reported(tmp_path: Path, run: Comman
 
 def test_a_run_goes_on_and_answers_nothing_twice(tmp_path: Path, run: Command) -> None:
     """After a kill that cut the second answer short; greedy, so the same is said."""
-    command = (*COMMAND, "--out", str(tmp_path), "-m", "exact")
+    command = (*COMMAND, "--out", str(tmp_path), "-m", "exact", "fsd")
     assert run(*command)[0] == 0
+    assert len(_answers(tmp_path, "fsd")) == COUNT
     before = _answers(tmp_path, "exact")
     whole = (tmp_path / "exact.jsonl").read_text()
     cut = whole.index("\n") + 200
