@@ -84,6 +84,35 @@ class Job:
             self.cancel()
 
 
+class Call:
+    """Other work that needs the model, in the same line."""
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.work, self._loop = work, loop
+        self.result: asyncio.Future[Any] = loop.create_future()
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._loop.call_soon_threadsafe(self.result.cancel)
+
+    def run(self) -> None:
+        """Called by the thread that decodes."""
+        try:
+            found, failure = self.work(), None
+        except Exception as error:  # the client's, not the line's
+            found, failure = None, error
+        self._loop.call_soon_threadsafe(self._tell, found, failure)
+
+    def _tell(self, found: Any, failure: Exception | None) -> None:
+        if self.result.cancelled():
+            return
+        if failure is None:
+            self.result.set_result(found)
+        else:
+            self.result.set_exception(failure)
+
+
 class DecodeQueue:
     """The line of requests, and the thread that answers them in the order they came.
 
@@ -99,9 +128,9 @@ class DecodeQueue:
         watch: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         self.model, self.waiting, self.watch = model, waiting, watch
-        self._line: deque[Job] = deque()
+        self._line: deque[Job | Call] = deque()
         self._changed = threading.Condition()
-        self._current: Job | None = None
+        self._current: Job | Call | None = None
         self._closed = False
         # The caches of the last answer: a chat that goes on pays for its new tokens only.
         self._conversation = Conversation()
@@ -111,9 +140,14 @@ class DecodeQueue:
     def __len__(self) -> int:
         """Requests waiting or being answered."""
         with self._changed:
-            return self._alive() + (self._current is not None)
+            return self._in_line() + (self._current is not None)
 
-    def _alive(self) -> int:
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that decodes is there."""
+        return self._thread.is_alive() and not self._closed
+
+    def _in_line(self) -> int:
         return sum(not job.cancelled for job in self._line)
 
     def submit(self, request: AnswerRequest) -> Job:
@@ -123,14 +157,30 @@ class DecodeQueue:
             QueueFullError: Too many wait.
         """
         job = Job(request, asyncio.get_running_loop())
+        self._enqueue(job)
+        return job
+
+    async def call(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work``, done in its turn by the thread that decodes.
+
+        Raises:
+            QueueFullError: Too many wait.
+        """
+        call = Call(work, asyncio.get_running_loop())
+        self._enqueue(call)
+        try:
+            return await call.result
+        finally:
+            call.cancelled = True
+
+    def _enqueue(self, item: Job | Call) -> None:
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
-            if self._alive() >= self.waiting:
+            if self._in_line() >= self.waiting:
                 raise QueueFullError(f"{self.waiting} requests are waiting: try again later")
-            self._line.append(job)
+            self._line.append(item)
             self._changed.notify()
-        return job
 
     def close(self, timeout: float = 5.0) -> None:
         """Answer nobody any more; what is being decoded ends with its step."""
@@ -143,7 +193,7 @@ class DecodeQueue:
             self._changed.notify()
         self._thread.join(timeout)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Job | Call | None:
         with self._changed:
             self._current = None
             while True:
@@ -158,6 +208,9 @@ class DecodeQueue:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            if isinstance(job, Call):
+                job.run()
+                continue
             try:
                 self._answer(job)
                 job.tell(None)

@@ -1,0 +1,269 @@
+"""FastChat's worker for a pair: registration and heart-beat are FastChat's, decoding is ours.
+
+The protocol is FastChat's, error codes in the body included, so that its controller and API server
+work with it unchanged. The routes are our own: FastChat's leak a slot on every error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import requests
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastchat.constants import ErrorCode
+from fastchat.conversation import Conversation as Template
+from fastchat.serve.base_model_worker import BaseModelWorker
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from eagle_fsd.chat.metrics import WorkerMetrics
+from eagle_fsd.chat.requests import Limits, RequestError, read_request
+from eagle_fsd.chat.serving import DecodeQueue, DecodingError, QueueFullError, Update
+from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.transport import template, unpack
+from eagle_fsd.model.decode import EagleFSD
+from eagle_fsd.model.prompts import ChatFormat, encode_prompt
+
+log = logging.getLogger(__name__)
+
+#: Texts in one request for embeddings at most.
+MOST_TEXTS = 64
+
+
+class FSDWorker(BaseModelWorker):
+    """A pair behind FastChat's controller.
+
+    Args:
+        controller: Its address, ``http://...``; None: the worker stands alone.
+        address: Where the controller and the API server reach this worker.
+        names: What clients call the model.
+    """
+
+    def __init__(
+        self,
+        model: EagleFSD,
+        wording: ChatFormat,
+        limits: Limits,
+        controller: str | None,
+        address: str,
+        names: list[str],
+        worker_id: str,
+    ) -> None:
+        super().__init__(controller or "", address, worker_id, names[0], names, 1)
+        self.model, self.wording, self.limits = model, wording, limits
+        self.tokenizer, self.context_len = model.tokenizer, model.target.context
+        self.metrics = WorkerMetrics()
+        self.queue = DecodeQueue(model, limits.queue, self.metrics.watch)
+
+    def make_conv_template(self, *_: Any, **__: Any) -> Template:
+        """The template that carries chats through FastChat untouched."""
+        return template()
+
+    def get_queue_length(self) -> int:
+        return len(self.queue)
+
+    def register_to_controller(self) -> None:
+        """Register; a controller that is not there yet is tried again with the next heart-beat."""
+        try:
+            super().register_to_controller()
+        except (requests.RequestException, AssertionError) as error:
+            log.warning("the controller %s does not take us: %s", self.controller_addr, error)
+
+    def count_token(self, params: dict[str, Any]) -> dict[str, int]:
+        """How many tokens a prompt has as it will be worded.
+
+        A chat that outgrows the context counts as what is left of it once its oldest turns are
+        gone, or FastChat's API server would refuse it.
+        """
+        try:
+            request = read_request({"prompt": params.get("prompt")}, *self._reading())
+        except RequestError:
+            return {"count": self._whole_length(params.get("prompt")), "error_code": 0}
+        return {"count": request.ids.shape[1], "error_code": 0}
+
+    def _reading(self) -> tuple[EagleFSD, ChatFormat, Limits]:
+        return self.model, self.wording, self.limits
+
+    def _whole_length(self, prompt: Any) -> int:
+        if not isinstance(prompt, str):
+            return 0
+        chat = unpack(prompt)
+        if chat is None:
+            return len(self.tokenizer(prompt).input_ids)
+        try:
+            return encode_prompt(chat, self.tokenizer, self.wording).shape[1]
+        except ValueError:
+            return 0
+
+    async def answers(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """What FastChat calls outputs: the text so far, usage, and at the end why it ended.
+
+        An error is the last output, with its code.
+        """
+        self.call_ct += 1
+        try:
+            request = read_request(params, *self._reading())
+            job = self.queue.submit(request)
+            told = len(request.echo)
+            async for update in job.updates():
+                yield self._output(update, told, request.details is not None)
+                told += sum(len(piece.text) for piece in update.pieces)
+        except RequestError as error:
+            self.metrics.requests.labels("refused").inc()
+            yield failure(str(error), error.code)
+        except QueueFullError as error:
+            self.metrics.requests.labels("queue_full").inc()
+            yield failure(str(error), ErrorCode.ENGINE_OVERLOADED)
+        except DecodingError as error:
+            yield failure(str(error), ErrorCode.INTERNAL_ERROR)
+
+    def _output(self, update: Update, offset: int, details: bool) -> dict[str, Any]:
+        output = {
+            "text": update.text,
+            "error_code": 0,
+            "usage": update.usage,
+            "finish_reason": update.finish_reason,
+            "logprobs": self._logprobs(update.pieces, offset) if details else None,
+        }
+        if update.figures is not None:
+            output["fsd"] = update.figures
+        return output
+
+    def _logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any]:
+        """As OpenAI's completions have them: of the pieces that are new."""
+        found: dict[str, list[Any]] = {
+            "text_offset": [],
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+        }
+        for piece in pieces:
+            found["text_offset"].append(offset)
+            found["tokens"].append(self._token_text(piece.token))
+            found["token_logprobs"].append(piece.detail.log_prob)
+            top = {self._token_text(token): value for token, value in piece.detail.top}
+            found["top_logprobs"].append(top or None)
+            offset += len(piece.text)
+        return found
+
+    def _token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    @torch.inference_mode()
+    def embed(self, texts: list[str]) -> dict[str, Any]:
+        """Each text's features under the target: their mean, scaled to length 1."""
+        vectors, count = [], 0
+        for text in texts:
+            ids = self.tokenizer(text, return_tensors="pt").input_ids[:, : self.context_len]
+            count += ids.shape[1]
+            model = self.model.model.base_model
+            features = model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+            mean = features[0].float().mean(0)
+            vectors.append(torch.nn.functional.normalize(mean, dim=0).tolist())
+        return {"embedding": vectors, "token_num": count}
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self.queue.close()
+
+
+def failure(message: str, code: int) -> dict[str, Any]:
+    """An output of FastChat's that tells an error."""
+    return {"text": message, "error_code": int(code)}
+
+
+def worker_app(worker: FSDWorker) -> FastAPI:
+    """The routes of FastChat's worker protocol, and ``/metrics`` and ``/health``."""
+    app = FastAPI(title="eagle-fsd worker", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def body(request: Request) -> dict[str, Any]:
+        """The JSON object of a request, no larger than it may be."""
+        data = b""
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > worker.limits.max_body:
+                raise RequestError(f"the request is larger than {worker.limits.max_body} bytes")
+        try:
+            params = json.loads(data or b"{}")
+        except ValueError as error:
+            raise RequestError("the request is not JSON", RequestError.INVALID) from error
+        if not isinstance(params, dict):
+            raise RequestError("the request is not a JSON object", RequestError.INVALID)
+        return params
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        worker.metrics.requests.labels("refused").inc()
+        return JSONResponse(failure(str(error), error.code), status_code=400)
+
+    @app.post("/worker_generate_stream")
+    async def generate_stream(request: Request) -> Response:
+        params = await body(request)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            async for output in worker.answers(params):
+                yield json.dumps(output).encode() + b"\0"
+
+        return StreamingResponse(chunks(), media_type="application/octet-stream")
+
+    @app.post("/worker_generate")
+    async def generate(request: Request) -> Response:
+        params = await body(request)
+        logprobs: dict[str, list[Any]] = {}
+        output: dict[str, Any] = {}
+        async for output in worker.answers(params):
+            for name, values in (output.get("logprobs") or {}).items():
+                logprobs.setdefault(name, []).extend(values)
+            if await request.is_disconnected():
+                break
+        return JSONResponse({**output, "logprobs": logprobs or None})
+
+    @app.post("/worker_get_embeddings")
+    async def get_embeddings(request: Request) -> Response:
+        params = await body(request)
+        texts = params.get("input")
+        texts = [texts] if isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
+            raise RequestError("input must be a text or a list of texts", RequestError.INVALID)
+        if not 0 < len(texts) <= MOST_TEXTS or not all(texts):
+            raise RequestError(f"input must hold 1 to {MOST_TEXTS} texts, none empty")
+        try:
+            return JSONResponse(await worker.queue.call(lambda: worker.embed(texts)))
+        except QueueFullError as error:
+            return JSONResponse(failure(str(error), ErrorCode.ENGINE_OVERLOADED))
+
+    @app.post("/worker_get_status")
+    async def get_status() -> dict[str, Any]:
+        return worker.get_status()
+
+    @app.post("/count_token")
+    async def count_token(request: Request) -> dict[str, int]:
+        params = await body(request)
+        return await asyncio.to_thread(worker.count_token, params)
+
+    @app.post("/worker_get_conv_template")
+    async def get_conv_template() -> dict[str, Any]:
+        return worker.get_conv_template()
+
+    @app.post("/model_details")
+    async def model_details() -> dict[str, int]:
+        return {"context_length": worker.context_len}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(
+            worker.metrics.page(len(worker.queue)), media_type=CONTENT_TYPE_LATEST
+        )
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = worker.queue.alive
+        answer = {"status": "ok" if alive else "decoding has stopped", "queue": len(worker.queue)}
+        return JSONResponse(answer, status_code=200 if alive else 503)
+
+    return app
