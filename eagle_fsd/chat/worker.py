@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -155,16 +156,22 @@ class FSDWorker(BaseModelWorker):
         return self.tokenizer.decode([token])
 
     @torch.inference_mode()
-    def embed(self, texts: list[str]) -> dict[str, Any]:
-        """Each text's features under the target: their mean, scaled to length 1."""
-        vectors, count = [], 0
+    def embed(self, texts: list[str], base64: bool = False) -> dict[str, Any]:
+        """Each text's features under the target: their mean, scaled to length 1.
+
+        Args:
+            base64: Vectors as little-endian float32 in base64, as OpenAI's client asks for them.
+        """
+        vectors: list[Any] = []
+        count = 0
         for text in texts:
             ids = self.tokenizer(text, return_tensors="pt").input_ids[:, : self.context_len]
             count += ids.shape[1]
             model = self.model.model.base_model
             features = model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
             mean = features[0].float().mean(0)
-            vectors.append(torch.nn.functional.normalize(mean, dim=0).tolist())
+            vector = torch.nn.functional.normalize(mean, dim=0).cpu().numpy().astype("<f4")
+            vectors.append(b64encode(vector.tobytes()).decode() if base64 else vector.tolist())
         return {"embedding": vectors, "token_num": count}
 
     def close(self) -> None:
@@ -233,7 +240,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         if not 0 < len(texts) <= MOST_TEXTS or not all(texts):
             raise RequestError(f"input must hold 1 to {MOST_TEXTS} texts, none empty")
         try:
-            return JSONResponse(await worker.queue.call(lambda: worker.embed(texts)))
+            base64 = params.get("encoding_format") == "base64"
+            return JSONResponse(await worker.queue.call(lambda: worker.embed(texts, base64)))
         except QueueFullError as error:
             return JSONResponse(failure(str(error), ErrorCode.ENGINE_OVERLOADED))
 

@@ -118,14 +118,20 @@ class Run:
         Returns:
             The report, on the first process of several.
         """
+        from datetime import timedelta
+
+        import torch
         from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
 
         from eagle_fsd.evaluation.evaluate import Evaluation
         from eagle_fsd.evaluation.methods import hugging_face
         from eagle_fsd.evaluation.sets import find_questions
 
         decoding = Decoding.from_dict({"seed": seed, **self.decoding})
-        state = PartialState()
+        on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        # A process may have to wait for the others as long as their shares take.
+        state = PartialState(cpu=on_cpu, timeout=timedelta(days=7))
         loading = ProgressBar("downloading", at_once=False)
         with state.main_process_first(), loading as progress:
             questions = find_questions(self.questions, self.count, decoding.seed, progress)

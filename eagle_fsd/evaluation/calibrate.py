@@ -65,9 +65,12 @@ def certify(
     """A verdict on every method of every series, each tried in its order.
 
     Raises:
-        ValueError: The questions have no score, but a loss of accuracy is bounded.
+        ValueError: The questions have no score, but a loss of accuracy is bounded; or none was
+            answered.
     """
     by_name = {row["method"]: row for row in rows}
+    if not all(row["tokens_per_second"] for row in rows):
+        raise ValueError("no question was answered: there is nothing to calibrate on")
     # Every series may err once, on each quality that is asked about.
     asked = (allowed.max_drop is not None) + (allowed.max_nats is not None)
     confidence = 1 - (1 - allowed.confidence) / (len(series) * asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -64,11 +65,12 @@ class Evaluation:
             "device": str(model.target.device),
         }
         self.wording = chat_format(model.tokenizer, template)
+        depends = {"digest of the questions": _digest(questions), "dtype": str(model.target.dtype)}
         self.stores = {
             method.name: AnswerStore(
                 self.folder,
                 method.name,
-                {**self.about, **method.describe(model.settings)},
+                {**self.about, **depends, **method.describe(model.settings)},
                 self.provenance,
                 process,
                 processes,
@@ -108,3 +110,9 @@ class Evaluation:
         write_whole(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
         write_whole(self.folder / TABLE_FILE, report_text(report))
         write_whole(self.folder / CSV_FILE, csv_text(report))
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    """Tells one list of questions from another of the same name and length."""
+    said = json.dumps([(item.question_id, item.turns) for item in questions])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]

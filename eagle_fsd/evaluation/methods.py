@@ -54,12 +54,14 @@ class Method:
             return {"method": "plain"}
         own = {key: value for key, value in self.options.items() if key in settings.as_dict()}
         effective = settings.updated(**own)
-        tree = {key: getattr(effective, key) for key in ("total_tokens", "depth", "top_k")}
+        values = effective.as_dict()
+        values["tree_top_k"] = values.pop("top_k")  # plain top_k is sampling's
+        tree = {key: values[key] for key in ("total_tokens", "depth", "tree_top_k")}
         if "rule" in self.options:
             return {"method": repr(self.options["rule"]), **tree}
         if effective.threshold == 0.0:
             return {"method": "exact", **tree}
-        return {"method": "fsd", **effective.as_dict()}
+        return {"method": "fsd", **values}
 
 
 PLAIN = Method("plain", {"method": "ar"})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_fsd.evaluation.methods import BASELINES
-from eagle_fsd.evaluation.sweep import Divergences, pareto_front, quality
+from eagle_fsd.evaluation.sweep import Divergences, measured, pareto_front, quality
 from eagle_fsd.evaluation.tables import footnote
 
 #: Told apart by readers who do not see all colours (Okabe and Ito's palette).
@@ -31,7 +31,7 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
         groups: Methods by the name of their line, in its order; the others stand alone.
     """
     figure, (axis,) = _figure(1, (10.5, 6))
-    known = {row["method"]: row for row in report["rows"] if quality(row) is not None}
+    known = {row["method"]: row for row in measured(report["rows"])}
     # The baselines lie far to the left: they would press the rest together.
     rows = {name: row for name, row in known.items() if name not in BASELINES}
     scored = any(row["accuracy"] is not None for row in rows.values())

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,16 @@ from typing import Any
 #: How an answer is scored: not at all, by its final number, by its letter, by running its code.
 SCORED_BY = ("", "number", "letter", "code")
 LETTERS = "ABCDE"
+
+#: What reading a file raises that was cut off or is none of its kind.
+DAMAGED = (
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    csv.Error,
+    EOFError,
+    UnicodeDecodeError,
+)
 
 
 @dataclass(frozen=True)
@@ -60,15 +71,36 @@ def read_questions(path: str | Path) -> list[Question]:
     readers = {".csv": _csv_file, ".tar": _mmlu_archive}
     rows = readers.get(path.suffix, _json_rows)(path)
     questions: list[Question] = []
-    for line, row in rows:
-        try:
-            questions.append(_question(row, len(questions), path))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise QuestionError(f"{path}, line {line}: {reason}") from error
+    seen: set[int | str] = set()
+    try:
+        for line, row in rows:
+            try:
+                question = _checked(_question(row, len(questions), path), seen)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                missing = isinstance(error, KeyError)
+                reason = f"{error.args[0]!r} is missing" if missing else str(error)
+                raise QuestionError(f"{path}, line {line}: {reason}") from error
+            questions.append(question)
+    except DAMAGED as error:
+        raise QuestionError(f"{path} is damaged ({error})") from error
     if not questions:
         raise QuestionError(f"{path} holds no question")
     return questions
+
+
+def _checked(question: Question, seen: set[int | str]) -> Question:
+    """``question``, fit to be answered and written down; its id is added to ``seen``."""
+    key = question.question_id
+    if isinstance(key, bool) or not isinstance(key, (int, str)):
+        raise ValueError('"question_id" is neither a number nor a text')
+    if key in seen:
+        raise ValueError(f"another question has the id {key!r}")
+    seen.add(key)
+    try:
+        "".join([question.category, str(key), *question.turns]).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text holds half of a character (a lone surrogate)") from error
+    return question
 
 
 def bundled_questions(count: int, seed: int = 0) -> list[Question]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,8 +70,9 @@ class Summary:
         return found
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else math.nan
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was answered."""
+        return self.tokens / self.seconds if self.seconds else None
 
     @property
     def tau(self) -> float | None:
@@ -99,6 +99,7 @@ class Summary:
 
     def as_dict(self, plain: Summary | None, exact: Summary | None) -> dict[str, Any]:
         """Plain values for files and tables."""
+        speed, base = self.tokens_per_second, plain.tokens_per_second if plain else None
         accuracy, likelihood = self.accuracy, Mean.of(list(self.likelihoods.values()))
         row: dict[str, Any] = {
             "method": self.name,
@@ -106,8 +107,8 @@ class Summary:
             "failed": self.failed,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "speedup": self.tokens_per_second / plain.tokens_per_second if plain else None,
+            "tokens_per_second": speed,
+            "speedup": speed / base if speed and base else None,
             "tau": self.tau,
             "tau_by_category": {
                 name: tokens / steps for name, (tokens, steps) in self.by_category.items() if steps

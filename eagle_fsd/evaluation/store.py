@@ -109,8 +109,9 @@ def append_line(path: Path, line: str) -> None:
 
 def read_records(path: Path) -> list[Record]:
     """The whole lines of ``path``; the last one may be half written by another process."""
-    # Not splitlines(): JSON leaves other separators of lines, U+2028 for one, as they are.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    # Bytes, as a half line may end within a character; and not splitlines(): JSON leaves other
+    # separators of lines, U+2028 for one, as they are.
+    lines = path.read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines if line.strip()]
 
 

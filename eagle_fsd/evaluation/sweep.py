@@ -29,11 +29,15 @@ def quality(row: Row) -> float | None:
     return row["accuracy"] if row["accuracy"] is not None else row["log_likelihood"]
 
 
+def measured(rows: Sequence[Row]) -> list[Row]:
+    """Those that have both a speed and a quality."""
+    return [row for row in rows if row["tokens_per_second"] and quality(row) is not None]
+
+
 def pareto_front(rows: Sequence[Row]) -> list[Row]:
     """Methods that no other beats in speed without falling behind in quality; slowest first."""
-    known = [row for row in rows if quality(row) is not None]
     front: list[Row] = []
-    for row in sorted(known, key=lambda row: (-row["tokens_per_second"], -quality(row))):
+    for row in sorted(measured(rows), key=lambda row: (-row["tokens_per_second"], -quality(row))):
         if not front or quality(row) > quality(front[-1]):
             front.append(row)
     return front[::-1]
@@ -41,6 +45,7 @@ def pareto_front(rows: Sequence[Row]) -> list[Row]:
 
 def conclusions(rows: Sequence[Row], largest_loss: float = 0.02) -> list[str]:
     """How fast decoding gets at no measurable loss of accuracy, and at ``largest_loss``."""
+    rows = measured(rows)
     exact = next((row for row in rows if row["method"] == "exact"), None)
     relaxed = [row for row in rows if "accuracy_change" in row.get("against_exact", {})]
     relaxed = [row for row in relaxed if row["method"] not in BASELINES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -75,6 +76,41 @@ def test_a_malformed_line_is_named_by_its_number(line: str, reason: str, tmp_pat
         read_questions(path)
     assert reason in str(error.value)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"question_id": [1], "turns": ["a"]}', "neither a number nor a text"),
+        ('{"question_id": true, "turns": ["a"]}', "neither a number nor a text"),
+        ('{"question_id": 7, "turns": ["a"]}', "another question has the id 7"),
+        ('{"question_id": 8, "turns": ["\\ud800"]}', "half of a character"),
+        ('{"question_id": 8, "category": "\\ud800", "turns": ["a"]}', "half of a character"),
+    ],
+)
+def test_questions_that_could_not_be_answered_or_written_down(
+    line: str, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question_id": 7, "turns": ["a"]}\n' + line + "\n")
+    with pytest.raises(QuestionError, match=f"q.jsonl, line 2: .*{reason}"):
+        read_questions(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("q.tar", b"no archive"),
+        ("q.csv", b'"' + b"a" * 200_000 + b'",1,2,3,4,A\n'),
+        ("q.jsonl.gz", gzip.compress(b'{"question_id": 1, "turns": ["a"]}\n')[:-9]),
+        ("q.jsonl.gz", b"not compressed"),
+        ("q.jsonl", b'{"question_id": 1, "turns": ["\xff"]}\n'),
+    ],
+)
+def test_damaged_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(QuestionError, match=f"{name} is damaged"):
+        read_questions(tmp_path / name)
 
 
 def test_bundled_questions_are_unseen_problems() -> None:

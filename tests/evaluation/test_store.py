@@ -79,3 +79,14 @@ def test_another_number_of_processes_goes_on_with_what_is_there(tmp_path: Path) 
     assert set(alone.records) == {0, 1}
     alone.append(_record(2))
     assert [item["question_id"] for item in alone.merge([0, 1, 2])] == [0, 1, 2]
+
+
+def test_a_part_cut_within_a_character_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    """The process that would repair it is not there any more."""
+    store = AnswerStore(tmp_path, "m", {}, process=1, processes=2)
+    store.append({"question_id": 1, "text": "whole"})
+    store.append({"question_id": 2, "text": "\u00e9"})
+    part = tmp_path / "m.part1.jsonl"
+    data = part.read_bytes()
+    part.write_bytes(data[: data.index("\u00e9".encode()) + 1])
+    assert list(AnswerStore(tmp_path, "m", {}).records) == [1]
