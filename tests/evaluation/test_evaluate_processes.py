@@ -385,7 +385,8 @@ def test_answers_of_other_settings_are_refused_and_left_alone(
     status, printed, errors = run(*command, *changes)
     assert (status, printed) == (1, "")
     assert len(errors.splitlines()) == 1
-    assert f"exact.jsonl holds answers of other settings ({'; '.join(told)})" in errors
+    assert "exact.jsonl holds answers of other settings (" in errors
+    assert all(item in errors for item in told)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
