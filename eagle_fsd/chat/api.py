@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from types import ModuleType
@@ -45,11 +47,16 @@ def import_fastchat(name: str) -> ModuleType:
     On import they send standard output and error to a log file in the working directory.
     """
     os.environ.setdefault("LOGDIR", "")
+    # Its list of models declares a text that is a truth value; pydantic 2 says so every time.
+    warnings.filterwarnings("ignore", "Pydantic serializer warnings", UserWarning)
     streams = sys.stdout, sys.stderr
     try:
-        return __import__(f"fastchat.serve.{name}", fromlist=[name])
+        module = importlib.import_module(f"fastchat.serve.{name}")
     finally:
         sys.stdout, sys.stderr = streams
+    if getattr(module, "logger", None) is not None:
+        module.logger.setLevel(logging.WARNING)
+    return module
 
 
 def api_app(controller: str, api_keys: list[str] | None = None, max_body: int = 1 << 20) -> Any:

@@ -137,10 +137,9 @@ def _settings(given: Any, model: EagleFSD, limits: Limits) -> FSDSettings:
         settings = model.settings.updated(**given)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error)) from error
-    if settings.threshold > max(limits.max_threshold, model.settings.threshold):
-        raise RequestError(
-            f"threshold must be at most {limits.max_threshold:g} here; got {settings.threshold:g}"
-        )
+    bound = max(limits.max_threshold, model.settings.threshold)
+    if settings.threshold > bound:
+        raise RequestError(f"threshold must be at most {bound:g} here; got {settings.threshold:g}")
     return settings
 
 

@@ -14,6 +14,7 @@ from eagle_fsd.cli.chat import chat
 from eagle_fsd.cli.console import fail
 from eagle_fsd.cli.evaluate import MethodsCommand, evaluate
 from eagle_fsd.cli.generate import generate
+from eagle_fsd.cli.serve import app as serve_app
 from eagle_fsd.cli.sweep import GridCommand, sweep
 from eagle_fsd.cli.train import app as train_app
 from eagle_fsd.train.folder import TrainingError
@@ -34,6 +35,7 @@ app.command(cls=MethodsCommand)(evaluate)
 app.command(cls=GridCommand)(sweep)
 app.command(cls=GridCommand)(calibrate)
 app.add_typer(train_app, name="train")
+app.add_typer(serve_app, name="serve")
 
 
 def main() -> None:

@@ -1,0 +1,181 @@
+"""``eagle-fsd serve``: FastChat's servers around a pair."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eagle_fsd.chat.requests import Limits
+from eagle_fsd.cli.console import err, out
+from eagle_fsd.cli.options import (
+    Device,
+    Dtype,
+    Head,
+    Target,
+    Template,
+    load_pair,
+    with_options,
+    with_settings,
+)
+
+app = typer.Typer(help="Serve a pair to OpenAI clients through FastChat.", no_args_is_help=True)
+
+#: Keys that clients must come with, separated by commas; unlike an option nobody sees them.
+KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
+
+Host = Annotated[str, typer.Option(help="Whom to listen to; 0.0.0.0 is everybody.")]
+Controller = Annotated[str, typer.Option(help="The controller's address.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--name", help="What clients call the model.", show_default="the target's name"),
+]
+
+
+def _port(default: int) -> Any:
+    return Annotated[int, typer.Option(min=1, max=65535, help=f"As FastChat: {default}.")]
+
+
+@app.command()
+def controller(host: Host = "127.0.0.1", port: _port(21001) = 21001) -> None:
+    """The controller: workers register with it, the API asks it for one."""
+    from eagle_fsd.chat.launch import check_free, run_controller
+
+    check_free(host, port)
+    run_controller(host, port)
+
+
+@app.command()
+def api(
+    host: Host = "127.0.0.1",
+    port: _port(8000) = 8000,
+    controller: Controller = "http://127.0.0.1:21001",
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 1 << 20,
+) -> None:
+    """The OpenAI-compatible API. The environment's EAGLE_FSD_API_KEYS are the keys it takes."""
+    from eagle_fsd.chat.launch import check_free, run_api
+
+    check_free(host, port)
+    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    run_api(host, port, controller, keys, max_body)
+
+
+@app.command()
+@with_settings()
+@with_options(Limits, "limits")
+def worker(
+    settings: dict[str, Any],
+    limits: dict[str, Any],
+    target: Target = None,
+    head: Head = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    template: Template = None,
+    host: Host = "127.0.0.1",
+    port: _port(21002) = 21002,
+    controller: Annotated[
+        str, typer.Option(help="The controller's address; 'none' to stand alone.")
+    ] = "http://127.0.0.1:21001",
+    address: Annotated[
+        str | None,
+        typer.Option(help="Where others reach this worker.", show_default="http://HOST:PORT"),
+    ] = None,
+    names: Names = None,
+) -> None:
+    """A worker: it holds a pair and decodes. Start one on every machine."""
+    from eagle_fsd.chat.launch import check_free, run_worker
+    from eagle_fsd.model.prompts import chat_format
+
+    check_free(host, port)
+    model = load_pair(target, head, dtype, device, settings)
+    run_worker(
+        model,
+        chat_format(model.tokenizer, template),
+        Limits.from_dict(limits),
+        host,
+        port,
+        None if controller == "none" else controller,
+        address or f"http://{host}:{port}",
+        names or [_name(target)],
+    )
+
+
+@app.command(name="all")
+@with_settings()
+@with_options(Limits, "limits")
+def serve_all(
+    settings: dict[str, Any],
+    limits: dict[str, Any],
+    target: Target = None,
+    head: Head = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    template: Template = None,
+    host: Host = "127.0.0.1",
+    port: _port(8000) = 8000,
+    controller_port: _port(21001) = 21001,
+    worker_port: _port(21002) = 21002,
+    names: Names = None,
+) -> None:
+    """Controller, one worker and the API on this machine, until Ctrl-C."""
+    from eagle_fsd.chat.launch import Cluster, check_free
+
+    name = (names or [_name(target)])[0]
+    for where, number in ((host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)):
+        check_free(where, number)
+    controller_address = f"http://127.0.0.1:{controller_port}"
+    worker_address = f"http://127.0.0.1:{worker_port}"
+    given = {"target": target, "head": head, "dtype": dtype, "device": device}
+    given |= {"conv_template": template, **limits, **settings}
+    pair = [item for key, value in given.items() for item in _option(key, value)]
+    pair += [item for each in names or [name] for item in ("--name", each)]
+    cluster = Cluster(
+        {
+            "controller": (
+                ["controller", "--port", str(controller_port)],
+                f"{controller_address}/test_connection",
+            ),
+            "worker": (
+                ["worker", "--port", str(worker_port), "--controller", controller_address, *pair],
+                f"{worker_address}/health",
+            ),
+            "API": (
+                ["api", "--host", host, "--port", str(port), "--controller", controller_address],
+                f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/v1/models",
+            ),
+        }
+    )
+    try:
+        cluster.start(lambda text: err.print(text, style="dim"))
+        _tell(host, port, controller_address, worker_address, name)
+        cluster.wait()
+    finally:
+        cluster.stop()
+
+
+def _option(name: str, value: Any) -> list[str]:
+    names = {"top_k": "tree-top-k"}
+    if value is None:
+        return []
+    return [f"--{names.get(name, name.replace('_', '-'))}", str(value)]
+
+
+def _name(target: str | None) -> str:
+    return Path(target).name if target else "eagle-fsd-bundled"
+
+
+def _tell(host: str, port: int, controller: str, worker: str, name: str) -> None:
+    key = ' -H "Authorization: Bearer $KEY"' if os.environ.get(KEYS_VARIABLE) else ""
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    lines = [
+        f"API         http://{host}:{port}/v1",
+        f"controller  {controller}",
+        f"worker      {worker}  (/metrics, /health)",
+        f"curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f" -d {shlex.quote(body)}",
+    ]
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
