@@ -27,7 +27,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 # Train the pair that ships with the package from nothing; see eagle_fsd/train/bundled.py.
 bundled: $(INSTALLED)
 	$(RUN)/python -m eagle_fsd.train.bundled --stage target --stage head
-	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 8 --install
+	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 16 --install
 	$(RUN)/python -m eagle_fsd.train.bundled --stage card
 
 clean:

@@ -330,3 +330,14 @@ def _replace_call(
         return (instead if calls == number else whole)(*arguments, **options)
 
     patch.setattr(owner, name, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
+def test_compiled_layers_train_and_validate(target: Path, data: Path, tmp_path: Path) -> None:
+    """The validation's decoding runs the same layers, uncompiled: its shapes broke the compiler."""
+    plain = train_here(data, tmp_path / "plain", target, validation=2, validate_every=3)
+    out = train_here(data, tmp_path / "out", target, validation=2, validate_every=3, compile=True)
+    assert losses(out) == pytest.approx(losses(plain), rel=1e-3)
+    (first, *_) = [line for line in metrics(out) if line["kind"] == "validation"]
+    assert first["tau"] >= 1.0
