@@ -78,12 +78,16 @@ def test_lossless_greedy_equals_hugging_face_on_200_problems(model: EagleFSD) ->
 def test_floors_and_the_gain_of_the_shipped_settings(model: EagleFSD) -> None:
     """On 500 unseen problems, greedy, float32.
 
-    The target answers 85 % or more; exact decoding reaches tau 3.5 or more; the settings that ship
-    reach 1.25 times that and lose at most 2 points.
+    The target answers 85 % or more; exact decoding reaches tau 3.5 or more; FSD reaches 1.25 times
+    that and loses at most 2 points. The settings that ship were calibrated to lose less than one:
+    they reach 1.2 times.
     """
     exact = measure_quality(model, UNSEEN, batch=25, threshold=0.0)
-    fuzzy = measure_quality(model, UNSEEN, batch=25)
+    fuzzy = measure_quality(model, UNSEEN, batch=25, threshold=0.2, min_ratio=0.1)
+    shipped = measure_quality(model, UNSEEN, batch=25)
     assert model.settings.threshold > 0
+    assert shipped.tau >= 1.2 * exact.tau
+    assert shipped.accuracy >= exact.accuracy - 0.01
     assert exact.origins["fuzzy"] == 0
     assert exact.accuracy >= 0.85
     assert exact.tau >= 3.5

@@ -85,7 +85,7 @@ def test_a_run_goes_on_and_answers_nothing_twice(tmp_path: Path, run: Command) -
 def test_other_settings_are_refused_for_the_method_they_concern(
     tmp_path: Path, run: Command
 ) -> None:
-    command = (*COMMAND, "--out", str(tmp_path))
+    command = (*COMMAND, "--out", str(tmp_path), "--threshold", "0.2")
     assert run(*command)[0] == 0
     changed = (*command, "--threshold", "0.3")
     assert run(*changed, "-m", "plain", "-m", "exact")[0] == 0

@@ -72,7 +72,8 @@ def test_metrics_tell_every_step_and_validation(undisturbed: Path, data: Path) -
     for line in lines:
         assert 0 <= line["top1"] <= line["top3"] <= 1
         assert line["tokens_per_second"] > 0
-        assert line["loss"] == pytest.approx(line["feature"] + 0.1 * line["token"], rel=1e-5)
+        parts = line["feature"] + 0.1 * line["token"] + line["divergence"]
+        assert line["loss"] == pytest.approx(parts, rel=1e-5)
     assert lines[-1]["seconds_left"] == 0
     validations = metrics(undisturbed, "validation")
     assert [line["step"] for line in validations] == [5, 10, 12]
