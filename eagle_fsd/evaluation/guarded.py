@@ -8,12 +8,18 @@ the whole evaluation in a container.
 """
 
 import os
+import subprocess
 import sys
 
 try:
     import resource
 except ImportError:  # not on Windows; the time limit and the audit hook remain
     resource = None
+try:
+    import _posixsubprocess
+    import posix
+except ImportError:
+    posix = None
 
 #: Exit status of a program that did what it may not.
 STOPPED = 77
@@ -28,6 +34,7 @@ REFUSED = (
     "os.spawn",
     "os.system",
     "os.startfile",
+    "os.chdir",  # names are judged against the folder it began in
     "os.kill",
     "pty.",
     "signal.pthread_kill",
@@ -56,6 +63,10 @@ PATHS = {
     "shutil.copyfile": (1,),
     "shutil.copytree": (1,),
 }
+#: Functions that begin programs or make files without an audit event.
+UNAUDITED = [(os, "mkfifo"), (os, "mknod"), (subprocess, "_fork_exec")]
+if posix is not None:
+    UNAUDITED += [(posix, "mkfifo"), (posix, "mknod"), (_posixsubprocess, "fork_exec")]
 
 
 def limit(seconds, megabytes):
@@ -77,6 +88,7 @@ def guard(folder):
     """Refuse what a program has no business doing."""
     inside = os.path.realpath(folder) + os.sep
     real, join, fspath, fsdecode = os.path.realpath, os.path.join, os.fspath, os.fsdecode
+    isdir = os.path.isdir
 
     def foreign(path):
         if isinstance(path, int):
@@ -99,10 +111,16 @@ def guard(folder):
             writes = writes or (isinstance(mode, str) and any(sign in mode for sign in "wax+"))
             if writes and foreign(path):
                 stop(f"writing {path!r}")
+            if not isinstance(path, int) and isdir(path):
+                stop(f"opening the folder {path!r}")  # names could be told relative to it
         for place in PATHS.get(event, ()):
             if foreign(arguments[place]):
                 stop(f"{event} of {arguments[place]!r}")
 
+    # What raises no event.
+    for module, name in UNAUDITED:
+        if hasattr(module, name):
+            setattr(module, name, lambda *_, name=name, **__: stop(name))
     sys.addaudithook(hook)
 
 

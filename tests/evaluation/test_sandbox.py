@@ -49,15 +49,26 @@ def test_catching_the_refusal_does_not_help() -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["open({path!r}, 'w')", "open('../out.txt', 'a')", "__import__('os').remove({path!r})"],
+    [
+        "open({path!r}, 'w')",
+        "open('../out.txt', 'a')",
+        "__import__('os').remove({path!r})",
+        "import os\nos.chdir({folder!r})\nopen('kept.txt', 'w')",
+        "import os\nos.open('kept.txt', os.O_WRONLY, dir_fd=os.open({folder!r}, os.O_RDONLY))",
+        "import os\nos.mkdir('made', dir_fd=os.open({folder!r}, os.O_RDONLY))",
+        "import os\nos.mkfifo({path!r} + '2')",
+        "import os\nos.mknod({path!r} + '2')",
+        "import _posixsubprocess as p\np.fork_exec([b'touch'], [b'/bin/touch'], *[None] * 20)",
+    ],
 )
 def test_nothing_outside_its_folder_is_written(how: str, tmp_path: Path) -> None:
     path = tmp_path / "kept.txt"
     path.write_text("kept")
-    found = run_program(how.format(path=str(path)))
+    found = run_program(how.format(path=str(path), folder=str(tmp_path)))
     assert not found.passed
     assert "not allowed" in found.reason
     assert path.read_text() == "kept"
+    assert [item.name for item in tmp_path.iterdir()] == ["kept.txt"]
 
 
 def test_an_endless_loop_ends_in_time() -> None:
