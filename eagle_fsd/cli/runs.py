@@ -141,6 +141,7 @@ class Run:
         model = load_pair(self.target, self.head, self.dtype, device, self.settings)
         if self.baseline:
             methods = [*hugging_face(model, self.assistant), *methods]
+        methods = list({method.name: method for method in methods}.values())
         evaluation = Evaluation(
             model,
             questions,

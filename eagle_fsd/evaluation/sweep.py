@@ -68,6 +68,8 @@ def _sentence(what: str, rows: Sequence[Row], exact: Row) -> str:
     if not rows:
         return f"{what}: exact decoding."
     best = max(rows, key=lambda row: row["tokens_per_second"])
+    if best["tokens_per_second"] <= exact["tokens_per_second"]:
+        return f"{what}: exact decoding."
     against = best["against_exact"]
     bound = loss_bound(against["lost"], against["gained"], against["paired"])
     plain = f"{best['speedup']:.2f} times plain decoding, " if best["speedup"] else ""

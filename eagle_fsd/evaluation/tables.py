@@ -125,7 +125,7 @@ def csv_text(report: dict[str, Any]) -> str:
         **{key: report["about"][key] for key in ("temperature", "batch", "max_new_tokens")},
         **{key: report["settings"][key] for key in ("total_tokens", "depth", "top_k")},
         "dtype": report["dtype"],
-        "machine": environment["machine"].get("gpu") or environment["machine"]["cpu"],
+        "machine": _machine(report),
         "date": environment["date"],
         "revision": environment["revision"],
         **{name: environment["versions"][name] for name in ("torch", "transformers")},
@@ -149,7 +149,7 @@ def footnote(report: dict[str, Any]) -> str:
     text = (
         f"{report['questions']} questions of {about['questions']}{at_once}; {kind},"
         f" {str(report['dtype']).removeprefix('torch.')} on"
-        f" {machine.get('gpu') or machine['cpu']}, {machine['threads']} threads; tree"
+        f" {_machine(report)}, {machine['threads']} threads; tree"
         f" {tree['total_tokens']}/{tree['depth']}/{tree['top_k']}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {environment['date'][:10]}, revision"
         f" {environment['revision']}. Intervals are 95 %."
@@ -157,6 +157,12 @@ def footnote(report: dict[str, Any]) -> str:
     if failed:
         text += f" {failed} turns were not answered: their prompts fill the context."
     return text
+
+
+def _machine(report: dict[str, Any]) -> str:
+    """What decoded: a machine with a GPU can be told to use its CPU."""
+    machine = report["environment"]["machine"]
+    return machine.get("gpu", "") if report["device"].startswith("cuda") else machine["cpu"]
 
 
 def _inside(value: Any, path: Sequence[str]) -> Any:

@@ -174,10 +174,8 @@ def test_questions_answered_at_once_get_the_same_answers(tmp_path: Path, run: Co
 def test_hugging_face_beside_us(tmp_path: Path, run: Command) -> None:
     """Its own generate and its assisted generation (the target assists itself) say the same."""
     assistant = Path(eagle_fsd.__file__).parent / "model" / "bundled" / "target"
-    status, printed, _ = run(
-        *COMMAND, "--out", tmp_path, "-m", "exact", "--baseline", "hf", "--assistant", assistant,
-        "--json",
-    )  # fmt: skip
+    command = (*COMMAND, "--out", tmp_path, "--json", "-m", "exact", "hf")
+    status, printed, _ = run(*command, "--baseline", "hf", "--assistant", assistant)
     assert status == 0
     rows = json.loads(printed)["rows"]
     assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]

@@ -71,6 +71,8 @@ def test_two_sentences() -> None:
     assert "2 points at most: d" in bounded
     assert "10 points at most: c" in conclusions(ROWS, largest_loss=0.1)[1]
     assert conclusions([item for item in ROWS if item["method"] != "exact"]) == []
+    slower = [ROWS[1], row("slow", 80, 0.9)]
+    assert all(sentence.endswith("exact decoding.") for sentence in conclusions(slower))
     none = [ROWS[1], row("c", 150, 0.8, 10)]
     assert conclusions(none)[0].endswith("exact decoding.")
 
