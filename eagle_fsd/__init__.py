@@ -1,12 +1,18 @@
 """Fuzzy Speculative Decoding on EAGLE-2 draft trees."""
 
-from eagle_fsd.model.checkpoint import CheckpointError
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.head import EagleHead
-from eagle_fsd.model.loading import LoadError
-from eagle_fsd.model.loop import GenerateOutput, StreamChunk
-from eagle_fsd.model.settings import FSDSettings
-from eagle_fsd.model.verify import Origin
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_fsd.model.checkpoint import CheckpointError
+    from eagle_fsd.model.decode import EagleFSD
+    from eagle_fsd.model.head import EagleHead
+    from eagle_fsd.model.loading import LoadError
+    from eagle_fsd.model.loop import GenerateOutput, StreamChunk
+    from eagle_fsd.model.settings import FSDSettings
+    from eagle_fsd.model.verify import Origin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,3 +25,30 @@ __all__ = [
     "Origin",
     "StreamChunk",
 ]
+
+_MODULES = {
+    "CheckpointError": "checkpoint",
+    "EagleFSD": "decode",
+    "EagleHead": "head",
+    "FSDSettings": "settings",
+    "GenerateOutput": "loop",
+    "LoadError": "loading",
+    "Origin": "verify",
+    "StreamChunk": "loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for.
+
+    torch and transformers take seconds to import, which ``eagle-fsd --help`` has no use for.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.model.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

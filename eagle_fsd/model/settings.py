@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.options import Options, choice, number
 
 SETTINGS_FILE = "fsd.json"
+#: What :data:`eagle_fsd.model.divergence.DIVERGENCES` holds, told without a need for torch.
+DIVERGENCE_NAMES = tuple(
+    prefix + name
+    for prefix in ("", "top_k_", "top_p_")
+    for name in ("js", "js_reference", "kl", "kl_reversed", "tv")
+)
 FALLBACKS = ("exact", "stop")
 SELECTIONS = ("longest", "target", "sample")
 DISTRIBUTIONS = ("raw", "warped")
@@ -33,7 +38,7 @@ class FSDSettings(Options):
     threshold: float = number(
         0.0, 0.0, math.inf, "T: keep a drafted token where the divergence is below it; 0 is exact"
     )
-    divergence: str = choice("js", tuple(DIVERGENCES), "which divergence is compared with T")
+    divergence: str = choice("js", DIVERGENCE_NAMES, "which divergence is compared with T")
     min_ratio: float = number(
         0.0, 0.0, 1.0, "a fuzzy token also needs this share of the target's largest probability"
     )

@@ -18,8 +18,6 @@ Shape letters: ``B`` chats, ``S`` pairs (one less than tokens), ``H`` hidden siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,29 +27,10 @@ from transformers import DynamicCache
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.head import EagleHead
+from eagle_fsd.train.recipe import LossWeights
 
 #: Positions whose distributions over the vocabulary are in memory at a time.
 READOUT_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """What the loss is made of.
-
-    Attributes:
-        feature, token: Of smooth-L1 and of the cross-entropy.
-        divergence: Of the divergence ``kind``, a name in
-            :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
-        steps: How often the head is run on its own features, the first on the target's.
-        decay: Each step counts this much of the one before.
-    """
-
-    feature: float = 1.0
-    token: float = 0.1
-    divergence: float = 0.0
-    kind: str = "js"
-    steps: int = 1
-    decay: float = 1.0
 
 
 class HeadLosses(nn.Module):

@@ -9,12 +9,31 @@ from pathlib import Path
 import yaml
 
 from eagle_fsd.model.options import Options, choice, flag, number
-from eagle_fsd.train.losses import LossWeights
 
 #: The published learning rate, and the hidden size (of a 7B Llama) it was published for.
 PUBLISHED_LR, PUBLISHED_HIDDEN = 3e-5, 4096
 #: Divergences worth training for: smooth where the two distributions nearly agree.
 DIVERGENCE_LOSSES = ("js", "tv", "kl", "kl_reversed")
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What the loss is made of.
+
+    Attributes:
+        feature, token: Of smooth-L1 and of the cross-entropy.
+        divergence: Of the divergence ``kind``, a name in
+            :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        steps: How often the head is run on its own features, the first on the target's.
+        decay: Each step counts this much of the one before.
+    """
+
+    feature: float = 1.0
+    token: float = 0.1
+    divergence: float = 0.0
+    kind: str = "js"
+    steps: int = 1
+    decay: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.target import Target
 from eagle_fsd.train import losses as module
 from eagle_fsd.train.features import compute_features
-from eagle_fsd.train.losses import HeadLosses, LossWeights, unroll
-from eagle_fsd.train.recipe import DIVERGENCE_LOSSES
+from eagle_fsd.train.losses import HeadLosses, unroll
+from eagle_fsd.train.recipe import DIVERGENCE_LOSSES, LossWeights
 
 ROWS, LENGTH = 2, 11  # of chats and of tokens
 STEPS = 4
