@@ -58,6 +58,20 @@ def main() -> None:
         fail("stopped", INTERRUPTED)
     except (ValueError, FloatingPointError, OSError, TrainingError) as error:
         fail(str(error), 1)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        fail("out of memory: decode fewer at once, or a smaller model or dtype", 1)
     if status == INTERRUPTED:  # typer's own answer to Ctrl-C
         fail("stopped", INTERRUPTED)
     raise SystemExit(status or 0)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory or the machine's did not suffice."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for this
+        or "DefaultCPUAllocator: can't allocate memory" in str(error)
+        or "DefaultCPUAllocator: not enough memory" in str(error)
+    )

@@ -95,7 +95,7 @@ def _print_bench(report: dict[str, Any]) -> None:
         cells += [f"{phases[name]:.1%}" if phases else "" for name in names]
         table.add_row(*cells)
     # Wide enough for every column: a file or a pipe has no width to fit.
-    Console(width=max(out.width, 130), highlight=False).print(table)
+    Console(width=max(out.width, 130), highlight=False, markup=False).print(table)
     environment = report["environment"]
     tree = report["settings"]
     machine = environment["machine"]

@@ -66,6 +66,8 @@ def calibrate(
     divergences = list(dict.fromkeys(divergences or ["js"]))
     min_ratios = list(dict.fromkeys(MIN_RATIOS if min_ratios is None else min_ratios))
     check_grid(thresholds, divergences, min_ratios)
+    if not any(thresholds):
+        raise typer.BadParameter("there is nothing to choose from: name a threshold above 0")
     beside = Path(run.head) if run.head else BUNDLED / "head"
     if install and not beside.is_dir():
         raise typer.BadParameter(f"--install needs a head in a folder; {beside} is none")
@@ -77,10 +79,10 @@ def calibrate(
     folder = run.folder("calibrate")
     found: dict[str, Any] = {}
 
-    def finish(_: Any, report: dict[str, Any]) -> None:
-        verdicts = certify(report["rows"], series, allowed)
+    def finish(evaluation: Any, report: dict[str, Any]) -> None:
+        verdicts = certify(report["rows"], series, allowed, evaluation.losses)
         best = fastest(report["rows"], verdicts)
-        found["table"] = verdict_table(report["rows"], verdicts)
+        found["table"] = verdict_table(verdicts)
         found["best"] = best["method"]
         found["settings"] = chosen_settings(best, methods, verdicts, allowed, report)
         report["calibration"] = found["settings"]

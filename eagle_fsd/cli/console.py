@@ -6,13 +6,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# No markup: names of folders, categories and models may hold brackets.
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 def fail(message: str, status: int) -> NoReturn:
     """Say in one line what went wrong, and end."""
-    err.print(f"error: {' '.join(message.split())}", markup=False, soft_wrap=True)
+    err.print(f"error: {' '.join(message.split())}", soft_wrap=True)
     raise SystemExit(status)
 
 

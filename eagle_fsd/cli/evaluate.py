@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from eagle_fsd.cli.many import many_values
-from eagle_fsd.cli.runs import Run, print_report, tell_folder, with_run
+from eagle_fsd.cli.runs import Run, print_report, with_run
 
 #: What --method knows.
 NAMED = ("plain", "exact", "fsd", "hf", "rules")
@@ -38,11 +37,9 @@ def evaluate(
     known = {"plain": [PLAIN], "exact": [EXACT], "fsd": [Method("fsd", {})], "hf": [HF]}
     known["rules"] = rule_methods()
     chosen = [method for name in dict.fromkeys(names) for method in known[name]]
-    report = run.evaluate("evaluate", chosen)
-    if report is None:
-        return
-    if run.as_json:
-        typer.echo(json.dumps(report))
-        return
-    print_report(report)
-    tell_folder(run.folder("evaluate"), "Answers and report")
+    folder = run.folder("evaluate")
+
+    def show(report: dict[str, Any]) -> None:
+        print_report(report, run.as_json, folder, "Answers and report")
+
+    run.evaluate("evaluate", chosen, show=show)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +27,7 @@ from eagle_fsd.cli.options import (
     with_options,
     with_settings,
 )
-from eagle_fsd.evaluation.answers import Decoding
+from eagle_fsd.evaluation.decoding import Decoding
 
 Questions = Annotated[
     str,
@@ -33,7 +35,14 @@ Questions = Annotated[
         help="bundled, mt-bench, spec-bench, gsm8k, commonsense-qa, mmlu, humaneval, or a file."
     ),
 ]
-Count = Annotated[int | None, typer.Option(min=1, help="The first so many questions.")]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="So many questions: as many of each category (MMLU's subjects, MT-bench's kinds) as"
+        " of the others; of a set of one category, the first.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +100,8 @@ class Run:
             raise typer.BadParameter("--baseline knows only 'hf'")
         if self.assistant and not self.baseline:
             raise typer.BadParameter("--assistant belongs to --baseline hf")
+        if self.assistant and (self.decoding or {}).get("batch", 1) > 1:
+            raise typer.BadParameter("Hugging Face's assisted generation takes --batch 1 only")
 
     def counting(self, count: int) -> Run:
         """The same with so many questions."""
@@ -106,14 +117,16 @@ class Run:
         methods: Sequence[Any],
         seed: int = 0,
         finish: Callable[..., None] = lambda *_: None,
+        show: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> dict[str, Any] | None:
         """Answer the questions with ``methods`` (and the baseline), and report.
 
         Args:
             command: Names the folder.
             seed: Where none was given.
-            finish: Called on the first process with the model, the questions, the report and the
-                folder, before the report is written.
+            finish: Called on the first process with the evaluation and the report, before the
+                report is written.
+            show: Called on the first process with the report, however the judge fared.
 
         Returns:
             The report, on the first process of several.
@@ -125,8 +138,10 @@ class Run:
         from accelerate.utils import parse_flag_from_env
 
         from eagle_fsd.evaluation.evaluate import Evaluation
+        from eagle_fsd.evaluation.judge_prompts import JudgePrompts
         from eagle_fsd.evaluation.methods import hugging_face
         from eagle_fsd.evaluation.sets import find_questions
+        from eagle_fsd.evaluation.store import folder_lock
 
         decoding = Decoding.from_dict({"seed": seed, **self.decoding})
         on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
@@ -135,6 +150,8 @@ class Run:
         loading = ProgressBar("downloading", at_once=False)
         with state.main_process_first(), loading as progress:
             questions = find_questions(self.questions, self.count, decoding.seed, progress)
+            if self.judge_base_url:  # what cannot be had is told before hours of decoding
+                JudgePrompts.find(questions)
         device = self.device
         if device is None and state.num_processes > 1:
             device = str(state.device)
@@ -142,34 +159,41 @@ class Run:
         if self.baseline:
             methods = [*hugging_face(model, self.assistant), *methods]
         methods = list({method.name: method for method in methods}.values())
-        evaluation = Evaluation(
-            model,
-            questions,
-            methods,
-            self.folder(command),
-            decoding,
-            {
-                "questions": Path(self.questions).name,
-                "count": len(questions),
-                "target": self.target or "bundled",
-                "head": self.head or "bundled",
-            },
-            self.template,
-            self.execute_code,
-            state.process_index,
-            state.num_processes,
-        )
-        with ProgressBar("answering") as progress:
-            evaluation.answer(progress if state.is_main_process else None)
-        state.wait_for_everyone()
-        if not state.is_main_process:
-            return None
-        report = evaluation.report()
-        finish(evaluation, report)
-        evaluation.write(report)
-        if self.judge_base_url:
-            self._judge(evaluation, report)
+        folder = self.folder(command)
+        with folder_lock(folder) if state.is_main_process else nullcontext():
+            with state.main_process_first():
+                evaluation = Evaluation(
+                    model,
+                    questions,
+                    methods,
+                    folder,
+                    decoding,
+                    {
+                        "questions": Path(self.questions).name,
+                        "count": len(questions),
+                        "target": self.target or "bundled",
+                        "head": self.head or "bundled",
+                    },
+                    self.template,
+                    self.execute_code,
+                    state.process_index,
+                    state.num_processes,
+                )
+            with ProgressBar("answering") as progress:
+                evaluation.answer(progress if state.is_main_process else None)
+            state.wait_for_everyone()
+            if not state.is_main_process:
+                return None
+            with ProgressBar("scoring", at_once=False) as progress:
+                report = evaluation.report(progress if self.execute_code else None)
+            finish(evaluation, report)
             evaluation.write(report)
+            try:
+                if self.judge_base_url:
+                    self._judge(evaluation, report)
+                    evaluation.write(report)
+            finally:
+                show(report)
         return report
 
     def _judge(self, evaluation: Any, report: dict[str, Any]) -> None:
@@ -183,7 +207,7 @@ class Run:
             judgments = judge_answers(
                 endpoint,
                 evaluation.questions,
-                evaluation.records(),
+                evaluation.merge(),
                 evaluation.folder,
                 self.judge_parallel,
                 progress,
@@ -218,8 +242,11 @@ def with_run(leave_out: Collection[str] = ()) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Its tables and sentences."""
+def print_report(report: dict[str, Any], as_json: bool, folder: Path, what: str) -> None:
+    """Its tables and sentences, and where they are; or all of it as JSON."""
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
     from eagle_fsd.evaluation.tables import footnote, tables
 
     for table in tables(report["rows"]):
@@ -228,6 +255,7 @@ def print_report(report: dict[str, Any]) -> None:
     for sentence in report.get("conclusions", []):
         out.print(sentence, soft_wrap=True)
     out.print(footnote(report), style="dim", soft_wrap=True)
+    err.print(f"{what} are in {folder}.", style="dim", soft_wrap=True)
 
 
 def print_table(headers: list[str], cells: list[list[str]]) -> None:
@@ -237,8 +265,4 @@ def print_table(headers: list[str], cells: list[list[str]]) -> None:
         shown.add_column(header, justify="right" if at else "left", no_wrap=True)
     for line in cells:
         shown.add_row(*line)
-    Console(width=max(out.width, 180), highlight=False).print(shown)
-
-
-def tell_folder(folder: Path, what: str) -> None:
-    err.print(f"{what} are in {folder}.", style="dim", soft_wrap=True)
+    Console(width=max(out.width, 180), highlight=False, markup=False).print(shown)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from eagle_fsd.cli.many import is_number, many_values
-from eagle_fsd.cli.runs import Run, print_report, tell_folder, with_run
-from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.cli.runs import Run, print_report, with_run
+from eagle_fsd.model.settings import DIVERGENCE_NAMES, FSDSettings
 
 THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 MIN_RATIOS = (0.0, 0.1, 0.3)
@@ -33,7 +31,7 @@ MinRatios = Annotated[
 GridCommand = many_values(
     {
         **dict.fromkeys(("--thresholds", "-T", "--min-ratio", "-r"), is_number),
-        **dict.fromkeys(("--divergence", "-d"), DIVERGENCES.__contains__),
+        **dict.fromkeys(("--divergence", "-d"), DIVERGENCE_NAMES.__contains__),
     }
 )
 GRID_FIELDS = ("threshold", "divergence", "min_ratio")
@@ -94,11 +92,8 @@ def sweep(
         draw_divergences(found, thresholds, report, folder / "divergence.png")
         draw_positions(report, folder / "accepted.png")
 
-    report = run.evaluate("sweep", methods, finish=finish)
-    if report is None:
-        return
-    if run.as_json:
-        typer.echo(json.dumps(report))
-        return
-    print_report(report)
-    tell_folder(folder, "Answers, report.md, report.csv and the pictures")
+    def show(report: dict[str, Any]) -> None:
+        what = "Answers, report.md, report.csv and the pictures"
+        print_report(report, run.as_json, folder, what)
+
+    run.evaluate("sweep", methods, finish=finish, show=show)

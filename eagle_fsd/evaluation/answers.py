@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 
+from eagle_fsd.evaluation.decoding import Decoding
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import Method, count_new, decode, synchronise
+from eagle_fsd.evaluation.methods import Method, decode, synchronise
 from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.store import AnswerStore, Record
+from eagle_fsd.evaluation.store import AnswerStore, Record, Session
 from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.options import Options, number
 from eagle_fsd.model.prompts import ChatFormat, encode_prompt
 from eagle_fsd.model.target import Target
 
 #: Tokens whose distributions are in memory at a time when a likelihood is computed.
 LIKELIHOOD_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Decoding(Options):
-    """How answers are drawn, the same for every method."""
-
-    max_new_tokens: int = number(512, 1, math.inf, "tokens of a turn at most")
-    temperature: float = number(0.0, 0.0, math.inf, "0 is greedy")
-    top_p: float = number(1.0, 0.0, 1.0, "nucleus sampling; 1 is off")
-    top_k: int = number(0, 0, math.inf, "sample from the k likeliest; 0 is off")
-    seed: int = number(0, 0, 2**31, "of sampling, and of the bundled problems")
-    batch: int = number(1, 1, 1024, "questions answered at once; speeds are this batch's")
 
 
 #: A question's place in its set, and the question.
@@ -45,10 +32,11 @@ class Answerer:
     """Answers questions with each of several methods.
 
     The methods take turns on every batch of questions, in an order that rotates, so that a machine
-    that slows down slows them all. The first question is answered once before anything is timed.
+    that slows down slows them all. Every method's first turn is answered once before any is timed.
 
     Args:
         stores: One for each method, in the methods' order.
+        session: Goes into every answer.
         process, processes: Which share of the questions is answered here: every ``processes``-th.
     """
 
@@ -59,14 +47,17 @@ class Answerer:
         methods: Sequence[Method],
         stores: Sequence[AnswerStore],
         decoding: Decoding,
+        session: Session,
         process: int = 0,
         processes: int = 1,
     ) -> None:
         self.model, self.wording, self.decoding = model, wording, decoding
+        self.session = session
         self.methods, self.stores = list(methods), list(stores)
         self.process, self.processes = process, processes
         self.memory = PeakMemory(model.target.device)
         self.ends = [*model.end_tokens, *wording.stop_token_ids]
+        self.stops = [StopStringCriteria(model.tokenizer, wording.stop)] if wording.stop else []
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
@@ -87,9 +78,12 @@ class Answerer:
                     work.append((index, group))
         total = len(share) * count
         done = total - sum(len(group) for _, group in work)
-        for index in {index for index, _ in work}:
-            first = work[0][1][0][1].turns[0]
-            self._turn(self.methods[index], [[{"role": "user", "content": first}]], seed=0)
+        warmed: set[int] = set()
+        for index, group in work:
+            if index not in warmed:
+                warmed.add(index)
+                chats = [[{"role": "user", "content": item.turns[0]}] for _, item in group]
+                self._turn(self.methods[index], chats, [0] * len(group))
         for index, group in work:
             for record in self.answer(group, self.methods[index]):
                 self.stores[index].append(record)
@@ -105,8 +99,8 @@ class Answerer:
             asked = [at for at, (_, question) in enumerate(group) if at_turn < len(question.turns)]
             for at in asked:
                 chats[at].append({"role": "user", "content": group[at][1].turns[at_turn]})
-            seed = self.decoding.seed + 1_000_003 * group[0][0] + at_turn
-            said = self._turn(method, [chats[at] for at in asked], seed)
+            seeds = [self.decoding.seed + 1_000_003 * group[at][0] + at_turn for at in asked]
+            said = self._turn(method, [chats[at] for at in asked], seeds)
             for at, values in zip(asked, said, strict=True):
                 chats[at].append({"role": "assistant", "content": values["turns"]})
                 for name, value in values.items():
@@ -117,6 +111,7 @@ class Answerer:
                 "category": question.category,
                 "answer_id": uuid.uuid4().hex[:22],
                 "model_id": method.name,
+                "session": self.session.begin(),
                 "choices": [choice],
                 "tstamp": time.time(),
             }
@@ -124,56 +119,83 @@ class Answerer:
         ]
 
     def _turn(
-        self, method: Method, chats: Sequence[Sequence[dict[str, str]]], seed: int
+        self,
+        method: Method,
+        chats: Sequence[Sequence[dict[str, str]]],
+        seeds: Sequence[int],
     ) -> list[dict[str, Any]]:
         """What one turn adds to each answer: a value goes to the end of the list of its name."""
-        model, decoding = self.model, self.decoding
+        model = self.model
         prompts = [encode_prompt(chat, model.tokenizer, self.wording)[0] for chat in chats]
         turns: list[dict[str, Any]] = [
             # Said, not hidden: the report counts these.
             {**_EMPTY_TURN, "errors": f"the prompt's {len(prompt)} tokens fill the context"}
             for prompt in prompts
         ]
-        rows = [at for at, prompt in enumerate(prompts) if len(prompt) < model.target.context]
-        if not rows:
-            return turns
+        together: list[int] = []
+        calls = []
+        for at, prompt in enumerate(prompts):
+            room = model.target.context - len(prompt)
+            if room >= self.decoding.max_new_tokens:
+                together.append(at)
+            elif room > 0:
+                # By itself: a call's new tokens are as many as its longest prompt leaves room for,
+                # and nobody's answer shall depend on whom it shares a batch with.
+                calls.append(([at], room))
+        if together:
+            calls.insert(0, (together, self.decoding.max_new_tokens))
+        for rows, room in calls:
+            said = self._call(method, [prompts[at] for at in rows], room, seeds[rows[0]])
+            for at, values in zip(rows, said, strict=True):
+                turns[at] = values
+        return turns
+
+    def _call(
+        self, method: Method, prompts: Sequence[Tensor], max_new_tokens: int, seed: int
+    ) -> list[dict[str, Any]]:
+        """A turn's values for each of ``prompts``, decoded in one call."""
+        model, decoding = self.model, self.decoding
         padded = model.tokenizer.pad(
-            {"input_ids": [prompts[at] for at in rows]}, padding_side="left", return_tensors="pt"
+            {"input_ids": list(prompts)}, padding_side="left", return_tensors="pt"
         ).to(model.target.device)
         self.memory.start()
         synchronise(model)
         begun = time.perf_counter()
-        new, origins, stats = decode(
+        found = decode(
             model,
             method,
             padded["input_ids"],
             padded["attention_mask"],
-            max_new_tokens=decoding.max_new_tokens,
+            self.ends,
+            max_new_tokens=max_new_tokens,
             temperature=decoding.temperature,
             top_p=decoding.top_p,
             top_k=decoding.top_k,
             seed=seed,
-            eos_token_id=self.ends,
+            stopping_criteria=self.stops,
         )
         synchronise(model)
         spent = time.perf_counter() - begun
         memory = self.memory.read()
-        counts = [count_new(row, self.ends) for row in new]
-        for row, (at, count) in enumerate(zip(rows, counts, strict=True)):
-            tokens = new[row, :count]
+        total = max(1, sum(map(len, found.tokens)))
+        turns = []
+        for row, tokens in enumerate(found.tokens):
             said = model.tokenizer.decode(tokens, skip_special_tokens=True)
-            turns[at] = {
-                "turns": _before(said, self.wording.stop).strip(),
-                "idxs": len(stats.accepted[row]) if stats else count,
-                "new_tokens": count,
-                # A batch's time, shared out by tokens.
-                "wall_time": spent * count / max(1, sum(counts)),
-                "accepted": stats.accepted[row] if stats else [],
-                "origins": origins[row, :count].tolist() if origins is not None else [],
-                "log_likelihood": answer_log_likelihood(model.target, prompts[at], tokens),
-                "memory": memory,
-                "errors": None,
-            }
+            accepted = found.stats.accepted[row] if found.stats else []
+            turns.append(
+                {
+                    "turns": _before(said, self.wording.stop).strip(),
+                    "idxs": len(accepted) if found.stats else len(tokens),
+                    "new_tokens": len(tokens),
+                    # A batch's time, shared out by tokens.
+                    "wall_time": spent * len(tokens) / total,
+                    "accepted": accepted,
+                    "origins": found.origins[row] if found.origins else [],
+                    "log_likelihood": answer_log_likelihood(model.target, prompts[row], tokens),
+                    "memory": memory,
+                    "errors": None,
+                }
+            )
         return turns
 
 

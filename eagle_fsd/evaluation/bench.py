@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from eagle_fsd.evaluation.methods import (
     EXACT,
     HF,
     PLAIN,
+    Decoded,
     Method,
-    count_new,
     decode,
     fsd_grid,
     synchronise,
@@ -30,7 +28,6 @@ from eagle_fsd.model.bundled.problems import Problem, problems
 from eagle_fsd.model.bundled.quality import Quality, decode_answers, encode_problems
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.environment import describe_environment
-from eagle_fsd.model.stats import DecodeStats
 
 #: Called after each unit of work with (done, total).
 Progress = Callable[[int, int], None]
@@ -186,26 +183,22 @@ class Bench:
         result = self.results[method.name]
         synchronise(self.model)
         begin = time.perf_counter()
-        new, stats = self._generate(method, [problem])
+        found = self._generate(method, [problem])
         synchronise(self.model)
         result.seconds.append(time.perf_counter() - begin)
-        result.tokens.append(count_new(new[0], self.model.end_tokens))
-        if stats is not None:
-            result.phases.update(stats.seconds)
-            result.steps += stats.steps
+        result.tokens.append(len(found.tokens[0]))
+        if found.stats is not None:
+            result.phases.update(found.stats.seconds)
+            result.steps += found.stats.steps
 
     def _judge(self, method: Method, batch: list[Problem]) -> None:
         quality = self.results[method.name].quality
-        new, stats = self._generate(method, batch)
-        quality.add_answers(decode_answers(self.model.tokenizer, new), batch)
-        if stats is not None:
-            quality.add_stats(stats)
+        found = self._generate(method, batch)
+        quality.add_answers(decode_answers(self.model.tokenizer, found.tokens), batch)
+        if found.stats is not None:
+            quality.add_stats(found.stats)
 
-    def _generate(self, method: Method, batch: list[Problem]) -> tuple[Tensor, DecodeStats | None]:
-        """New tokens ``[B, S]`` and, but for Hugging Face's own ``generate``, statistics."""
+    def _generate(self, method: Method, batch: list[Problem]) -> Decoded:
         encoded = encode_problems(self.model.tokenizer, batch).to(self.model.target.device)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        new, _, stats = decode(
-            self.model, method, ids, mask, max_new_tokens=self.max_new_tokens, temperature=0.0
-        )
-        return new, stats
+        return decode(self.model, method, ids, mask, self.model.end_tokens, self.max_new_tokens)

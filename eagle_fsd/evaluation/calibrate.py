@@ -11,12 +11,12 @@ the fastest, and of those hardly slower the one with the smallest bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eagle_fsd.evaluation.methods import EXACT, Method
-from eagle_fsd.evaluation.scoring import loss_bound, normal_quantile
+from eagle_fsd.evaluation.scoring import loss_bound, mean_loss_bound
 from eagle_fsd.evaluation.tables import Row, Table
 
 #: Speeds nearer to each other than this are the same: timings of one setting differ so much.
@@ -60,17 +60,28 @@ class Verdict:
 
 
 def certify(
-    rows: Sequence[Row], series: Sequence[Sequence[Method]], allowed: Allowed
+    rows: Sequence[Row],
+    series: Sequence[Sequence[Method]],
+    allowed: Allowed,
+    losses: Callable[[str], Sequence[float]],
 ) -> list[Verdict]:
     """A verdict on every method of every series, each tried in its order.
 
+    Args:
+        losses: What a method gave up on each question, nats a token.
+
     Raises:
-        ValueError: The questions have no score, but a loss of accuracy is bounded; or none was
-            answered.
+        ValueError: The questions have no score, but a loss of accuracy is bounded; none was
+            answered, or too few for a bound on nats; or speeds cannot be compared.
     """
     by_name = {row["method"]: row for row in rows}
     if not all(row["tokens_per_second"] for row in rows):
         raise ValueError("no question was answered: there is nothing to calibrate on")
+    if not all(row["speed_over_exact"] for row in rows):
+        raise ValueError(
+            "exact decoding and the others were not answered in one run, so their speeds do not"
+            " compare: name another folder"
+        )
     # Every series may err once, on each quality that is asked about.
     asked = (allowed.max_drop is not None) + (allowed.max_nats is not None)
     confidence = 1 - (1 - allowed.confidence) / (len(series) * asked)
@@ -79,7 +90,7 @@ def certify(
         going = True
         for method in methods:
             row = by_name[method.name]
-            drop, nats = _bounds(row, allowed, confidence)
+            drop, nats = _bounds(row, allowed, confidence, losses)
             within = (drop is None or drop <= allowed.max_drop) and (
                 nats is None or nats <= allowed.max_nats
             )
@@ -88,7 +99,9 @@ def certify(
     return verdicts
 
 
-def _bounds(row: Row, allowed: Allowed, confidence: float) -> tuple[float | None, float | None]:
+def _bounds(
+    row: Row, allowed: Allowed, confidence: float, losses: Callable[[str], Sequence[float]]
+) -> tuple[float | None, float | None]:
     against = row["against_exact"]
     drop = nats = None
     if allowed.max_drop is not None:
@@ -98,9 +111,7 @@ def _bounds(row: Row, allowed: Allowed, confidence: float) -> tuple[float | None
             )
         drop = 100 * loss_bound(against["lost"], against["gained"], against["paired"], confidence)
     if allowed.max_nats is not None:
-        low, high = against["log_likelihood_change_interval"]
-        deviation = (high - low) / 2 / normal_quantile(0.975)
-        nats = -against["log_likelihood_change"] + normal_quantile(confidence) * deviation
+        nats = mean_loss_bound(losses(row["method"]), confidence)
     return drop, nats
 
 
@@ -114,8 +125,8 @@ def fastest(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> Row:
     found += [
         (item.row, (item.drop or 0.0, item.nats or 0.0)) for item in verdicts if item.certified
     ]
-    best = max(row["tokens_per_second"] for row, _ in found)
-    near = [item for item in found if item[0]["tokens_per_second"] >= (1 - NOISE) * best]
+    best = max(row["speed_over_exact"] for row, _ in found)
+    near = [item for item in found if item[0]["speed_over_exact"] >= (1 - NOISE) * best]
     return min(near, key=lambda item: item[1])[0]
 
 
@@ -130,13 +141,12 @@ def chosen_settings(
     method = next(method for method in (EXACT, *methods) if method.name == row["method"])
     exact = next(item for item in report["rows"] if item["method"] == EXACT.name)
     verdict = next((item for item in verdicts if item.row is row), None)
-    settings = dict(method.options or {})
-    kept = {name: report["settings"][name] for name in ("fallback", "selection", "divergence_on")}
-    tree = {name: report["settings"][name] for name in ("total_tokens", "depth", "top_k")}
-    environment = report["environment"]
+    # The tree as well: of another one, nothing was certified.
+    shared = ("fallback", "selection", "divergence_on", "total_tokens", "depth", "top_k")
+    asked = ("questions", "count", "seed", "temperature", "batch", "max_new_tokens", "template")
     return {
-        **settings,
-        **kept,
+        **(method.options or {}),
+        **{name: report["settings"][name] for name in shared},
         "about": {
             "made_by": "eagle-fsd calibrate",
             "max_drop_points": allowed.max_drop,
@@ -146,21 +156,20 @@ def chosen_settings(
             "nats_are_below": verdict.nats if verdict else 0.0,
             "accuracy": row["accuracy"],
             "accuracy_exact": exact["accuracy"],
-            "speed_over_exact": row["tokens_per_second"] / exact["tokens_per_second"],
+            "speed_over_exact": row["speed_over_exact"],
             "tau": row["tau"],
             "tau_exact": exact["tau"],
-            **{key: report["about"][key] for key in ("questions", "count", "seed", "temperature")},
-            **{key: report["about"][key] for key in ("target", "head")},
-            "tree": tree,
+            **{key: report["about"][key] for key in (*asked, "target", "head")},
             "dtype": report["dtype"],
-            "environment": environment,
+            "device": report["device"],
+            "environment": report["environment"],
+            "sessions": len(report["sessions"]),
         },
     }
 
 
-def verdict_table(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> Table:
+def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """What was tried, and what came of it."""
-    exact = next(row for row in rows if row["method"] == EXACT.name)
     headers = ["setting", "tokens/s", "x exact", "tau", "lost/gained", "points lost <=", "nats <="]
     words = {True: "within the bound", False: "not within it", None: "not tried: after a failure"}
     cells = []
@@ -170,7 +179,7 @@ def verdict_table(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> Table:
             [
                 row["method"],
                 f"{row['tokens_per_second']:.1f}",
-                f"{row['tokens_per_second'] / exact['tokens_per_second']:.2f}",
+                f"{row['speed_over_exact']:.2f}",
                 f"{row['tau']:.2f}",
                 f"{against['lost']}/{against['gained']}" if "lost" in against else "",
                 "" if verdict.drop is None else f"{verdict.drop:.2f}",

@@ -36,7 +36,7 @@ def judge_summary(
             change = Mean.of([own[key] - exact[key] for key in exact if key in own])
             row[f"against_{baseline}"] = {
                 "score_change": change.value if change.count else None,
-                "score_change_interval": list(change.interval) if change.count else None,
+                "score_change_interval": change.interval and list(change.interval),
                 "turns": change.count,
             }
         summary[method] = row
@@ -53,7 +53,7 @@ def _part(judgments: Sequence[Judgment]) -> dict[str, Any]:
     mean = Mean.of(list(_ratings(judgments).values()))
     return {
         "score": mean.value if mean.count else None,
-        "score_interval": list(mean.interval) if mean.count else None,
+        "score_interval": mean.interval and list(mean.interval),
         "rated": mean.count,
         "unrated": len(judgments) - mean.count,
     }

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.rules import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
 from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.verify import Origin
 
 #: Rules of the literature by the name they have in tables, with their published values.
 RULES = {
@@ -92,15 +99,20 @@ def hugging_face(model: EagleFSD, assistant: str | None = None) -> list[Method]:
     return [HF, Method(HF_ASSISTED, None, draft)]
 
 
+def short(value: float) -> str:
+    """``value`` in as few digits as tell it from any other."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+
+
 def fsd(
     threshold: float, min_ratio: float = 0.0, divergence: str = "js", many: bool = False
 ) -> Method:
     """FSD at one setting; ``many``: divergences differ in this table, so the name says which."""
-    name = f"T={threshold:g}"
+    name = f"T={short(threshold)}"
     if many or divergence != "js":
         name = f"{divergence} {name}"
     if min_ratio:
-        name += f" r={min_ratio:g}"
+        name += f" r={short(min_ratio)}"
     options = {"threshold": threshold, "divergence": divergence, "min_ratio": min_ratio}
     return Method(name, options)
 
@@ -113,7 +125,7 @@ def fsd_groups(
     groups = {}
     for divergence in divergences:
         for ratio in min_ratios:
-            name = f"{divergence} r={ratio:g}" if many else f"r={ratio:g}"
+            name = f"{divergence} r={short(ratio)}" if many else f"r={short(ratio)}"
             rising = sorted(threshold for threshold in thresholds if threshold > 0.0)
             groups[name] = [fsd(threshold, ratio, divergence, many) for threshold in rising]
     return groups
@@ -132,45 +144,122 @@ def rule_methods() -> list[Method]:
     return [Method(name, {"threshold": 0.0, "rule": rule}) for name, rule in RULES.items()]
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """What came of one call.
+
+    Attributes:
+        tokens: The new tokens of each row, up to and with the first that ends it: what is counted,
+            the same for every method.
+        origins: Where they came from, and ``stats``: None where the method tells none.
+    """
+
+    tokens: list[Tensor]
+    origins: list[list[int]] | None
+    stats: DecodeStats | None
+
+
 def decode(
-    model: EagleFSD, method: Method, ids: Tensor, mask: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None, DecodeStats | None]:
-    """New tokens ``[B, S]``, and where the method tells them their origins and statistics.
+    model: EagleFSD,
+    method: Method,
+    ids: Tensor,
+    mask: Tensor,
+    ends: Sequence[int],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    stopping_criteria: Sequence[StoppingCriteria] = (),
+) -> Decoded:
+    """Decode ``ids`` ``[B, S]`` with ``method``; the options are :meth:`EagleFSD.generate`'s.
 
     Args:
-        options: ``max_new_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``,
-            ``eos_token_id``.
+        ends: Ids that end a row.
     """
     start = ids.shape[1]
+    criteria = StoppingCriteriaList(stopping_criteria)
     if method.options is not None:
-        out = model.generate(ids, mask, **{**options, **method.options})
-        return out.sequences[:, start:], out.origins, out.stats
-    temperature = options.get("temperature", 0.0)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature}
-        sampling |= {"top_p": options.get("top_p", 1.0), "top_k": options.get("top_k", 0)}
-        if options.get("seed") is not None:
-            torch.manual_seed(options["seed"])
-    if options.get("eos_token_id") is not None:
-        sampling["eos_token_id"] = options["eos_token_id"]
-    sequences = model.model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=options.get("max_new_tokens", 256),
-        assistant_model=method.assistant,
-        **sampling,
-    )
-    return sequences[:, start:], None, None
+        out = model.generate(
+            ids,
+            mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            eos_token_id=list(ends),
+            stopping_criteria=criteria,
+            **method.options,
+        )
+        counts = (out.origins != Origin.PADDING).sum(1).tolist()
+        rows = zip(out.sequences[:, start:], out.origins, counts, strict=True)
+        kept = [(new[:count], origins[:count].tolist()) for new, origins, count in rows]
+        return Decoded([new for new, _ in kept], [origins for _, origins in kept], out.stats)
+    if temperature and seed is not None:
+        torch.manual_seed(seed)
+    pad = _padding(model, ends)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+    with _configured(
+        model.model,
+        GenerationConfig(
+            do_sample=bool(temperature),
+            eos_token_id=list(ends) or None,
+            pad_token_id=pad,
+            bos_token_id=model.model.generation_config.bos_token_id,
+            max_new_tokens=max_new_tokens,
+            **sampling,
+        ),
+    ):
+        sequences = model.model.generate(
+            ids,
+            attention_mask=mask,
+            assistant_model=method.assistant,
+            stopping_criteria=criteria,
+        )
+    counts = [_count_new(row, ends, pad) for row in sequences[:, start:]]
+    new = [row[:count] for row, count in zip(sequences[:, start:], counts, strict=True)]
+    return Decoded(new, None, None)
+
+
+@contextmanager
+def _configured(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """``generate`` with ``config`` alone.
+
+    What the target's own generation configuration asks for beside it (a repetition penalty, a
+    sampling law of its own) would make Hugging Face decode from another law than everybody else;
+    ``generate`` fills in from there whatever a configuration that it is handed leaves open.
+    """
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _padding(model: EagleFSD, ends: Sequence[int]) -> int | None:
+    """What Hugging Face fills rows with that ended before others: not an end, if there is one."""
+    known = getattr(model, "tokenizer", None)
+    found = [known.pad_token_id, known.unk_token_id] if known is not None else []
+    found += [model.model.generation_config.pad_token_id, *ends]
+    usable = [item for item in found if item is not None]
+    return next((item for item in usable if item not in ends), next(iter(usable), None))
+
+
+def _count_new(new: Tensor, ends: Sequence[int], pad: int | None) -> int:
+    """Tokens of one row up to and with the first of ``ends``; without one, up to its padding.
+
+    (A row that a stop string ended is padded with ``pad``; where that is an end itself, one of
+    them is counted.)
+    """
+    found = torch.isin(new, torch.tensor(list(ends), dtype=new.dtype, device=new.device)).nonzero()
+    if len(found):
+        return int(found[0]) + 1
+    kept = (new != pad).nonzero() if pad is not None else torch.tensor([[len(new) - 1]])
+    return int(kept[-1]) + 1 if len(kept) else 0
 
 
 def synchronise(model: EagleFSD) -> None:
     """Wait for the device, so that a clock read next tells the truth."""
     if model.target.device.type == "cuda":
         torch.cuda.synchronize(model.target.device)
-
-
-def count_new(new: Tensor, ends: Sequence[int]) -> int:
-    """Tokens of one answer up to and with the first of ``ends``: the same for every method."""
-    found = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device)).nonzero()
-    return int(found[0]) + 1 if len(found) else len(new)

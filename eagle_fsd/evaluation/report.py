@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_fsd.evaluation.questions import Question
+from eagle_fsd.evaluation.readers import score
+from eagle_fsd.evaluation.sandbox import RunResult, run_program
 from eagle_fsd.evaluation.scoring import McNemar, Mean, Proportion
 from eagle_fsd.evaluation.store import Record
 from eagle_fsd.model.verify import Origin
@@ -24,6 +26,7 @@ class Summary:
         scores: Right or wrong by question, where it has a score.
         likelihoods: Mean log-probability of the answer under the target by question, nats a token.
         by_category: Tokens and steps.
+        timed: Session, seconds and tokens by question.
         failed: Turns that were not answered: the prompt filled the context.
         memory: The most that any turn had in use, bytes; None where that is not known.
     """
@@ -36,6 +39,7 @@ class Summary:
     origins: Counter[str] = field(default_factory=Counter)
     scores: dict[int | str, bool] = field(default_factory=dict)
     likelihoods: dict[int | str, float] = field(default_factory=dict)
+    timed: dict[int | str, tuple[str, float, int]] = field(default_factory=dict)
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     answers: int = 0
     failed: int = 0
@@ -47,8 +51,10 @@ class Summary:
         for record in records:
             choice = record["choices"][0]
             found.failed += sum(error is not None for error in choice["errors"])
-            found.seconds += sum(choice["wall_time"])
-            found.tokens += sum(choice["new_tokens"])
+            seconds, tokens = sum(choice["wall_time"]), sum(choice["new_tokens"])
+            found.timed[record["question_id"]] = record["session"], seconds, tokens
+            found.seconds += seconds
+            found.tokens += tokens
             peaks = [peak for peak in choice["memory"] if peak is not None]
             found.memory = max([found.memory or 0, *peaks]) or None
             for accepted in choice["accepted"]:
@@ -57,15 +63,7 @@ class Summary:
                 found.by_category[record["category"]][1] += len(accepted)
             for origins in choice["origins"]:
                 found.origins.update(Origin(item).name.lower() for item in origins)
-            weighed = [
-                (value, count)
-                for value, count in zip(choice["log_likelihood"], choice["new_tokens"], strict=True)
-                if value is not None
-            ]
-            if weighed:
-                total = sum(count for _, count in weighed)
-                mean = sum(value * count for value, count in weighed) / total
-                found.likelihoods[record["question_id"]] = mean
+        found.likelihoods = likelihoods(records)
         found.steps = sum(found.emitted.values())
         return found
 
@@ -73,6 +71,25 @@ class Summary:
     def tokens_per_second(self) -> float | None:
         """None where nothing was answered."""
         return self.tokens / self.seconds if self.seconds else None
+
+    def speed_over(self, other: Summary | None) -> float | None:
+        """How many times as fast as ``other``, on the questions that both answered in one session.
+
+        Speeds of other runs, at other times or on other machines, are not compared; None where
+        there is nothing to compare.
+        """
+        if other is None:
+            return None
+        both = [
+            (mine, theirs)
+            for key, mine in self.timed.items()
+            if (theirs := other.timed.get(key)) and theirs[0] == mine[0]
+        ]
+        sums = [sum(values) for values in zip(*(a[1:] + b[1:] for a, b in both), strict=True)]
+        if not sums or not all(sums):
+            return None
+        seconds, tokens, other_seconds, other_tokens = sums
+        return tokens / seconds * other_seconds / other_tokens
 
     @property
     def tau(self) -> float | None:
@@ -99,7 +116,6 @@ class Summary:
 
     def as_dict(self, plain: Summary | None, exact: Summary | None) -> dict[str, Any]:
         """Plain values for files and tables."""
-        speed, base = self.tokens_per_second, plain.tokens_per_second if plain else None
         accuracy, likelihood = self.accuracy, Mean.of(list(self.likelihoods.values()))
         row: dict[str, Any] = {
             "method": self.name,
@@ -107,8 +123,9 @@ class Summary:
             "failed": self.failed,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "tokens_per_second": speed,
-            "speedup": speed / base if speed and base else None,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.speed_over(plain),
+            "speed_over_exact": self.speed_over(exact),
             "tau": self.tau,
             "tau_by_category": {
                 name: tokens / steps for name, (tokens, steps) in self.by_category.items() if steps
@@ -154,17 +171,42 @@ def summarise(
     return [found[name].as_dict(plain, exact) for name in methods]
 
 
-def score_records(
-    questions: Sequence[Question], records: Sequence[Record], execute_code: bool = False
-) -> dict[int | str, bool]:
-    """Right or wrong by question, for those that have a score; the last turn's answer counts."""
-    from eagle_fsd.evaluation.scoring import score
-
-    by_id = {question.question_id: question for question in questions}
+def likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
+    """Mean log-probability of each answer under the target, nats a token, by question."""
     found = {}
     for record in records:
+        choice = record["choices"][0]
+        weighed = [
+            (value, count)
+            for value, count in zip(choice["log_likelihood"], choice["new_tokens"], strict=True)
+            if value is not None
+        ]
+        if weighed:
+            total = sum(count for _, count in weighed)
+            found[record["question_id"]] = sum(value * count for value, count in weighed) / total
+    return found
+
+
+def score_records(
+    questions: Sequence[Question],
+    records: Sequence[Record],
+    execute_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    run: Callable[[str], RunResult] = run_program,
+) -> dict[int | str, bool]:
+    """Right or wrong by question, for those that have a score; the last turn's answer counts.
+
+    Args:
+        execute_code: Run the code in answers to HumanEval's questions, with ``run``.
+        progress: Called with the answers scored and all of them.
+    """
+    by_id = {question.question_id: question for question in questions}
+    found = {}
+    for done, record in enumerate(records, 1):
         answer = record["choices"][0]["turns"][-1]
-        right = score(by_id[record["question_id"]], answer, execute_code)
+        right = score(by_id[record["question_id"]], answer, execute_code, run)
         if right is not None:
             found[record["question_id"]] = right
+        if progress is not None:
+            progress(done, len(records))
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import secrets
 import signal
@@ -12,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from eagle_fsd.evaluation.store import append_line, cut_half_line, read_records
 
 GUARDED = Path(__file__).with_name("guarded.py")
 
@@ -41,7 +45,11 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> Ru
         process = subprocess.Popen(
             [sys.executable, "-I", GUARDED, *limits, word],
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": "1"},
+            env={
+                "PATH": os.environ.get("PATH", ""),
+                "OMP_NUM_THREADS": "1",
+                **dict.fromkeys(("HOME", "USERPROFILE", "TMPDIR", "TEMP", "TMP"), folder),
+            },
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=errors,
@@ -60,6 +68,36 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> Ru
     if process.returncode < 0:
         return RunResult(False, f"killed by {signal.Signals(-process.returncode).name}")
     return RunResult(False, lines[-1][:200] if lines else f"status {process.returncode}")
+
+
+class Runs:
+    """Runs programs like :func:`run_program`, each only once.
+
+    What came of a program is added to a file, a line each, so that an evaluation that is resumed,
+    or whose methods give the same answers, does not run it again. Without that file all are.
+
+    Args:
+        path: Of the file; made, with its folder, if missing.
+
+    Attributes:
+        count: How many programs have been run here.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.count = Path(path), 0
+        cut_half_line(self.path)
+        lines = read_records(self.path) if self.path.exists() else []
+        self._known = {line["program"]: RunResult(line["passed"], line["reason"]) for line in lines}
+
+    def __call__(self, program: str) -> RunResult:
+        key = hashlib.sha256(program.encode("utf-8", "replace")).hexdigest()
+        if key not in self._known:
+            found = self._known[key] = run_program(program)
+            self.count += 1
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            line = {"program": key, "passed": found.passed, "reason": found.reason}
+            append_line(self.path, json.dumps(line))
+        return self._known[key]
 
 
 def _text(file: IO[bytes]) -> str:

@@ -9,7 +9,8 @@ import hashlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def find_questions(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Question]:
-    """The questions of a set or a file, the first ``count`` of them.
+    """The questions of a set or a file, ``count`` of them, see :func:`spread`.
 
     Raises:
         QuestionSetError: See there.
@@ -106,11 +107,42 @@ def find_questions(
     if name == "bundled":
         return bundled_questions(count or BUNDLED_COUNT, seed)
     if Path(name).is_file():
-        return read_questions(name)[:count]
+        return spread(read_questions(name), count)
     if name not in SETS:
+        if Path(name).is_dir():
+            raise QuestionSetError(f"{name!r} is a folder, not a file of questions")
         known = ", ".join(["bundled", *SETS])
         raise QuestionSetError(f"{name!r} is neither a file nor a known set; those are {known}")
-    return read_questions(fetch(SETS[name], progress))[:count]
+    return spread(read_questions(fetch(SETS[name], progress)), count)
+
+
+def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """``count`` of ``questions``, as many of each category as of the others, in their order.
+
+    Of each category the first ones, without chance: of a set of one category, the first ``count``.
+    A category that has too few leaves the rest to the others; where there are more categories
+    than questions wanted, every so many-th category gives one.
+
+    Args:
+        count: All of them if None.
+    """
+    if count is None or count >= len(questions):
+        return list(questions)
+    sizes = Counter(question.category for question in questions)
+    wanted = dict.fromkeys(sizes, 0)
+    left = count
+    while left:
+        unfilled = [name for name in sizes if wanted[name] < sizes[name]]
+        step = max(1.0, len(unfilled) / left)
+        for place in range(min(left, len(unfilled))):
+            wanted[unfilled[int(place * step)]] += 1
+            left -= 1
+    found = []
+    for question in questions:
+        if wanted[question.category]:
+            wanted[question.category] -= 1
+            found.append(question)
+    return found
 
 
 def fetch(source: QuestionSet, progress: Callable[[int, int], None] | None = None) -> Path:

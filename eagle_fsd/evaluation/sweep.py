@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.evaluation.answers import Decoding
+from eagle_fsd.evaluation.decoding import Decoding
 from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions import Question
 from eagle_fsd.evaluation.scoring import loss_bound
@@ -58,27 +58,31 @@ def conclusions(rows: Sequence[Row], largest_loss: float = 0.02) -> list[str]:
         if change[row["method"]] >= 0 or row["against_exact"]["mcnemar_p"] > CHANCE
     ]
     bounded = [row for row in relaxed if change[row["method"]] >= -largest_loss]
+    # The best of many is the luckiest as well: the bound holds for all of them at once.
+    confidence = 1 - 0.05 / len(relaxed)
     return [
-        _sentence(f"Fastest with no measurable loss of accuracy (p > {CHANCE:g})", unharmed, exact),
-        _sentence(f"Fastest at a loss of {100 * largest_loss:g} points at most", bounded, exact),
+        _sentence(what, found, confidence)
+        for what, found in (
+            (f"Fastest with no measurable loss of accuracy (p > {CHANCE:g})", unharmed),
+            (f"Fastest at a loss of {100 * largest_loss:g} points at most", bounded),
+        )
     ]
 
 
-def _sentence(what: str, rows: Sequence[Row], exact: Row) -> str:
-    if not rows:
+def _sentence(what: str, rows: Sequence[Row], confidence: float) -> str:
+    faster = [row for row in rows if row["speed_over_exact"] and row["speed_over_exact"] > 1.0]
+    if not faster:
         return f"{what}: exact decoding."
-    best = max(rows, key=lambda row: row["tokens_per_second"])
-    if best["tokens_per_second"] <= exact["tokens_per_second"]:
-        return f"{what}: exact decoding."
+    best = max(faster, key=lambda row: row["speed_over_exact"])
     against = best["against_exact"]
-    bound = loss_bound(against["lost"], against["gained"], against["paired"])
+    bound = loss_bound(against["lost"], against["gained"], against["paired"], confidence)
     plain = f"{best['speedup']:.2f} times plain decoding, " if best["speedup"] else ""
     return (
         f"{what}: {best['method']}, {plain}"
-        f"{best['tokens_per_second'] / exact['tokens_per_second']:.2f} times exact;"
+        f"{best['speed_over_exact']:.2f} times exact;"
         f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
-        f" {against['gained']} gained of {against['paired']}; with 95 % confidence the loss is"
-        f" below {100 * max(0.0, bound):.1f})."
+        f" {against['gained']} gained of {against['paired']}; with 95 % confidence, whichever of"
+        f" the settings is looked at, the loss is below {100 * max(0.0, bound):.1f})."
     )
 
 

@@ -15,7 +15,7 @@ Table = tuple[list[str], list[list[str]]]
 
 def main_table(rows: Sequence[Row]) -> Table:
     """Speed and quality; columns that no row fills are left out."""
-    headers = ["method", "tokens/s", "x plain", "tau", "fuzzy", "MiB"]
+    headers = ["method", "tokens/s", "x plain", "x exact", "tau", "fuzzy", "MiB"]
     headers += ["accuracy", "lost/gained", "p", "nats a token", "against exact"]
     headers += ["judge", "judge against exact"]
     cells = []
@@ -29,6 +29,7 @@ def main_table(rows: Sequence[Row]) -> Table:
                 row["method"],
                 _number(row["tokens_per_second"], ".1f"),
                 _number(row["speedup"], ".2f"),
+                _number(row["speed_over_exact"], ".2f"),
                 _number(row["tau"], ".2f"),
                 _number(row["origins"]["fuzzy"], ".1%"),
                 _number(row["memory"] and row["memory"] / 2**20, ".0f"),
@@ -96,8 +97,12 @@ def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 #: A CSV line's own columns: the name, and where in a row of the report the value is.
 _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "method": ("method",),
+    "rule": ("settings", "method"),
+    **{name: ("settings", name) for name in ("threshold", "divergence", "min_ratio")},
+    **{name: ("settings", name) for name in ("fallback", "selection", "divergence_on")},
     "tokens_per_second": ("tokens_per_second",),
     "speedup_over_plain": ("speedup",),
+    "speed_over_exact": ("speed_over_exact",),
     "tau": ("tau",),
     "share_fuzzy": ("origins", "fuzzy"),
     "memory_bytes": ("memory",),
@@ -122,12 +127,15 @@ def csv_text(report: dict[str, Any]) -> str:
     environment = report["environment"]
     common = {
         **{key: report["about"][key] for key in ("questions", "target", "head", "seed")},
-        **{key: report["about"][key] for key in ("temperature", "batch", "max_new_tokens")},
+        **{key: report["about"][key] for key in ("temperature", "top_p", "batch")},
+        "sampling_top_k": report["about"]["top_k"],
+        "max_new_tokens": report["about"]["max_new_tokens"],
         **{key: report["settings"][key] for key in ("total_tokens", "depth", "top_k")},
         "dtype": report["dtype"],
         "machine": _machine(report),
         "date": environment["date"],
         "revision": environment["revision"],
+        "sessions": len(report["sessions"]),
         **{name: environment["versions"][name] for name in ("torch", "transformers")},
     }
     text = io.StringIO()
@@ -143,20 +151,40 @@ def footnote(report: dict[str, Any]) -> str:
     """With what and on what a report was made, in a few sentences."""
     environment, about, tree = report["environment"], report["about"], report["settings"]
     machine, versions = environment["machine"], environment["versions"]
+    sessions = [item["environment"] for item in report["sessions"].values()] or [environment]
+    dates = sorted({item["date"][:10] for item in sessions})
+    revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
     failed = sum(row["failed"] for row in report["rows"])
-    kind = "greedy" if not about["temperature"] else f"temperature {about['temperature']:g}"
     at_once = "" if about["batch"] == 1 else f", {about['batch']} at once"
     text = (
-        f"{report['questions']} questions of {about['questions']}{at_once}; {kind},"
+        f"{report['questions']} questions of {about['questions']}{at_once}; {_sampling(about)},"
         f" {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {machine['threads']} threads; tree"
         f" {tree['total_tokens']}/{tree['depth']}/{tree['top_k']}; torch {versions['torch']},"
-        f" transformers {versions['transformers']}; {environment['date'][:10]}, revision"
-        f" {environment['revision']}. Intervals are 95 %."
+        f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
+        f" revision {', '.join(revisions)}. Intervals are 95 %."
     )
+    if len(sessions) > 1:
+        text += (
+            f" The answers were drawn in {len(sessions)} sessions; x compares within a session,"
+            " tokens/s is over all of them."
+        )
+    if report["unscored"]:
+        text += f" {report['unscored']}"
     if failed:
-        text += f" {failed} turns were not answered: their prompts fill the context."
+        text += f" {failed} turns, over all methods, were not answered: their prompts fill the"
+        text += " context."
     return text
+
+
+def _sampling(about: dict[str, Any]) -> str:
+    """How tokens were drawn, in a few words."""
+    if not about["temperature"]:
+        return "greedy"
+    parts = [f"temperature {about['temperature']:g}"]
+    parts += [f"top-p {about['top_p']:g}"] * (about["top_p"] < 1)
+    parts += [f"top-k {about['top_k']}"] * bool(about["top_k"])
+    return ", ".join([*parts, f"seed {about['seed']}"])
 
 
 def _machine(report: dict[str, Any]) -> str:
@@ -179,6 +207,6 @@ def _number(value: float | None, form: str) -> str:
 
 def _interval(value: float | None, interval: Sequence[float] | None, form: str) -> str:
     if value is None or interval is None:
-        return ""
+        return _number(value, form)  # of a single value there is no interval
     low, high = (format(item, form) for item in interval)
     return f"{format(value, form)} ({low} to {high})"

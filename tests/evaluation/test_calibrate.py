@@ -11,7 +11,7 @@ import pytest
 
 from eagle_fsd.evaluation.calibrate import Allowed, certify, fastest
 from eagle_fsd.evaluation.methods import fsd_groups
-from eagle_fsd.evaluation.scoring import loss_bound
+from eagle_fsd.evaluation.scoring import loss_bound, mean_loss_bound
 from eagle_fsd.model.settings import FSDSettings, read_settings
 
 Command = Callable[..., tuple[int, str, str]]
@@ -19,11 +19,20 @@ Command = Callable[..., tuple[int, str, str]]
 
 def row(method: str, speed: float, lost: int = 0, gained: int = 0, **more: Any) -> dict[str, Any]:
     against = {"lost": lost, "gained": gained, "paired": 1000, **more}
-    return {"method": method, "tokens_per_second": speed, "against_exact": against}
+    return {
+        "method": method,
+        "tokens_per_second": speed,
+        "speed_over_exact": speed / 100,
+        "against_exact": against,
+    }
+
+
+def nothing(_: str) -> list[float]:
+    return [0.0] * 100
 
 
 SERIES = list(fsd_groups([0.1, 0.2, 0.3], [0.0, 0.3], ["js"]).values())
-EXACT = {"method": "exact", "tokens_per_second": 100.0}
+EXACT = {"method": "exact", "tokens_per_second": 100.0, "speed_over_exact": 1.0}
 
 
 def test_a_series_ends_at_its_first_failure() -> None:
@@ -37,7 +46,7 @@ def test_a_series_ends_at_its_first_failure() -> None:
         row("T=0.2 r=0.3", 115),
         row("T=0.3 r=0.3", 118, 1, 2),
     ]
-    verdicts = certify(rows, SERIES, Allowed(max_drop=1.0))
+    verdicts = certify(rows, SERIES, Allowed(max_drop=1.0), nothing)
     assert [verdict.certified for verdict in verdicts] == [True, False, None, True, True, True]
     # Two series share the error of five per cent.
     assert verdicts[0].drop == pytest.approx(100 * loss_bound(1, 1, 1000, 0.975))
@@ -47,35 +56,43 @@ def test_a_series_ends_at_its_first_failure() -> None:
 def test_among_equal_speeds_the_smallest_bound_wins() -> None:
     rows = [EXACT]
     rows += [row("T=0.1", 149, 0, 0), row("T=0.2", 150, 2, 0), row("T=0.3", 151, 3, 0)]
-    verdicts = certify(rows, SERIES[:1], Allowed(max_drop=2.0))
+    verdicts = certify(rows, SERIES[:1], Allowed(max_drop=2.0), nothing)
     assert all(verdict.certified for verdict in verdicts)
     assert fastest(rows, verdicts)["method"] == "T=0.1"
 
 
 def test_exact_decoding_where_nothing_is_certified_or_faster() -> None:
     slower = [EXACT, row("T=0.1", 90), row("T=0.2", 95), row("T=0.3", 96)]
-    assert fastest(slower, certify(slower, SERIES[:1], Allowed())) is EXACT
+    assert fastest(slower, certify(slower, SERIES[:1], Allowed(), nothing)) is EXACT
     lossy = [EXACT, row("T=0.1", 190, 9), row("T=0.2", 195, 9), row("T=0.3", 196, 9)]
-    assert fastest(lossy, certify(lossy, SERIES[:1], Allowed())) is EXACT
+    assert fastest(lossy, certify(lossy, SERIES[:1], Allowed(), nothing)) is EXACT
 
 
 def test_nats_are_bounded_too_and_both_bounds_share_the_error() -> None:
-    change = {"log_likelihood_change": -0.010, "log_likelihood_change_interval": (-0.012, -0.008)}
-    rows = [EXACT, row("T=0.1", 120, **change)]
-    (verdict,) = certify(rows, [SERIES[0][:1]], Allowed(max_drop=None, max_nats=0.0125))
-    assert verdict.nats == pytest.approx(0.010 + 1.6448536 / 1.9599640 * 0.002)
+    losses = [0.01 * (at % 3) for at in range(300)]
+    rows, series = [EXACT, row("T=0.1", 120)], [SERIES[0][:1]]
+    bound = mean_loss_bound(losses)
+    (verdict,) = certify(rows, series, Allowed(None, bound + 1e-9), lambda _: losses)
+    assert verdict.nats == bound
     assert verdict.drop is None
     assert verdict.certified
-    (both,) = certify(rows, [SERIES[0][:1]], Allowed(max_drop=1.0, max_nats=0.0125))
-    assert both.nats == pytest.approx(0.010 + 0.002)
-    (less,) = certify(rows, [SERIES[0][:1]], Allowed(max_drop=None, max_nats=0.0115))
+    (both,) = certify(rows, series, Allowed(1.0, bound + 1e-9), lambda _: losses)
+    assert both.nats == mean_loss_bound(losses, 0.975)
+    assert not both.certified
+    (less,) = certify(rows, series, Allowed(None, bound - 1e-9), lambda _: losses)
     assert not less.certified
 
 
+def test_speeds_of_different_runs_are_not_compared() -> None:
+    rows = [EXACT, {**row("T=0.1", 120), "speed_over_exact": None}]
+    with pytest.raises(ValueError, match="not answered in one run"):
+        certify(rows, [SERIES[0][:1]], Allowed(), nothing)
+
+
 def test_a_drop_needs_a_score() -> None:
-    unscored = {"method": "T=0.1", "tokens_per_second": 1.0, "against_exact": {}}
+    unscored = {**row("T=0.1", 120), "against_exact": {}}
     with pytest.raises(ValueError, match=r"no score of their own.*--max-nats"):
-        certify([EXACT, unscored], [SERIES[0][:1]], Allowed())
+        certify([EXACT, unscored], [SERIES[0][:1]], Allowed(), nothing)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +121,11 @@ def test_the_command_writes_settings_that_every_command_takes(tmp_path: Path, ru
     assert about["count"] == 8
     assert about["seed"] == 1
     assert about["environment"]["revision"]
+    assert about["batch"] == 8
+    assert about["sessions"] == 1
+    tree = {name: found[name] for name in ("total_tokens", "depth", "top_k")}
+    report = json.loads((out / "report.json").read_text())
+    assert tree == {name: report["settings"][name] for name in tree}
     settings = read_settings(out / "fsd.json")
     FSDSettings.from_dict(settings)
     assert settings["threshold"] in (0.0, 0.05, 0.2)
@@ -129,6 +151,7 @@ def test_what_cannot_be_certified_is_exact_decoding(tmp_path: Path, run: Command
         (("--max-drop", "0.5", "-d", "nonsense"), 2, "divergence must be one of"),
         (("--max-drop", "0.5", "-r", "2"), 2, "min_ratio must be between 0 and 1"),
         (("--max-drop", "101"), 2, "max-drop"),
+        (("--max-drop", "1", "-T", "0"), 2, "nothing to choose from"),
         (("--max-drop", "0.5", "no-such-set"), 1, "neither a file nor a known set"),
     ],
 )

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.answers import answer_log_likelihood
+from eagle_fsd.evaluation.answers import Answerer, answer_log_likelihood
+from eagle_fsd.evaluation.decoding import Decoding
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, RULES, Method, fsd, fsd_grid
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    HF,
+    PLAIN,
+    RULES,
+    Method,
+    decode,
+    fsd,
+    fsd_grid,
+    fsd_groups,
+)
+from eagle_fsd.evaluation.questions import Question
 from eagle_fsd.evaluation.report import Summary, summarise
 from eagle_fsd.evaluation.sets import QuestionSetError, find_questions
+from eagle_fsd.evaluation.store import Session
 from eagle_fsd.evaluation.tables import main_table, markdown
+from eagle_fsd.model.prompts import ChatFormat, chat_format, encode_prompt
 from eagle_fsd.model.settings import FSDSettings
 
 #: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
@@ -134,7 +154,7 @@ def test_a_prompt_that_fills_the_context_is_told_not_hidden(tmp_path: Path, run:
     file.write_text(json.dumps({"question_id": 1, "turns": ["pens " * 3000]}) + "\n")
     status, printed, _ = run("evaluate", str(file), "--out", str(tmp_path / "out"), "-m", "exact")
     assert status == 0
-    assert "1 turns were not answered" in printed
+    assert "1 turns, over all methods, were not answered" in printed
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 
@@ -223,29 +243,34 @@ def test_a_grid_has_exact_decoding_once() -> None:
     assert [item.name for item in fsd_grid([0.1], [0.0], ["js"])] == ["T=0.1"]
 
 
-def test_figures_of_answers_made_by_hand() -> None:
-    def record(number: int, seconds: float, accepted: list[int], origins: list[int]) -> dict:
-        choice = {
-            "turns": ["x"],
-            "errors": [None],
-            "wall_time": [seconds],
-            "new_tokens": [sum(accepted)],
-            "accepted": [accepted],
-            "origins": [origins],
-            "log_likelihood": [-0.5 * (number + 1)],
-            "memory": [1000 * (number + 1)],
-        }
-        return {"question_id": number, "category": "c", "choices": [choice]}
+def _record(
+    number: int, seconds: float, accepted: list[int], origins: list[int], session: str = "a"
+) -> dict:
+    choice = {
+        "turns": ["x"],
+        "errors": [None],
+        "wall_time": [seconds],
+        "new_tokens": [sum(accepted)],
+        "accepted": [accepted],
+        "origins": [origins],
+        "log_likelihood": [-0.5 * (number + 1)],
+        "memory": [1000 * (number + 1)],
+    }
+    return {"question_id": number, "category": "c", "session": session, "choices": [choice]}
 
+
+def test_figures_of_answers_made_by_hand() -> None:
     records = {
-        "plain": [record(0, 2.0, [1] * 4, [3] * 4), record(1, 2.0, [1] * 2, [3] * 2)],
-        "exact": [record(0, 1.0, [3, 1], [1, 1, 3, 3]), record(1, 0.5, [2], [1, 3])],
-        "fsd": [record(0, 0.5, [4], [1, 2, 2, 3]), record(1, 0.5, [2], [2, 3])],
+        "plain": [_record(0, 2.0, [1] * 4, [3] * 4), _record(1, 2.0, [1] * 2, [3] * 2)],
+        "exact": [_record(0, 1.0, [3, 1], [1, 1, 3, 3]), _record(1, 0.5, [2], [1, 3])],
+        "fsd": [_record(0, 0.5, [4], [1, 2, 2, 3]), _record(1, 0.5, [2], [2, 3])],
     }
     scores = {"plain": {}, "exact": {0: True, 1: True}, "fsd": {0: False, 1: True}}
     plain, exact, fuzzy = summarise(list(records), records, scores)
     assert plain["tokens_per_second"] == 1.5
     assert exact["speedup"] == pytest.approx(4.0 / 1.5)
+    assert exact["speed_over_exact"] == 1.0
+    assert fuzzy["speed_over_exact"] == pytest.approx(1.5)
     assert exact["tau"] == 2.0
     assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
     assert fuzzy["origins"]["fuzzy"] == 0.5
@@ -256,9 +281,155 @@ def test_figures_of_answers_made_by_hand() -> None:
     assert plain["accuracy"] is None
     assert fuzzy["memory"] == 2000
     text = markdown(*main_table([plain, exact, fuzzy]))
-    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | tau |")
+    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | x exact | tau |")
     assert "50.0% (9.5% to 90.5%)" in text
     assert Summary("nothing").tokens_per_second is None
+
+
+def test_speeds_are_compared_within_a_session_only() -> None:
+    """The machine of session b is ten times as fast; plain decoding was never there."""
+    records = {
+        "plain": [_record(0, 4.0, [1] * 4, [3] * 4), _record(1, 2.0, [1] * 2, [3] * 2)],
+        "exact": [_record(0, 2.0, [4], [3] * 4), _record(1, 0.1, [2], [3] * 2, "b")],
+        "fsd": [_record(0, 0.1, [4], [3] * 4, "b"), _record(1, 0.05, [2], [3] * 2, "b")],
+        "late": [_record(0, 0.1, [4], [3] * 4, "c")],
+    }
+    plain, exact, fuzzy, late = summarise(list(records), records, {name: {} for name in records})
+    assert exact["speedup"] == pytest.approx(2.0)  # of question 0 alone
+    assert fuzzy["speedup"] is None
+    assert fuzzy["speed_over_exact"] == pytest.approx(2.0)  # of question 1 alone
+    assert (late["speedup"], late["speed_over_exact"]) == (None, None)
+    assert plain["speedup"] == 1.0
+
+
+def test_a_report_names_the_sessions_that_its_answers_were_drawn_in(
+    tmp_path: Path, run: Command
+) -> None:
+    """Not the run that wrote the report: that one may have drawn nothing."""
+    command = (*COMMAND, "--out", tmp_path, "--json")
+    first = json.loads(run(*command, "-m", "exact")[1])
+    again = json.loads(run(*command, "-m", "exact")[1])
+    assert list(again["sessions"]) == list(first["sessions"])
+    assert len(again["sessions"]) == 1
+    assert again["environment"] == first["environment"]
+    both = json.loads(run(*command, "-m", "exact", "fsd")[1])
+    assert len(both["sessions"]) == 2
+    exact, fuzzy = both["rows"]
+    assert exact["speed_over_exact"] == 1.0
+    assert fuzzy["speed_over_exact"] is None
+    assert "The answers were drawn in 2 sessions" in (tmp_path / "report.md").read_text()
+
+
+def test_rows_tell_their_settings(tmp_path: Path, run: Command) -> None:
+    command = ("evaluate", "--count", 1, "--max-new-tokens", 16, "--out", tmp_path)
+    sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 7)
+    own = ("--threshold", 0.3, "--divergence", "tv", "--min-ratio", 0.2)
+    assert run(*command, *sampling, *own)[0] == 0
+    with (tmp_path / "report.csv").open(newline="") as file:
+        plain, exact, fuzzy = csv.DictReader(file)
+    assert [line["rule"] for line in (plain, exact, fuzzy)] == ["plain", "exact", "fsd"]
+    assert (plain["threshold"], exact["threshold"]) == ("", "")
+    told = [fuzzy[name] for name in ("threshold", "divergence", "min_ratio", "top_p", "seed")]
+    assert told == ["0.3", "tv", "0.2", "0.9", "7"]
+    assert "temperature 0.5, top-p 0.9, seed 7" in (tmp_path / "report.md").read_text()
+
+
+def test_another_target_of_the_same_name_is_told_apart(tmp_path: Path, run: Command) -> None:
+    """The folder's weights are changed under the answers' feet."""
+    pair = Path(eagle_fsd.__file__).parent / "model" / "bundled"
+    target = tmp_path / "target"
+    shutil.copytree(pair / "target", target)
+    command = (*COMMAND, "--target", target, "--head", pair / "head", "--out", tmp_path / "out")
+    assert run(*command, "-m", "exact")[0] == 0
+    weights = load_file(target / "model.safetensors")
+    name = next(name for name in weights if name.endswith("13.mlp.down_proj.weight"))
+    weights[name] = weights[name] * 1.01
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    status, _, errors = run(*command, "-m", "exact")
+    assert status == 1
+    assert "fingerprint of the target was" in errors
+    assert "fingerprint of the head" not in errors
+
+
+def test_a_long_prompt_does_not_cut_its_neighbours_short(model: EagleFSD, tmp_path: Path) -> None:
+    """It gets what the context leaves it, the others what they would get alone."""
+    long = "pens " * ((model.target.context - 40) // 2)  # two tokens each
+    questions = [Question(0, "c", ("Hello!",)), Question(1, "c", (long,))]
+    questions += [Question(2, "c", ("What can you do?",))]
+    wording = chat_format(model.tokenizer)
+    decoding = Decoding(max_new_tokens=64, batch=3)
+    session = Session(tmp_path, {})
+    for method in (EXACT, PLAIN, HF):
+        answerer = Answerer(model, wording, [method], [], decoding, session)
+        answers = answerer.answer(list(enumerate(questions)), method)
+        counts = [record["choices"][0]["new_tokens"][0] for record in answers]
+        for at in (0, 2):
+            (alone,) = answerer.answer([(at, questions[at])], method)
+            assert alone["choices"][0]["turns"] == answers[at]["choices"][0]["turns"]
+        prompt = encode_prompt([{"role": "user", "content": long}], model.tokenizer, wording)[0]
+        assert 0 < model.target.context - len(prompt) < 64
+        assert 0 < counts[1] <= model.target.context - len(prompt)
+
+
+def test_hugging_face_decodes_from_the_law_that_everybody_does(model: EagleFSD) -> None:
+    """Not from what the target's generation configuration adds, and within the context."""
+    chat = [{"role": "user", "content": "Hello!"}]
+    ids = encode_prompt(chat, model.tokenizer, chat_format(model.tokenizer))
+    before = model.model.generation_config
+    changed = copy.deepcopy(before)
+    changed.update(repetition_penalty=5.0, no_repeat_ngram_size=2, do_sample=True, temperature=9.0)
+    model.model.generation_config = changed
+    try:
+        found = [
+            decode(model, method, ids, torch.ones_like(ids), model.end_tokens, 40).tokens[0]
+            for method in (HF, PLAIN)
+        ]
+        assert model.model.generation_config is changed
+    finally:
+        model.model.generation_config = before
+    assert found[0].tolist() == found[1].tolist()
+
+
+@pytest.mark.parametrize("method", [EXACT, PLAIN, HF])
+def test_a_templates_stop_string_ends_decoding(
+    method: Method, model: EagleFSD, tmp_path: Path
+) -> None:
+    """Not just the text: what comes after it is neither decoded, nor counted, nor timed."""
+    wording = chat_format(model.tokenizer)
+    question = Question(0, "c", ("Hello!",))
+    decoding, session = Decoding(max_new_tokens=64), Session(tmp_path, {})
+    whole = Answerer(model, wording, [method], [], decoding, session)
+    (record,) = whole.answer([(0, question)], method)
+    said, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
+    stop = said.split()[2]
+    stopping = Stopping(wording, (stop,))
+    cut = Answerer(model, stopping, [method], [], decoding, session)
+    (record,) = cut.answer([(0, question)], method)
+    choice = record["choices"][0]
+    assert choice["turns"][0] == said[: said.index(stop)].strip()
+    assert 0 < choice["new_tokens"][0] < count
+    if choice["origins"][0]:
+        assert len(choice["origins"][0]) == choice["new_tokens"][0]
+
+
+@dataclass
+class Stopping:
+    """A format of chats whose answers end at stop strings."""
+
+    inner: ChatFormat
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_thresholds_that_look_alike_have_names_of_their_own() -> None:
+    close = [0.1, 0.1000001, 1e-7, 2.0]
+    names = [fsd(threshold).name for threshold in close]
+    assert names == ["T=0.1", "T=0.1000001", "T=1e-07", "T=2"]
+    groups = fsd_groups([0.1], [0.1, 0.1000001], ["js"])
+    assert len(groups) == 2
 
 
 def test_sets_are_found_in_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,30 @@ def test_a_program_that_comes_to_its_end_passes() -> None:
 
 
 @pytest.mark.parametrize(
+    "program",
+    [
+        # Its home and the place of its temporary files are its own folder.
+        "import os, pathlib\nassert os.path.samefile(pathlib.Path.home(), os.getcwd())",
+        "import os\nassert os.path.samefile(os.path.expanduser('~'), os.getcwd())",
+        "import os, tempfile\nassert os.path.samefile(tempfile.gettempdir(), os.getcwd())",
+        "import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')",
+        "import tempfile\nwith tempfile.NamedTemporaryFile() as f:\n    f.write(b'x')",
+        "import os, tempfile\nwith tempfile.TemporaryDirectory() as d:\n"
+        "    os.mkdir(d + '/a')\n    open(d + '/a/b', 'w').write('x')\n"
+        "assert not os.path.exists(d)",
+        # It is no main program, and still a module.
+        "if __name__ == '__main__':\n    raise SystemExit(3)",
+        "import pickle\nclass A:\n    pass\npickle.loads(pickle.dumps(A()))",
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
+        "class A:\n    x: dataclasses.InitVar[int]\nA(1)",
+    ],
+)
+def test_what_answers_do_and_may(program: str) -> None:
+    found = run_program(program)
+    assert found.passed, found.reason
+
+
+@pytest.mark.parametrize(
     ("program", "reason"),
     [
         ("assert 1 == 2", "AssertionError"),
@@ -56,6 +80,11 @@ def test_catching_the_refusal_does_not_help() -> None:
         "import os\nos.chdir({folder!r})\nopen('kept.txt', 'w')",
         "import os\nos.open('kept.txt', os.O_WRONLY, dir_fd=os.open({folder!r}, os.O_RDONLY))",
         "import os\nos.mkdir('made', dir_fd=os.open({folder!r}, os.O_RDONLY))",
+        "import os\nos.open({folder!r}, getattr(os, 'O_TMPFILE', os.O_CREAT) | os.O_RDWR)",
+        "import os\nos.mkdir('a')\nos.open('a', os.O_RDONLY)",
+        "import shutil\nshutil.rmtree({folder!r})",
+        "import os\nos.mkdir('a')\n"
+        "open('a', opener=lambda path, flags: os.open(path, os.O_RDONLY))",
         "import os\nos.mkfifo({path!r} + '2')",
         "import os\nos.mknod({path!r} + '2')",
         "import _posixsubprocess as p\np.fork_exec([b'touch'], [b'/bin/touch'], *[None] * 20)",

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.answers import Decoding
+from eagle_fsd.evaluation.decoding import Decoding
 from eagle_fsd.evaluation.questions import bundled_questions
 from eagle_fsd.evaluation.sweep import (
     Divergences,
@@ -32,6 +32,7 @@ def row(method: str, speed: float, right: float, lost: int = 0, gained: int = 0)
         "method": method,
         "tokens_per_second": speed,
         "speedup": speed / 50,
+        "speed_over_exact": speed / 100,
         "accuracy": right,
         "log_likelihood": -1.0,
     }
@@ -147,7 +148,8 @@ def test_the_command_end_to_end(tmp_path: Path, run: Command) -> None:
         (("--min-ratio", "0", "3"), 2, "min_ratio must be between 0 and 1"),
         (("--baseline", "vllm"), 2, "--baseline knows only 'hf'"),
         (("--assistant", "x"), 2, "--assistant belongs to --baseline hf"),
-        (("--assistant", "nowhere", "--baseline", "hf"), 1, "cannot be loaded"),
+        (("--assistant", "/nowhere", "--baseline", "hf"), 1, "cannot be loaded"),
+        (("--assistant", "x", "--baseline", "hf", "--batch", "2"), 2, "--batch 1 only"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -67,8 +67,8 @@ def encode_problems(
     )
 
 
-def decode_answers(tokenizer: PreTrainedTokenizerBase, new: Tensor) -> list[str]:
-    """``[B, S]`` new tokens to texts."""
+def decode_answers(tokenizer: PreTrainedTokenizerBase, new: Tensor | Sequence[Tensor]) -> list[str]:
+    """New tokens, ``[B, S]`` or a row each, to texts."""
     return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 

@@ -1,0 +1,47 @@
+"""What tests of judging have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from judging import (
+    PROMPTS,
+    StubJudge,
+    records_of,
+    write_lines,
+)
+
+from eagle_fsd.evaluation.store import Record
+
+
+@pytest.fixture
+def judge_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder with prompts, and references for question 101 alone."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    prompts = [
+        {"name": name, "system_prompt": system, "prompt_template": template}
+        for name, (system, template) in PROMPTS.items()
+    ]
+    references = [{"question_id": 101, "choices": [{"turns": ["right {1}", "right 2"]}]}]
+    write_lines(folder / "judge_prompts.jsonl", prompts)
+    write_lines(folder / "mt_bench_reference_gpt4.jsonl", references)
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(folder))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    return folder
+
+
+@pytest.fixture
+def records() -> dict[str, list[Record]]:
+    return {model: records_of(model) for model in ("plain", "exact", "fsd")}
+
+
+@pytest.fixture
+def stub() -> Iterator[StubJudge]:
+    judge = StubJudge()
+    yield judge
+    judge.server.shutdown()
+    judge.server.server_close()

@@ -1,0 +1,148 @@
+"""What a judge is asked, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from judging import (
+    DATA,
+    PROMPTS,
+    QUESTIONS,
+)
+
+from eagle_fsd.evaluation.judge_prompts import JudgeError, JudgePrompts, rating
+from eagle_fsd.evaluation.questions import Question, read_questions
+from eagle_fsd.evaluation.sets import SETS, QuestionSetError
+
+pytestmark = pytest.mark.usefixtures("judge_data")
+
+
+def test_prompts_go_by_category_and_turn() -> None:
+    """Without a reference for the question, as 102 is, the judge goes without."""
+    prompts = JudgePrompts.find(QUESTIONS)
+    said = ["one {x}", "two"]
+    filled = [prompts.fill(question, said, 1) for question in QUESTIONS]
+    filled += [prompts.fill(question, said, 2) for question in QUESTIONS[:3]]
+    assert [(prompt.name, prompt.system, prompt.user) for prompt in filled] == [
+        ("single-v1", "Judge.", "Q write A one {x}"),
+        ("single-math-v1", "Judge.", "Q add R right {1} A one {x}"),
+        ("single-v1", "Judge.", "Q multiply A one {x}"),
+        ("single-v1", "Judge.", "Q greet A one {x}"),
+        ("single-v1-multi-turn", "Both.", "Q write A one {x} Q again A two"),
+        (
+            "single-math-v1-multi-turn",
+            "Both.",
+            "R right {1} R right 2 Q add A one {x} Q subtract A two",
+        ),
+        ("single-v1-multi-turn", "Both.", "Q multiply A one {x} Q divide A two"),
+    ]
+
+
+@pytest.mark.parametrize("category", ["math", "reasoning", "coding", "arena-hard-200", "stem"])
+def test_what_is_judged_beside_a_reference(category: str) -> None:
+    question = Question(101, category, ("add",))
+    expected = "single-v1" if category == "stem" else "single-math-v1"
+    assert JudgePrompts.find([question]).fill(question, ["2"], 1).name == expected
+
+
+def test_references_are_looked_for_only_where_they_are_needed(judge_data: Path) -> None:
+    (judge_data / "mt_bench_reference_gpt4.jsonl").unlink()
+    assert JudgePrompts.find([QUESTIONS[0]]).references == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        ("judge_prompts.jsonl", "{", "judge_prompts.jsonl, line 1: no JSON object with 'name'"),
+        ("judge_prompts.jsonl", '{"name": "x"}', "judge_prompts.jsonl has no prompt single-v1,"),
+        ("mt_bench_reference_gpt4.jsonl", '{"question_id": 1}', "no answer of FastChat's"),
+    ],
+)
+def test_malformed_files_are_named(file: str, line: str, words: str, judge_data: Path) -> None:
+    (judge_data / file).write_text(line + "\n")
+    with pytest.raises(JudgeError, match=words):
+        JudgePrompts.find(QUESTIONS).fill(QUESTIONS[0], ["x"], 1)
+
+
+def test_prompts_are_no_question_sets() -> None:
+    assert not {"judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl"} & {
+        source.file for source in SETS.values()
+    }
+
+
+def test_prompts_that_cannot_be_had(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_fsd.evaluation import judge_prompts, sets
+
+    (judge_data / "judge_prompts.jsonl").unlink()
+    nowhere = sets.QuestionSet("judge_prompts.jsonl", (judge_data / "nowhere").as_uri(), "0" * 64)
+    monkeypatch.setattr(judge_prompts, "JUDGE_PROMPTS", nowhere)
+    with pytest.raises(QuestionSetError, match=r"put it at .*judge_prompts\.jsonl"):
+        JudgePrompts.find(QUESTIONS)
+
+
+def test_fastchats_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of MT-bench: which wording, and what was put where."""
+    names = ("judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl", "mt_bench_question.jsonl")
+    for name in names:
+        if not (DATA / name).exists():
+            pytest.skip(f"{name} is not beside the project")
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(DATA))
+    questions = read_questions(DATA / "mt_bench_question.jsonl")
+    prompts = JudgePrompts.find(questions)
+    said = ["<answer 1>", "<answer 2>"]
+    filled = {
+        (q.question_id, turn): prompts.fill(q, said, turn) for q in questions for turn in (1, 2)
+    }
+    found = [prompt.name for prompt in filled.values()]
+    assert {name: found.count(name) for name in PROMPTS} == {
+        "single-v1": 50,
+        "single-math-v1": 30,
+        "single-v1-multi-turn": 50,
+        "single-math-v1-multi-turn": 30,
+    }
+    by_id = {question.question_id: question for question in questions}
+    first, second = filled[81, 1], filled[111, 2]
+    assert first.system == "You are a helpful assistant."
+    assert first.user.startswith("[Instruction]\nPlease act as an impartial judge")
+    assert first.user.endswith(
+        f"[Question]\n{by_id[81].turns[0]}\n\n[The Start of Assistant's Answer]\n<answer 1>\n"
+        "[The End of Assistant's Answer]"
+    )
+    assert second.system.startswith("Please act as an impartial judge")
+    order = [
+        "<|The Start of Reference Answer|>",
+        by_id[111].turns[0],
+        "### Reference answer:\n" + prompts.references[111][0],
+        by_id[111].turns[1],
+        "### Reference answer:\n" + prompts.references[111][1],
+        "<|The Start of Assistant A's Conversation with User|>",
+        "### Assistant A:\n<answer 1>",
+        "### Assistant A:\n<answer 2>",
+    ]
+    places = [second.user.index(part) for part in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("judgment", "score"),
+    [
+        ("Rating: [[7]]", 7),
+        ("Rating: [[7.5]]", 7.5),
+        ("[8]", 8),
+        ("see [1]; Rating: [[9]]", 9),
+        ("[[10]]", 10),
+        ("[[3]], no, [[4]]", 3),
+        ("[[11]]", -1),
+        ("[[0]]", -1),
+        ("[[0.5]]", -1),
+        ("[[-3]]", -1),
+        ("[[8/10]]", -1),
+        (f"[[{'9' * 5000}]]", -1),
+        ("It is an eight.", -1),
+        ("", -1),
+    ],
+)
+def test_ratings(judgment: str, score: float) -> None:
+    assert rating(judgment) == score
+    assert isinstance(rating(judgment), type(score))

@@ -1,0 +1,170 @@
+"""The code in answers is found, completed, run once, and only when that is allowed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd.evaluation.programs import test_program as program_of
+from eagle_fsd.evaluation.questions import Question, read_questions
+from eagle_fsd.evaluation.readers import (
+    score,
+)
+from eagle_fsd.evaluation.sandbox import Runs, run_program
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def _data(name: str) -> Path:
+    if not (DATA / name).exists():
+        pytest.skip(f"{name} is not beside the project")
+    return DATA / name
+
+
+PROMPT = '''from typing import List
+
+
+def twice(values: List[int]) -> List[int]:
+    """ Each value twice as large.
+    >>> twice([1])
+    [2]
+    """
+'''
+TEST = """def check(candidate):
+    assert candidate([1, 2]) == [2, 4]
+    assert candidate([]) == []
+"""
+TWICE = Question(
+    "x", "humaneval", ("",), "code", TEST, extra={"prompt": PROMPT, "entry_point": "twice"}
+)
+WHOLE = "def twice(values):\n    return [2 * value for value in values]\n"
+WRONG = "def twice(values):\n    return values\n"
+
+RIGHT_ANSWERS = {
+    "body": "    return [2 * value for value in values]",
+    "body without its first indentation": "found = []\n    for value in values:\n"
+    "        found.append(2 * value)\n    return found",
+    "body without any indentation": "found = []\nfor value in values:\n"
+    "    found.append(2 * value)\nreturn found",
+    "body of one line without indentation": "return [2 * value for value in values]",
+    "body and more functions": "return [2 * value for value in values]\n\n\ndef other():\n    pass",
+    "body and what comes to mind next": "    return [2 * v for v in values]\n\n\nThis doubles it.",
+    "body and a fence that nobody opened": "    return [2 * v for v in values]\n```\nDone.",
+    "body in a block": "```python\n    return [2 * value for value in values]\n```",
+    "body in a block, unindented": "```python\nfound = [2 * v for v in values]\nreturn found\n```",
+    "block": f"Here:\n```python\n{WHOLE}```\nDone.",
+    "python3": f"```python3\n{WHOLE}```",
+    "py": f"```py\n{WHOLE}```",
+    "Python with more words": f"```Python title=a.py\n{WHOLE}```",
+    "tildes": f"Here:\n~~~python\n{WHOLE}~~~\nDone.",
+    "four ticks": f"````\n{WHOLE}````",
+    "no language": f"```\n{WHOLE}```",
+    "block in a list": "1. So:\n   ```python\n"
+    "   def twice(values):\n       return [2 * v for v in values]\n   ```",
+    "carriage returns": f"```python\n{WHOLE}```".replace("\n", "\r\n"),
+    "cut off": f"```python\n{WHOLE}\n# As in\nprint(twice([1",
+    "several blocks": f"Use it so:\n```python\ntwice([1]) == [2]\n```\n"
+    f"It is\n```python\n{WHOLE}```\nand to try it\n```python\nassert twice([1]) == [3]\n```",
+    "a correction": f"```python\n{WRONG}```\nNo, that is wrong:\n```python\n{WHOLE}```",
+    "a helper in a block of its own": "```python\ndef double(value):\n    return 2 * value\n```\n"
+    "```python\ndef twice(values):\n    return [double(value) for value in values]\n```",
+    "a helper behind": "```python\ndef twice(values):\n"
+    "    return [double(value) for value in values]\n\n\n"
+    "def double(value):\n    return 2 * value\n```",
+    "imports": f"```python\nfrom __future__ import annotations\nimport math\n\n{WHOLE}```",
+    "the prompt again": f"```python\n{PROMPT}    return [2 * value for value in values]\n```",
+    "a main guard": f"```python\n{WHOLE}\n\n"
+    'if __name__ == "__main__":\n    raise SystemExit(input())\n```',
+    "a main guard behind a body": "    return [2 * v for v in values]\n\n"
+    'if __name__ == "__main__":\n    import sys\n    sys.exit(0)\n',
+    "trying it out": f"```python\n{WHOLE}\nn = int(input())\nprint(twice(n))\n"
+    "assert twice([1]) == 3\n```",
+    "prose without fences": f"Here is the function:\n\nimport math\n{WHOLE}\nHope this helps!",
+    "another name for it": "```python\ntwice = lambda values: [2 * value for value in values]\n```",
+    "ticks in the docstring": "```python\ndef twice(values):\n"
+    '    """Like ```x```."""\n    return [2 * v for v in values]\n```',
+    "prose behind a line of code": f"import math\nmath it is.\n\n{WHOLE}\nHope this helps (",
+    "cut off in a string": f'{WHOLE}\n\ndef other():\n    """Not',
+    "a dataclass": "```python\nfrom __future__ import annotations\nimport dataclasses\n\n\n"
+    "@dataclasses.dataclass\nclass Pair:\n    kept: dataclasses.InitVar[int]\n"
+    "    value: int = 2\n\n\ndef twice(values):\n"
+    "    return [Pair(1).value * v for v in values]\n```",
+    "after thinking": f"<think>```python\n{WRONG}```</think>```python\n{WHOLE}```",
+}
+WRONG_ANSWERS = {
+    "nothing": "",
+    "prose": "I cannot help with that.",
+    "a wrong body": "return values",
+    "a wrong function": f"```python\n{WRONG}```",
+    "another function": "```python\ndef thrice(values):\n    return [2 * v for v in values]\n```",
+    "a stub": "```python\ndef twice(values):\n    ...\n```",
+    "no code": "```python\n```",
+    "null character": "```python\n\0\n```",
+    "nested too deep": "```python\n" + "(" * 5000 + "\n```",
+    "an exit": "```python\nimport sys\nsys.exit(0)\n" + WHOLE + "```",
+    "correct, then wrong": f"```python\n{WHOLE}```\n```python\n{WRONG}```",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_ANSWERS)
+def test_code_is_found_however_it_is_said(name: str) -> None:
+    program = program_of(TWICE, RIGHT_ANSWERS[name])
+    found = run_program(program)
+    assert found.passed, (found.reason, program)
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_code_that_is_wrong_is_wrong(name: str) -> None:
+    assert score(TWICE, WRONG_ANSWERS[name], execute_code=True) is False
+
+
+def test_every_canonical_solution_of_human_eval_passes() -> None:
+    """Said as a whole function in a code block, and as the body alone, its ends stripped."""
+    questions = read_questions(_data("HumanEval.jsonl.gz"))
+    assert len(questions) == 164
+    for item in questions:
+        whole = f"Here it is:\n```python\n{item.extra['prompt']}{item.reference}\n```\nDone."
+        assert score(item, whole, execute_code=True), item.question_id
+    for item in questions:
+        # The same program as of the body as it is, and that is the published one.
+        stripped = program_of(item, item.reference.strip())
+        assert ast.dump(ast.parse(stripped)) == ast.dump(
+            ast.parse(
+                f"{item.extra['prompt']}{item.reference}\n{item.answer}\n"
+                f"check({item.extra['entry_point']})"
+            )
+        ), item.question_id
+    for item in questions[:10]:
+        assert score(item, item.reference, execute_code=True), item.question_id
+        assert not score(item, "```python\n    return None\n```", execute_code=True)
+
+
+def test_code_is_run_only_when_that_is_allowed() -> None:
+    question = Question("x", "humaneval", ("",), "code", "def check(f): assert f() == 1", extra={
+        "prompt": "def one():\n", "entry_point": "one"})  # fmt: skip
+    assert score(question, "    return 1") is None
+    assert score(question, "    return 1", execute_code=True) is True
+    assert score(question, "    return 2", execute_code=True) is False
+    assert "check(one)" in program_of(question, "    return 1")
+
+
+def test_code_that_has_been_run_is_not_run_again(tmp_path: Path) -> None:
+    """Not in this evaluation, and not in one that goes on with its folder."""
+    folder = tmp_path / "runs"
+    runs = Runs(folder / "code.jsonl")
+    assert score(TWICE, WHOLE, execute_code=True, run=runs) is True
+    assert score(TWICE, WRONG, execute_code=True, run=runs) is False
+    assert runs.count == 2
+    assert score(TWICE, f"```python\n{WHOLE}```", execute_code=True, run=runs) is True
+    with (folder / "code.jsonl").open("a") as file:
+        file.write('{"program": "cut of')  # by a kill
+    again = Runs(folder / "code.jsonl")
+    assert score(TWICE, WHOLE, execute_code=True, run=again) is True
+    assert score(TWICE, WRONG, execute_code=True, run=again) is False
+    assert again.count == 0
+    assert "AssertionError" in again(program_of(TWICE, WRONG)).reason
+    assert score(TWICE, "return []", execute_code=True, run=again) is False
+    assert again.count == 1
+    assert score(TWICE, "return []", execute_code=True, run=Runs(folder / "code.jsonl")) is False

@@ -1,0 +1,275 @@
+"""What counts as right."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_fsd.evaluation.programs import test_program as program_of
+from eagle_fsd.evaluation.questions import Question, read_questions
+from eagle_fsd.evaluation.readers import (
+    LETTERS,
+    final_letter,
+    final_number,
+    number_value,
+    same_number,
+    score,
+)
+
+#: What a question of HumanEval's holds beside its text.
+CODE = {"prompt": "def twice(values):\n", "entry_point": "twice"}
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def _data(name: str) -> Path:
+    if not (DATA / name).exists():
+        pytest.skip(f"{name} is not beside the project")
+    return DATA / name
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "7"),
+        ("#### 5 is wrong, again\n#### $1,234.50", "1234.50"),
+        ("The answer is 18.", "18"),
+        ("It falls to -3 degrees", "-3"),
+        ("####", None),
+        ("12 apples ####", "12"),
+        ("no number at all", None),
+        ("", None),
+        # Headings are no answers, and the format asked for outranks what comes behind it.
+        ("#### Step 3\nadd 40 and 2\n#### 42", "42"),
+        ("#### Step 3\nso the answer is 42", "42"),
+        ("#### 1. Add\n2 + 2 = 4\n#### 2. Double\nThat is 8 in all", "8"),
+        ("#### 42\nI took 3 steps.", "42"),
+        ("####42", "42"),
+        ("#### **42**", "42"),
+        ("#### \\$42", "42"),
+        ("#### \\boxed{42}", "42"),
+        ("#### 42 eggs in 7 days", "42"),
+        # Other ways to name it.
+        ("It is \\boxed{42}, as 6 * 7 says in step 3", "42"),
+        ("\\boxed{\\text{\\$1,050}}", "1050"),
+        ("\\boxed{x = -3}", "-3"),
+        ("The answer is 18 dollars for 2 days.", "18"),
+        ("**Final answer:** **18** (after 3 steps)", "18"),
+        ("The answer is 3 + 4 = 7", "7"),
+        ("The answer is 15 gallons * 8 pints/gallon = 120", "120"),
+        ("Answer (in dollars): 18 of 20", "18"),
+        ("To answer in percent: 3 of 4 is 75", "75"),
+        ("The answer is not 5 but 6", "6"),
+        ("<think>The answer is 9</think>It is 8", "8"),
+        # Signs.
+        ("between 20-30", "30"),
+        ("between 20\u201330", "30"),
+        ("it is \u22125", "-5"),
+        ("it is (\u22125)", "-5"),
+        ("x = -5", "-5"),
+        ("COVID-19", "19"),
+        ("a loss of -$5", "-5"),
+        ("a loss of $-5", "-5"),
+        ("9 - 5", "5"),
+        # Ways to write a number.
+        ("it is \uff14\uff12", "42"),
+        ("\uff03\uff03\uff03\uff03 \uff11\uff0c\uff10\uff10\uff10", "1000"),
+        ("1,2,3", "3"),
+        ("1{,}234 in all", "1234"),
+        ("12\u202f345", "12345"),
+        ("it costs \u20ac1,234,567.", "1234567"),
+        ("50%", "50"),
+        ("50\\%", "50"),
+        (".5", ".5"),
+        ("42.0", "42.0"),
+        ("1/2", "1/2"),
+        ("#### 2 1/2", "2 1/2"),
+        ("\\frac{1}{2}", "1/2"),
+        ("50 cm^2", "50"),
+        ("50 cm^{2}", "50"),
+    ],
+)
+def test_final_number(text: str, number: str | None) -> None:
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "same"),
+    [
+        ("18.00", "18", True),
+        ("1234", "1,234", True),
+        ("18.5", "18", False),
+        (None, "18", False),
+        ("1/2", "0.5", True),
+        ("2 1/2", "2.5", True),
+        ("-2 1/2", "-2.5", True),
+        ("1/0", "1", False),
+        ("50%", "50", True),
+        ("\u22125", "-5", True),
+        ("0.3333333333", "1/3", True),
+        ("0.333", "1/3", False),
+        ("nan", "nan", False),
+        ("9" * 400, "8" * 400, False),
+        ("9" * 5000, "9", False),
+        ("", "", False),
+    ],
+)
+def test_numbers_are_compared_as_numbers(found: str | None, right: str, same: bool) -> None:
+    assert same_number(found, right) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: B", "B"),
+        ("The answer is (c).", "C"),
+        ("**Answer:** **D**", "D"),
+        ("A is wrong, B too.\nAnswer: E", "E"),
+        ("B", "B"),
+        ("(B) because", "B"),
+        ("Apples and Bananas", None),
+        ("", None),
+        # An article is no choice.
+        ("That answer a model", None),
+        ("The answer is a model of the earth", None),
+        ("A model is what is meant", None),
+        ("the answer is a bank (D)", "D"),
+        ("Is the answer a bank? Answer: B", "B"),
+        # A letter named as the answer.
+        ("The answer is A", "A"),
+        ("The answer is A because banks lend", "A"),
+        ("the answer is a", "A"),
+        ("The answer is a.", "A"),
+        ("The answer is b because", "B"),
+        ("Answer: E.", "E"),
+        ("Answer:\n\nC", "C"),
+        ("Answer: [B]", "B"),
+        ("ANSWER: $B$", "B"),
+        ("Answer: \\(B\\)", "B"),
+        ("Answer: \\text{B}", "B"),
+        ("The final answer is $\\boxed{C}$.", "C"),
+        ("\\boxed{\\textbf{(C)}} and not D", "C"),
+        ("Answer: **D**", "D"),
+        ("**D**", "D"),
+        ("Answer: \uff22", "B"),
+        ("The correct answer is option B", "B"),
+        ("The best choice would be (D), not E.", "D"),
+        ("The answer to this question is C: sea", "C"),
+        ("Answer (B)", "B"),
+        ("Answer B", "B"),
+        ('{"answer": "B"}', "B"),
+        ("<answer>B</answer>", "B"),
+        ("So B is the correct answer, and A and D are not.", "B"),
+        ("The answer is A. No: the answer is B.", "B"),
+        ("<think>The answer is A</think>C", "C"),
+        # A whole answer, a line of its own, the head of an answer.
+        ("b)", "B"),
+        ("(b)", "B"),
+        ("a", "A"),
+        (" [B] ", "B"),
+        ("$B$", "B"),
+        ("Banks lend.\n\n(B)", "B"),
+        ("B) bank\nThe rest (A, C and D) does not fit.", "B"),
+        ("B. A bank lends.", "B"),
+        ("A) sea: no.\nB) sky: no.\nC) sand: yes.\nI choose C", "C"),
+        # What only looks like one.
+        ("The answer is C++", None),
+        ("The answer is e-mail", None),
+        ("The answer is D'Artagnan", None),
+        ("The answer is not A", None),
+    ],
+)
+def test_final_letter(text: str, letter: str | None) -> None:
+    assert final_letter(text) == letter
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "1,22",
+        "answer is ",
+        "the answer ",
+        "\\boxed{",
+        "```\n",
+        "((",
+        "#",
+        "~~~\n",
+        "def twice(values):\n",
+        "x = (\n",
+        "    return [\n",
+    ],
+)
+def test_reading_takes_no_longer_than_the_answer_is_long(part: str) -> None:
+    """No way to write 20,000 characters keeps a reader busy."""
+    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    begun = time.process_time()
+    final_number(part * 4000)
+    final_letter(part * 4000)
+    program_of(question, part * 4000)
+    assert time.process_time() - begun < 3
+
+
+_PIECES = [
+    *("####", "\\boxed{", "}", "answer", " is ", ":", "A", "a", "(", ")", "-", "$", ",", ".", "/"),
+    *("12", "345", "\uff11", "\u00b2", "\u0663", "\ud800", "\0", "\n", " ", "    ", "```", "~~~"),
+    *("def twice(values):\n", "return [1]\n", "import x", "from __future__ import division\n"),
+    *("</think>", "if __name__ == '':\n", "twice = 1\n", "\r", '"""', "class A:", "twice"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(_PIECES) | st.text(st.characters(codec=None), max_size=3), max_size=14)
+)
+def test_whatever_is_said_can_be_read(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    number = final_number(text)
+    if number is not None and not same_number(number, number):
+        with pytest.raises(ValueError, match="no number"):
+            number_value(number)  # a fraction of nothing
+        assert "/" in number
+    assert final_letter(text) in (None, *LETTERS)
+    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    assert program_of(question, text).endswith("\ncheck(twice)\n")
+
+
+@pytest.mark.parametrize("name", ["gsm8k_test.jsonl", "gsm8k_train.jsonl"])
+def test_every_reference_answer_of_gsm8k_is_right(name: str) -> None:
+    """As it is, said in other ways, and not with a digit more."""
+    questions = read_questions(_data(name))
+    assert len(questions) == {"gsm8k_test.jsonl": 1319, "gsm8k_train.jsonl": 7473}[name]
+    assert all(score(item, item.reference) for item in questions)
+    for item in questions[:300]:
+        worked = item.reference.rsplit("####", 1)[0]
+        for said in (
+            "The answer is {}.",
+            "\\boxed{{{}}}",
+            "so **${}**",
+            "#### {}.00\nI used 3 of 7.",
+        ):
+            assert score(item, worked + said.format(item.answer)), (said, item.answer)
+        assert not score(item, item.reference + "1")
+
+
+@pytest.mark.parametrize("label", LETTERS)
+def test_every_choice_reads_in_every_wording(label: str) -> None:
+    """A question of CommonsenseQA's format; the other labels are wrong."""
+    question = Question("x", "commonsense-qa", ("?",), "letter", label)
+    for said in (
+        "Answer: {}",
+        "The answer is {}",
+        "({})",
+        "{}.",
+        "I think it is ({}).\nAnswer: {}",
+    ):
+        for letter in LETTERS:
+            assert score(question, said.format(letter, letter)) is (letter == label), said
+
+
+# Code.
+
+
+def test_questions_without_a_score_have_none() -> None:
+    assert score(Question(81, "writing", ("Write.",)), "Anything") is None
