@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from eagle_fsd.cli import out_of_memory
 from eagle_fsd.cli.options import SETTING_NAMES
 from eagle_fsd.model.settings import FSDSettings
 
@@ -151,3 +154,35 @@ def test_bench_without_a_baseline_prints_its_table_and_json(run) -> None:
     report = json.loads(run(*arguments, "--json")[1])
     assert [row["method"] for row in report["rows"]] == ["plain", "exact", "T=0.2 r=0.1"]
     assert report["rows"][0]["speedup_over_hf"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate"),
+            False,
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("a bug"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert out_of_memory(error) is expected
+
+
+def test_out_of_memory_is_one_line(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr("eagle_fsd.model.decode.EagleFSD.from_pretrained", exhausted)
+    status, _, errors = run("generate", "Hello!")
+    assert (status, len(errors.splitlines())) == (1, 1)
+    assert errors.startswith("error: out of memory")
