@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from eagle_fsd.model.settings import FSDSettings
 
 #: Tokens an answer gets at least: older turns make room for them.
 LEAST_ANSWER = 64
+#: Characters that a token may stand for on average: text that is longer is not even tokenized.
+CHARACTERS_A_TOKEN = 32
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class PenaltyProcessor(LogitsProcessor):
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
+def most_characters(tokens: int) -> int:
+    """Characters of a text that may be tried to fit into so many tokens."""
+    return tokens * CHARACTERS_A_TOKEN
+
+
 def fit_chat(model: EagleFSD, wording: ChatFormat, chat: Chat) -> tuple[Tensor, int]:
     """Ids ``[1, S]`` of a chat that leave room for an answer, and how many messages were dropped.
 
@@ -70,21 +78,33 @@ def fit_chat(model: EagleFSD, wording: ChatFormat, chat: Chat) -> tuple[Tensor, 
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
-    room = model.target.context - min(LEAST_ANSWER, model.target.context // 4)
-    dropped = 0
-    while True:
-        ids = encode_prompt([*system, *turns], model.tokenizer, wording)
-        if ids.shape[1] <= room:
-            return ids, dropped
-        following = (place for place in range(1, len(turns)) if turns[place]["role"] == "user")
-        cut = next(following, None)
-        if cut is None:
-            raise ContextError(
-                f"the prompt's {ids.shape[1]} tokens leave no room for an answer: the context is"
-                f" {model.target.context} tokens"
-            )
-        dropped += cut
-        turns = turns[cut:]
+    context = model.target.context
+    room = context - min(LEAST_ANSWER, context // 4)
+    later_questions = (at for at in range(1, len(turns)) if turns[at]["role"] == "user")
+    cuts = [0, *later_questions]
+
+    def length(messages: Chat) -> int:
+        return sum(len(message["content"]) for message in messages)
+
+    def fits(cut: int) -> bool:
+        tried[cut] = encode_prompt([*system, *turns[cut:]], model.tokenizer, wording)
+        return tried[cut].shape[1] <= room
+
+    # A client may send any number of turns: cuts are tried by halves, not one after the other.
+    tried: dict[int, Tensor] = {}
+    left = most_characters(room) - length(system)
+    place = bisect_left(cuts, True, key=lambda cut: length(turns[cut:]) <= left)
+    if place < len(cuts) and not fits(cuts[place]):
+        place = bisect_left(cuts, True, place + 1, key=fits)
+    if place < len(cuts):
+        return tried[cuts[place]], cuts[place]
+    if cuts[-1] in tried:
+        size = f"{tried[cuts[-1]].shape[1]} tokens"
+    else:
+        size = f"{length([*system, *turns[cuts[-1] :]])} characters"
+    raise ContextError(
+        f"the prompt's {size} leave no room for an answer: the context is {context} tokens"
+    )
 
 
 class Answer:

@@ -1,10 +1,11 @@
 """FastChat's OpenAI-compatible API server, with what today's clients need carried around it.
 
 The server is FastChat's module as installed. Around it stands one middleware
-(:class:`AroundFastChat`); inside, four names of its module are given other functions when the
-application is made (:func:`api_app`): the two that call the worker and the one that makes its
-parameters, so that a request's :class:`Extras` travel along, and the ``json`` of two response
-classes, which pydantic 2 broke. Nothing of FastChat's files is touched.
+(:class:`AroundFastChat`); inside, some names of its module are given other functions when the
+application is made (:func:`api_app`): those that call the worker, so that what a worker refuses
+stays a refusal, the one that makes its parameters, so that a request's :class:`Extras` travel
+along, and the ``json`` of two response classes, which pydantic 2 broke. Nothing of FastChat's files
+is touched.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import importlib
 import json
 import logging
 import os
+import ssl
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import httpx
 
 from eagle_fsd.chat.api_requests import ApiError, Extras, translate_body
+from eagle_fsd.chat.requests import BODY_SECONDS, announces_more
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +39,16 @@ Send = Callable[[Message], Awaitable[None]]
 #: The request that this task serves.
 EXTRAS: ContextVar[Extras | None] = ContextVar("extras", default=None)
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+#: Every other route of FastChat's server is shut: some ask for no key, and none has bounds.
+READABLE = ("/v1/models", "/openapi.json")
 DONE = b"data: [DONE]"
+#: Seconds that a stream gets to end by itself once its client is gone.
+LEAVING_SECONDS = 0.5
 #: HTTP's status for FastChat's error codes, which come with 400 or inside a stream otherwise.
 STATUSES = {401: 401, 403: 400, 429: 429, 500: 500}
 NO_MODEL, NO_WORKER = 40301, (50005, 50006)
+#: One of them, with the words for it: also that a worker ended in the middle of an answer.
+WORKER_GONE = {"text": "no worker answers", "error_code": NO_WORKER[0]}
 
 
 def import_fastchat(name: str) -> ModuleType:
@@ -76,6 +86,8 @@ def api_app(controller: str, api_keys: list[str] | None = None, max_body: int = 
         server.get_gen_params = _with_extras(server.get_gen_params)
         server.generate_completion = _generate
         server.generate_completion_stream = _generate_stream
+        server.check_length = _check_length(server)
+        server.get_embedding = _get_embedding(server)
     return AroundFastChat(server.app, max_body)
 
 
@@ -94,28 +106,90 @@ def _with_extras(make: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[...
     return get_gen_params
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """Made once: it takes longer than a request."""
+    return ssl.create_default_context()
+
+
+def _client() -> httpx.AsyncClient:
+    """For a worker, which is never behind the environment's proxy: nor is it for FastChat."""
+    timeout = httpx.Timeout(10.0, read=None)
+    return httpx.AsyncClient(timeout=timeout, trust_env=False, verify=_tls())
+
+
+async def _ask(worker: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a worker answers; whatever kept it from answering, as FastChat words errors."""
+    try:
+        async with _client() as client:
+            reply = await client.post(f"{worker}/{route}", json=body)
+    except httpx.HTTPError as error:
+        log.warning("the worker %s does not answer: %r", worker, error)
+        return {**WORKER_GONE}
+    try:
+        found = reply.json()
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and (reply.is_success or found.get("error_code")):
+        return found
+    return {"text": f"the worker answers with status {reply.status_code}", "error_code": 50001}
+
+
+def _check_length(server: ModuleType) -> Callable[..., Awaitable[tuple[int | None, Any]]]:
+    """How many tokens an answer may have, or the error; FastChat's own fails on a refusal."""
+
+    async def check_length(
+        request: Any, prompt: str, max_tokens: int | None, worker: str
+    ) -> tuple[int | None, Any]:
+        found: dict[str, Any] = {}
+        for route, body in (("model_details", {}), ("count_token", {"prompt": prompt})):
+            found |= await _ask(worker, route, {"model": request.model, **body})
+            if found.get("error_code"):
+                return None, server.create_error_response(found["error_code"], found["text"])
+        room = found["context_length"] - found["count"]
+        if room <= 0:
+            message = f"the prompt's {found['count']} tokens leave no room for an answer"
+            return None, server.create_error_response(server.ErrorCode.CONTEXT_OVERFLOW, message)
+        return min(max_tokens or room, room), None
+
+    return check_length
+
+
+def _get_embedding(server: ModuleType) -> Callable[..., Awaitable[dict[str, Any]]]:
+    async def get_embedding(body: dict[str, Any]) -> dict[str, Any]:
+        worker = await server.get_worker_address(body["model"])
+        return await _ask(worker, "worker_get_embeddings", body)
+
+    return get_embedding
+
+
 async def _generate_stream(params: dict[str, Any], worker: str) -> AsyncIterator[dict[str, Any]]:
     """The worker's outputs; the connection, and with it the decoding, ends with the caller."""
     extras = EXTRAS.get() or Extras()
     index = len(extras.outputs)
     extras.outputs.append({})
-    if isinstance(params.get("seed"), int):  # or every choice would be the same
-        params = {**params, "seed": params["seed"] + index}
-    async with (
-        httpx.AsyncClient(timeout=httpx.Timeout(10.0, read=None)) as client,
-        client.stream("POST", f"{worker}/worker_generate_stream", json=params) as reply,
-    ):
-        rest = b""
-        async for data in reply.aiter_raw():
-            *whole, rest = (rest + data).split(b"\0")
-            for part in whole:
-                output = json.loads(part)
-                extras.outputs[index] = output
-                for name, values in (output.get("logprobs") or {}).items():
-                    extras.pending.setdefault(name, []).extend(values)
-                yield output
-        if rest:  # a refusal, which is one JSON object and no stream
-            yield json.loads(rest)
+    seed = params.get("seed")
+    if type(seed) is int and 0 <= seed < 2**63:  # or every choice would be the same
+        params = {**params, "seed": (seed + index) % 2**63}
+    try:
+        async with (
+            _client() as client,
+            client.stream("POST", f"{worker}/worker_generate_stream", json=params) as reply,
+        ):
+            rest = b""
+            async for data in reply.aiter_raw():
+                *whole, rest = (rest + data).split(b"\0")
+                for part in whole:
+                    output = json.loads(part)
+                    extras.outputs[index] = output
+                    for name, values in (output.get("logprobs") or {}).items():
+                        extras.pending.setdefault(name, []).extend(values)
+                    yield output
+            if rest:  # a refusal, which is one JSON object and no stream
+                yield json.loads(rest)
+    except httpx.HTTPError as error:
+        log.warning("the worker %s does not answer: %r", worker, error)
+        yield {**WORKER_GONE}
 
 
 async def _generate(params: dict[str, Any], worker: str) -> dict[str, Any]:
@@ -136,12 +210,20 @@ class AroundFastChat:
         self.app, self.max_body = app, max_body
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"]
+        if path in READABLE and method in ("GET", "HEAD"):
             await self.app(scope, receive, send)
             return
         try:
-            data = await self._body(receive)
-            data, extras = translate_body(scope["path"], data)
+            if path not in (*PATHS, *READABLE):
+                raise ApiError(f"there is no {path} here", 404)
+            if path in READABLE or method != "POST":
+                raise ApiError(f"{path} is not to be had by {method}", 405)
+            data, extras = await self._translated(scope, receive)
         except ApiError as error:
             await send_json(send, error.status, error.body())
             return
@@ -154,12 +236,13 @@ class AroundFastChat:
         work = asyncio.ensure_future(self.app(scope, _replay(data, receive, gone), reply))
         # FastChat's plain answers do not notice a client that leaves: this does, and ends them.
         leaving = asyncio.ensure_future(self._until_gone(receive, gone))
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            if extras.stream:  # whose own way to end is to be told so
-                await asyncio.wait({work}, timeout=1.0)
-            work.cancel()
-        leaving.cancel()
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and extras.stream:  # whose own way to end is to be told so
+                await asyncio.wait({work}, timeout=LEAVING_SECONDS)
+        finally:
+            work.cancel()  # which does nothing to what is done
+            leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work
@@ -167,8 +250,29 @@ class AroundFastChat:
                 await reply.broken(error)
         await reply.finish()
 
+    async def _translated(self, scope: Message, receive: Receive) -> tuple[bytes, Extras]:
+        """The body for FastChat's server, and what goes around it.
+
+        A type other than JSON is refused: any web page may have a browser send one unasked.
+        """
+        headers = dict(scope["headers"])
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise ApiError("the request must be of the Content-Type application/json", 415)
+        too_large = ApiError(f"the request is larger than {self.max_body} bytes", 413)
+        if announces_more(headers.get(b"content-length", b"").decode("latin-1"), self.max_body):
+            raise too_large
+        try:
+            data = await asyncio.wait_for(self._body(receive), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError("the request did not come to its end", 408) from None
+        data, extras = translate_body(scope["path"], data)
+        if len(data) > self.max_body:  # spelled out in ASCII, as a worker gets it
+            raise too_large
+        return data, extras
+
     async def _body(self, receive: Receive) -> bytes:
-        data = b""
+        data = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -177,7 +281,7 @@ class AroundFastChat:
             if len(data) > self.max_body:
                 raise ApiError(f"the request is larger than {self.max_body} bytes", 413)
             if not message.get("more_body"):
-                return data
+                return bytes(data)
 
     @staticmethod
     async def _until_gone(receive: Receive, gone: asyncio.Event) -> None:

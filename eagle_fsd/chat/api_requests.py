@@ -12,12 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_fsd.chat.requests import RequestError, read_json, shortened
 from eagle_fsd.chat.transport import clean
 
 #: Answers to one request at most.
 MOST_CHOICES = 16
+#: Texts in one request for embeddings at most, as OpenAI has it.
+MOST_TEXTS = 2048
 #: What clients may ask for and would miss silently.
 NOT_HERE = ("tools", "functions", "tool_choice", "function_call", "suffix", "logit_bias")
+NOT_HERE += ("use_beam_search",)
+#: What FastChat's server is told. Of anything else it would find fault with the type.
+FORWARDED = ("model", "messages", "prompt", "input", "encoding_format", "n", "max_tokens")
+FORWARDED += ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "stop")
+FORWARDED += ("stream", "echo", "logprobs", "best_of")
 
 
 class ApiError(Exception):
@@ -34,7 +42,7 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         code: str | int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.status, self.kind, self.code = status, kind, code
 
     def body(self) -> dict[str, Any]:
@@ -71,11 +79,9 @@ def translate_body(path: str, data: bytes) -> tuple[bytes, Extras]:
         ApiError: The request is malformed, or asks for what is not there.
     """
     try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise ApiError("the request is not JSON") from error
-    if not isinstance(body, dict):
-        raise ApiError("the request is not a JSON object")
+        body = read_json(data)
+    except RequestError as error:
+        raise ApiError(str(error)) from error
     if not isinstance(body.get("model"), str):
         raise ApiError("model must be a text")
     if path.endswith("/embeddings"):
@@ -91,12 +97,13 @@ def translate_body(path: str, data: bytes) -> tuple[bytes, Extras]:
         for name in ("fsd", "seed"):
             if body.get(name) is not None:
                 extras.params[name] = body[name]
-    return json.dumps(body).encode(), extras
+    told = {name: body[name] for name in FORWARDED if body.get(name) is not None}
+    return json.dumps(told).encode(), extras
 
 
 def _check_common(body: dict[str, Any]) -> None:
     for name in NOT_HERE:
-        if body.get(name) not in (None, [], {}, "none", "auto", ""):
+        if body.get(name) not in (None, False, [], {}, "none", "auto", ""):
             raise ApiError(f"{name} is not supported")
     form = body.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
@@ -118,6 +125,11 @@ def _check_common(body: dict[str, Any]) -> None:
             raise ApiError(f"{name} must be a number")
         elif not abs(value) < 1e6:  # nor infinite, nor NaN
             raise ApiError(f"{name} is out of range")
+    if isinstance(body.get("top_k"), float) and not body["top_k"].is_integer():
+        raise ApiError("top_k must be a whole number")
+    for name in ("stream", "echo"):
+        if body.get(name) is not None and not isinstance(body[name], bool):
+            raise ApiError(f"{name} must be true or false")
     stop = body.get("stop")
     if stop is not None:
         texts = [stop] if isinstance(stop, str) else stop
@@ -159,8 +171,8 @@ def _completion(body: dict[str, Any]) -> Extras:
     texts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t for t in texts):
         raise ApiError("prompt must be a text or a list of texts, none empty (no token ids)")
-    if len(texts) > MOST_CHOICES:
-        raise ApiError(f"prompt may hold {MOST_CHOICES} texts at most")
+    if len(texts) * (body.get("n") or 1) > MOST_CHOICES:
+        raise ApiError(f"prompt may hold {MOST_CHOICES} texts at most, each of n choices counted")
     body["prompt"] = [clean(text) for text in texts]
     asked = body.get("logprobs")
     if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
@@ -172,6 +184,8 @@ def _embeddings(body: dict[str, Any]) -> Extras:
     texts = [body["input"]] if isinstance(body.get("input"), str) else body.get("input")
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t for t in texts):
         raise ApiError("input must be a text or a list of texts, none empty (no token ids)")
+    if len(texts) > MOST_TEXTS:
+        raise ApiError(f"input may hold {MOST_TEXTS} texts at most")
     if body.get("encoding_format") not in (None, "float", "base64"):
         raise ApiError("encoding_format must be float or base64")
     if body.get("dimensions") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -134,9 +135,9 @@ class Cluster:
         for name, (arguments, probe) in self.commands.items():
             tell(f"starting the {name}")
             process = subprocess.Popen(
-                [sys.executable, "-m", "eagle_fsd.cli", "serve", *arguments],
+                [sys.executable, "-m", "eagle_fsd.chat.launch", "serve", *arguments],
                 start_new_session=True,  # Ctrl-C is ours to pass on
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # never written to: its end tells the child of ours
             )
             self.children.append(_Child(name, process, probe))
             try:
@@ -186,6 +187,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+            child.process.stdin.close()
 
 
 def check_free(host: str, port: int) -> None:
@@ -200,3 +202,29 @@ def check_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise OSError(f"cannot serve at {host}:{port} ({error.strerror or error})") from error
+
+
+def _end_with_parent() -> None:
+    """Wait until the pipe at standard input is closed, which a parent's death does too, and end."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1024):
+            pass
+    log.warning("whoever started this server is gone: it ends")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(PATIENCE)
+    os._exit(1)
+
+
+def main() -> None:
+    """The command line in a process of :class:`Cluster`'s, which ends with the one it is from.
+
+    A pipe does that on every system, and for a parent that was killed with SIGKILL too.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from eagle_fsd import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
-from eagle_fsd.chat.answering import AnswerOptions, ContextError, fit_chat
+from eagle_fsd.chat.answering import AnswerOptions, ContextError, fit_chat, most_characters
 from eagle_fsd.chat.transport import unpack
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.options import Options, number
@@ -21,6 +23,14 @@ CHOOSABLE = ("threshold", "divergence", "min_ratio", "fallback", "selection", "d
 MOST_ALTERNATIVES = 20
 MOST_STOPS = 16
 LONGEST_STOP = 256
+#: Lists and objects within one another in a request.
+DEEPEST = 32
+#: Seconds that a client may take to send a request.
+BODY_SECONDS = 30.0
+#: Characters of an error's message: it may quote the request.
+LONGEST_MESSAGE = 500
+#: Temperatures below are greedy: logits divided by one overflow.
+COLDEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,61 @@ class RequestError(ValueError):
     INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
 
     def __init__(self, message: str, code: int = OUT_OF_RANGE) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.code = code
+
+
+def shortened(message: str) -> str:
+    """``message`` as one that tells an error may be: a request's megabyte is not sent back."""
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    return f"{message[: LONGEST_MESSAGE - 4]} ..."
+
+
+def announces_more(content_length: str, most: int) -> bool:
+    """Whether that header tells of a body larger than it may be, which need not be read then."""
+    digits = content_length.strip()
+    return digits.isdecimal() and (len(digits) > 18 or int(digits) > most)
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """The object that a request's body holds: numbers finite, text whole, nesting bounded.
+
+    Raises:
+        RequestError: It holds something else.
+    """
+    try:
+        value = json.loads(data, parse_constant=_finite, parse_float=_finite)
+    except RecursionError as error:
+        raise RequestError("the request is nested too deeply", RequestError.INVALID) from error
+    except ValueError as error:
+        raise RequestError("the request is not JSON", RequestError.INVALID) from error
+    if not isinstance(value, dict):
+        raise RequestError("the request is not a JSON object", RequestError.INVALID)
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [inner for item in level for inner in _inside(item)]
+    if level:
+        raise RequestError("the request is nested too deeply", RequestError.INVALID)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # no tokenizer and no answer can hold that
+        message = "the request holds half a character (a lone surrogate)"
+        raise RequestError(message, RequestError.INVALID) from error
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON's")
+    return value
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    """The lists and objects in a list or an object."""
+    items = value.values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, (dict, list))]
 
 
 @dataclass(frozen=True)
@@ -86,7 +149,7 @@ def read_request(
     dropped = 0
     try:
         if chat is None:
-            ids = model.tokenizer(prompt, return_tensors="pt").input_ids
+            ids = _raw_ids(prompt, model)
             if ids.shape[1] >= model.target.context:
                 raise ContextError(
                     f"the prompt's {ids.shape[1]} tokens fill the context of"
@@ -99,10 +162,22 @@ def read_request(
         raise RequestError(str(error), RequestError.CONTEXT) from error
     except ValueError as error:  # the template refuses the chat
         raise RequestError(str(error), RequestError.INVALID) from error
+    if not ids.shape[1]:
+        raise RequestError("the prompt has no tokens", RequestError.INVALID)
     echo = prompt if params.get("echo") and chat is None else ""
     options, settings = _options(params, limits), _settings(params.get("fsd"), model, limits)
     details = _details(params.get("logprobs"))
     return AnswerRequest(ids, options, settings, stop, ends, details, echo, dropped)
+
+
+def _raw_ids(prompt: str, model: EagleFSD) -> Tensor:
+    most = most_characters(model.target.context)
+    if len(prompt) > most:  # not worth the tokenizer's time
+        raise ContextError(
+            f"the prompt's {len(prompt)} characters are more than the {most} that may be tried:"
+            f" the context is {model.target.context} tokens"
+        )
+    return model.tokenizer(prompt, return_tensors="pt").input_ids
 
 
 def _options(params: Mapping[str, Any], limits: Limits) -> AnswerOptions:
@@ -120,7 +195,11 @@ def _options(params: Mapping[str, Any], limits: Limits) -> AnswerOptions:
         options = AnswerOptions.from_dict(given)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error)) from error
-    return options.updated(max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens))
+    cold = options.temperature < COLDEST
+    return options.updated(
+        max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens),
+        temperature=0.0 if cold else options.temperature,
+    )
 
 
 def _settings(given: Any, model: EagleFSD, limits: Limits) -> FSDSettings:
@@ -165,7 +244,8 @@ def _stops(given: Any) -> tuple[str, ...]:
 def _token_ids(given: Any, vocabulary: int) -> tuple[int, ...]:
     ids = given or []
     valid = isinstance(ids, Sequence) and all(
-        isinstance(item, int) and 0 <= item < vocabulary for item in ids
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocabulary
+        for item in ids
     )
     if not valid:
         raise RequestError("stop_token_ids must be a list of the vocabulary's ids")

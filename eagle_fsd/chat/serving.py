@@ -8,12 +8,13 @@ the seam behind which batches of requests can be decoded some day.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_fsd.chat.answering import Answer
@@ -68,16 +69,22 @@ class Job:
         Raises:
             DecodingError: It failed.
         """
+        said = self.request.echo
         try:
             while (update := await self._updates.get()) is not None:
                 if isinstance(update, Exception):
                     raise update
-                yield update
+                said += "".join(piece.text for piece in update.pieces)
+                yield replace(update, text=said)
         finally:
             self.cancel()
 
     def tell(self, update: Update | Exception | None) -> None:
-        """Called by the thread that decodes."""
+        """Called by the thread that decodes.
+
+        The text is put together where it is read: a client that stops reading is not to hold a
+        copy of it for every step.
+        """
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
         except RuntimeError:  # the loop is closed: its server is gone
@@ -87,22 +94,30 @@ class Job:
 class Call:
     """Other work that needs the model, in the same line."""
 
-    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, work: Callable[[Callable[[], bool]], Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.work, self._loop = work, loop
         self.result: asyncio.Future[Any] = loop.create_future()
         self.cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
-        self._loop.call_soon_threadsafe(self.result.cancel)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.result.cancel)
 
-    def run(self) -> None:
-        """Called by the thread that decodes."""
+    def run(self) -> Callable[[], None]:
+        """Called by the thread that decodes; what it returns tells the outcome."""
         try:
-            found, failure = self.work(), None
+            found, failure = self.work(lambda: self.cancelled), None
         except Exception as error:  # the client's, not the line's
             found, failure = None, error
-        self._loop.call_soon_threadsafe(self._tell, found, failure)
+        return lambda: self.tell(found, failure)
+
+    def tell(self, found: Any, failure: Exception | None) -> None:
+        """Called by the thread that decodes."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: its server is gone
+            self._loop.call_soon_threadsafe(self._tell, found, failure)
 
     def _tell(self, found: Any, failure: Exception | None) -> None:
         if self.result.cancelled():
@@ -160,8 +175,11 @@ class DecodeQueue:
         self._enqueue(job)
         return job
 
-    async def call(self, work: Callable[[], Any]) -> Any:
+    async def call(self, work: Callable[[Callable[[], bool]], Any]) -> Any:
         """The result of ``work``, done in its turn by the thread that decodes.
+
+        Args:
+            work: Is handed a function that says whether nobody waits for it any more.
 
         Raises:
             QueueFullError: Too many wait.
@@ -173,12 +191,23 @@ class DecodeQueue:
         finally:
             call.cancelled = True
 
-    def _enqueue(self, item: Job | Call) -> None:
+    def check_room(self) -> None:
+        """Whether one more may wait: to know before work is spent on it.
+
+        Raises:
+            QueueFullError: None may.
+        """
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
             if self._in_line() >= self.waiting:
                 raise QueueFullError(f"{self.waiting} requests are waiting: try again later")
+
+    def _enqueue(self, item: Job | Call) -> None:
+        with self._changed:
+            self.check_room()
+            # Those that left are not to pile up behind a long answer.
+            self._line = deque(waiting for waiting in self._line if not waiting.cancelled)
             self._line.append(item)
             self._changed.notify()
 
@@ -195,7 +224,6 @@ class DecodeQueue:
 
     def _next(self) -> Job | Call | None:
         with self._changed:
-            self._current = None
             while True:
                 while self._line:
                     job = self._line.popleft()
@@ -208,17 +236,22 @@ class DecodeQueue:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if isinstance(job, Call):
-                job.run()
-                continue
-            try:
-                self._answer(job)
-                job.tell(None)
-            except Exception as error:  # whatever it is, the next client is to be served
-                log.exception("a request failed")
-                self._conversation = Conversation()
-                job.tell(DecodingError(f"decoding failed: {' '.join(str(error).split())}"))
-                self.watch("failed", {})
+            tell = job.run() if isinstance(job, Call) else self._outcome(job)
+            with self._changed:
+                self._current = None
+            tell()  # now that its place is free: whoever is told may count on that
+
+    def _outcome(self, job: Job) -> Callable[[], None]:
+        """Answer a request; what is returned tells its end."""
+        end: DecodingError | None = None
+        try:
+            self._answer(job)
+        except Exception as error:  # whatever it is, the next client is to be served
+            log.exception("a request failed")
+            self._conversation = Conversation()
+            end = DecodingError(f"decoding failed: {' '.join(str(error).split())}")
+            self.watch("failed", {})
+        return lambda: job.tell(end)
 
     def _answer(self, job: Job) -> None:
         request = job.request
@@ -243,6 +276,5 @@ class DecodeQueue:
                 return
             last = answer.finish_reason is not None
             figures = answer.figures() if last else None
-            text = request.echo + answer.text
-            job.tell(Update(text, pieces, answer.usage(), answer.finish_reason, figures))
+            job.tell(Update("", pieces, answer.usage(), answer.finish_reason, figures))
         self.watch("ended", {**answer.figures(), **answer.usage()})

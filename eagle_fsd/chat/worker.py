@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
@@ -21,19 +22,32 @@ from fastchat.constants import ErrorCode
 from fastchat.conversation import Conversation as Template
 from fastchat.serve.base_model_worker import BaseModelWorker
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 
+from eagle_fsd.chat.answering import most_characters
 from eagle_fsd.chat.metrics import WorkerMetrics
-from eagle_fsd.chat.requests import Limits, RequestError, read_request
+from eagle_fsd.chat.requests import (
+    BODY_SECONDS,
+    AnswerRequest,
+    Limits,
+    RequestError,
+    announces_more,
+    read_json,
+    read_request,
+    shortened,
+)
 from eagle_fsd.chat.serving import DecodeQueue, DecodingError, QueueFullError, Update
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.chat.transport import template, unpack
+from eagle_fsd.chat.transport import template
 from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.prompts import ChatFormat, encode_prompt
+from eagle_fsd.model.prompts import ChatFormat
 
 log = logging.getLogger(__name__)
 
 #: Texts in one request for embeddings at most.
 MOST_TEXTS = 64
+#: The status of an answer that nobody is there to read.
+GONE = 499
 
 
 class FSDWorker(BaseModelWorker):
@@ -60,6 +74,11 @@ class FSDWorker(BaseModelWorker):
         self.tokenizer, self.context_len = model.tokenizer, model.target.context
         self.metrics = WorkerMetrics()
         self.queue = DecodeQueue(model, limits.queue, self.metrics.watch)
+        # Requests are tokenized one at a time, beside the event loop: a long prompt takes seconds,
+        # in which those that stream are to go on.
+        self._reader = ThreadPoolExecutor(1, "read")
+        #: Whether it was tried to register: who waits for the worker waits for that.
+        self.ready = controller is None
 
     def make_conv_template(self, *_: Any, **__: Any) -> Template:
         """The template that carries chats through FastChat untouched."""
@@ -68,6 +87,11 @@ class FSDWorker(BaseModelWorker):
     def get_queue_length(self) -> int:
         return len(self.queue)
 
+    def init_heart_beat(self) -> None:
+        """Register, and go on telling the controller that we are there."""
+        super().init_heart_beat()
+        self.ready = True
+
     def register_to_controller(self) -> None:
         """Register; a controller that is not there yet is tried again with the next heart-beat."""
         try:
@@ -75,31 +99,29 @@ class FSDWorker(BaseModelWorker):
         except (requests.RequestException, AssertionError) as error:
             log.warning("the controller %s does not take us: %s", self.controller_addr, error)
 
-    def count_token(self, params: dict[str, Any]) -> dict[str, int]:
+    async def count_token(self, params: dict[str, Any]) -> dict[str, Any]:
         """How many tokens a prompt has as it will be worded.
 
         A chat that outgrows the context counts as what is left of it once its oldest turns are
-        gone, or FastChat's API server would refuse it.
+        gone, or FastChat's API server would refuse it. What does not fit at all counts as the
+        whole context, with the reason.
         """
         try:
-            request = read_request({"prompt": params.get("prompt")}, *self._reading())
-        except RequestError:
-            return {"count": self._whole_length(params.get("prompt")), "error_code": 0}
+            request = await self.read({"prompt": params.get("prompt")})
+        except RequestError as error:
+            count = self.context_len if error.code == RequestError.CONTEXT else 0
+            return {**failure(str(error), error.code), "count": count}
         return {"count": request.ids.shape[1], "error_code": 0}
 
-    def _reading(self) -> tuple[EagleFSD, ChatFormat, Limits]:
-        return self.model, self.wording, self.limits
+    async def read(self, params: dict[str, Any]) -> AnswerRequest:
+        """The request that ``params`` are, in its turn.
 
-    def _whole_length(self, prompt: Any) -> int:
-        if not isinstance(prompt, str):
-            return 0
-        chat = unpack(prompt)
-        if chat is None:
-            return len(self.tokenizer(prompt).input_ids)
-        try:
-            return encode_prompt(chat, self.tokenizer, self.wording).shape[1]
-        except ValueError:
-            return 0
+        Raises:
+            RequestError: They are none.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._reader, read_request, params, self.model, self.wording, self.limits
+        )
 
     async def answers(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What FastChat calls outputs: the text so far, usage, and at the end why it ended.
@@ -108,7 +130,8 @@ class FSDWorker(BaseModelWorker):
         """
         self.call_ct += 1
         try:
-            request = read_request(params, *self._reading())
+            self.queue.check_room()
+            request = await self.read(params)
             job = self.queue.submit(request)
             told = len(request.echo)
             async for update in job.updates():
@@ -122,6 +145,10 @@ class FSDWorker(BaseModelWorker):
             yield failure(str(error), ErrorCode.ENGINE_OVERLOADED)
         except DecodingError as error:
             yield failure(str(error), ErrorCode.INTERNAL_ERROR)
+        except Exception:  # a tokenizer's or a chat template's: the client is told that much
+            log.exception("a request failed")
+            self.metrics.requests.labels("failed").inc()
+            yield failure("the request could not be read", ErrorCode.INTERNAL_ERROR)
 
     def _output(self, update: Update, offset: int, details: bool) -> dict[str, Any]:
         output = {
@@ -156,16 +183,27 @@ class FSDWorker(BaseModelWorker):
         return self.tokenizer.decode([token])
 
     @torch.inference_mode()
-    def embed(self, texts: list[str], base64: bool = False) -> dict[str, Any]:
+    def embed(
+        self, texts: list[str], base64: bool = False, gone: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Each text's features under the target: their mean, scaled to length 1.
 
         Args:
             base64: Vectors as little-endian float32 in base64, as OpenAI's client asks for them.
+            gone: Whether nobody waits for them any more: the rest is left out.
+
+        Raises:
+            RequestError: A text has no tokens.
         """
         vectors: list[Any] = []
         count = 0
         for text in texts:
+            if gone():
+                break
+            text = text[: most_characters(self.context_len)]
             ids = self.tokenizer(text, return_tensors="pt").input_ids[:, : self.context_len]
+            if not ids.shape[1]:
+                raise RequestError("a text of input has no tokens")
             count += ids.shape[1]
             model = self.model.model.base_model
             features = model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
@@ -176,12 +214,30 @@ class FSDWorker(BaseModelWorker):
 
     def close(self) -> None:
         """Stop decoding."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self.queue.close()
 
 
 def failure(message: str, code: int) -> dict[str, Any]:
     """An output of FastChat's that tells an error."""
-    return {"text": message, "error_code": int(code)}
+    return {"text": shortened(message), "error_code": int(code)}
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``; once the client is gone it is cancelled, and the result is None."""
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def worker_app(worker: FSDWorker) -> FastAPI:
@@ -190,23 +246,39 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     async def body(request: Request) -> dict[str, Any]:
         """The JSON object of a request, no larger than it may be."""
-        data = b""
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > worker.limits.max_body:
-                raise RequestError(f"the request is larger than {worker.limits.max_body} bytes")
+
+        most = worker.limits.max_body
+        too_large = RequestError(f"the request is larger than {most} bytes")
+        if announces_more(request.headers.get("content-length", ""), most):
+            raise too_large
+
+        async def whole() -> bytes:
+            data = bytearray()
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > most:
+                    raise too_large
+            return bytes(data)
+
         try:
-            params = json.loads(data or b"{}")
-        except ValueError as error:
-            raise RequestError("the request is not JSON", RequestError.INVALID) from error
-        if not isinstance(params, dict):
-            raise RequestError("the request is not a JSON object", RequestError.INVALID)
-        return params
+            data = await asyncio.wait_for(whole(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise RequestError("the request did not come to its end") from None
+        return read_json(data or b"{}")
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> Response:
         worker.metrics.requests.labels("refused").inc()
         return JSONResponse(failure(str(error), error.code), status_code=400)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=GONE)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, __: Exception) -> Response:
+        message = "the request failed; the worker's log says why"
+        return JSONResponse(failure(message, ErrorCode.INTERNAL_ERROR), status_code=500)
 
     @app.post("/worker_generate_stream")
     async def generate_stream(request: Request) -> Response:
@@ -222,12 +294,17 @@ def worker_app(worker: FSDWorker) -> FastAPI:
     async def generate(request: Request) -> Response:
         params = await body(request)
         logprobs: dict[str, list[Any]] = {}
-        output: dict[str, Any] = {}
-        async for output in worker.answers(params):
-            for name, values in (output.get("logprobs") or {}).items():
-                logprobs.setdefault(name, []).extend(values)
-            if await request.is_disconnected():
-                break
+
+        async def last() -> dict[str, Any]:
+            output: dict[str, Any] = {}
+            async for output in worker.answers(params):
+                for name, values in (output.get("logprobs") or {}).items():
+                    logprobs.setdefault(name, []).extend(values)
+            return output
+
+        output = await while_there(request, last())
+        if output is None:
+            return Response(status_code=GONE)
         return JSONResponse({**output, "logprobs": logprobs or None})
 
     @app.post("/worker_get_embeddings")
@@ -239,20 +316,21 @@ def worker_app(worker: FSDWorker) -> FastAPI:
             raise RequestError("input must be a text or a list of texts", RequestError.INVALID)
         if not 0 < len(texts) <= MOST_TEXTS or not all(texts):
             raise RequestError(f"input must hold 1 to {MOST_TEXTS} texts, none empty")
+        base64 = params.get("encoding_format") == "base64"
+        work = worker.queue.call(lambda gone: worker.embed(texts, base64, gone))
         try:
-            base64 = params.get("encoding_format") == "base64"
-            return JSONResponse(await worker.queue.call(lambda: worker.embed(texts, base64)))
+            found = await while_there(request, work)
         except QueueFullError as error:
             return JSONResponse(failure(str(error), ErrorCode.ENGINE_OVERLOADED))
+        return Response(status_code=GONE) if found is None else JSONResponse(found)
 
     @app.post("/worker_get_status")
     async def get_status() -> dict[str, Any]:
         return worker.get_status()
 
     @app.post("/count_token")
-    async def count_token(request: Request) -> dict[str, int]:
-        params = await body(request)
-        return await asyncio.to_thread(worker.count_token, params)
+    async def count_token(request: Request) -> dict[str, Any]:
+        return await worker.count_token(await body(request))
 
     @app.post("/worker_get_conv_template")
     async def get_conv_template() -> dict[str, Any]:
@@ -270,8 +348,10 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = worker.queue.alive
-        answer = {"status": "ok" if alive else "decoding has stopped", "queue": len(worker.queue)}
-        return JSONResponse(answer, status_code=200 if alive else 503)
+        status = "ok" if worker.ready else "registering"
+        if not worker.queue.alive:
+            status = "decoding has stopped"
+        answer = {"status": status, "queue": len(worker.queue)}
+        return JSONResponse(answer, status_code=200 if status == "ok" else 503)
 
     return app

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
@@ -25,6 +28,8 @@ NAME = "eagle-fsd-bundled"
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 HELLO = [{"role": "user", "content": "Hello!"}]
 EXACT = {"fsd": {"threshold": 0.0}}
+#: How many requests may wait at the servers that the tests share.
+QUEUE = 24
 
 
 def free_ports(count: int) -> list[int]:
@@ -42,7 +47,7 @@ class Servers:
     """``serve all`` in a process of its own.
 
     Attributes:
-        lines: What it printed until it was up.
+        lines: What it printed until it was up. log: What it printed since.
     """
 
     def __init__(self, *options: str, keys: str = "") -> None:
@@ -64,6 +69,15 @@ class Servers:
             self.lines.append(line)
             if line.startswith("curl "):
                 break
+        assert "".join(self.lines[-1:]).startswith("curl "), "".join(self.lines)
+        self.log: list[str] = []
+        # Read on, or it would stand still once the pipe is full.
+        threading.Thread(target=self.log.extend, args=(self.process.stdout,), daemon=True).start()
+
+    def process_of(self, name: str) -> psutil.Process:
+        """The worker's, the API's or the controller's."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if name in child.cmdline())
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(
@@ -82,16 +96,21 @@ class Servers:
         """Tell it to stop; how many seconds it took."""
         begun = time.monotonic()
         self.process.send_signal(number)
-        self.process.communicate(timeout=PATIENCE)
+        self.process.wait(PATIENCE)
         return time.monotonic() - begun
 
 
+@cache
+def shared_servers() -> Servers:
+    """One for all tests, of other modules too, that leave it as they find it."""
+    found = Servers("--queue", str(QUEUE))
+    atexit.register(found.stop)
+    return found
+
+
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    found = Servers()
-    yield found
-    if found.process.poll() is None:
-        found.stop()
+def servers() -> Servers:
+    return shared_servers()
 
 
 @pytest.fixture(scope="module")

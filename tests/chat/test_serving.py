@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.chat import answering
+from eagle_fsd.chat.answering import fit_chat
 from eagle_fsd.chat.requests import Limits, RequestError, read_request
 from eagle_fsd.chat.serving import DecodeQueue, DecodingError, Job, QueueFullError, Update
 from eagle_fsd.chat.transport import ASSISTANT, END, SYSTEM, USER, clean, unpack
@@ -129,6 +134,41 @@ def test_a_client_that_leaves_frees_its_place(model: EagleFSD, line: DecodeQueue
     assert len(line) == 0
 
 
+def test_those_that_left_do_not_pile_up(model: EagleFSD, line: DecodeQueue) -> None:
+    """Behind a long answer, though many come and go."""
+
+    async def work() -> None:
+        first = line.submit(asked(model, temperature=2.0, seed=1, max_new_tokens=4000))
+        for _ in range(50):
+            line.submit(asked(model)).cancel()
+        assert len(line) <= 2
+        assert len(line._line) <= 2
+        first.cancel()
+        assert (await collect(line.submit(asked(model))))[-1].text == expected(model)
+
+    run(work)
+
+
+def test_other_work_learns_that_nobody_waits(line: DecodeQueue) -> None:
+    begun, seen = threading.Event(), threading.Event()
+
+    def endless(gone: Callable[[], bool]) -> None:
+        begun.set()
+        while not gone():
+            time.sleep(0.001)
+        seen.set()
+
+    async def work() -> None:
+        task = asyncio.create_task(line.call(endless))
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        assert await asyncio.to_thread(seen.wait, 60)
+        assert await line.call(lambda _: 7) == 7
+        assert len(line) == 0
+
+    run(work)
+
+
 def test_a_failure_reaches_its_client_alone(
     model: EagleFSD, line: DecodeQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +260,10 @@ def test_closing_ends_what_is_under_way(model: EagleFSD) -> None:
         ({"stop": ["a" * 257]}, "stop may hold 16"),
         ({"stop_token_ids": [10**9]}, "stop_token_ids must be"),
         ({"stop_token_ids": 3}, "stop_token_ids must be"),
+        ({"stop_token_ids": [True]}, "stop_token_ids must be"),
         ({"prompt": "Hello! " * 5000}, "fill the context"),
+        ({"prompt": "Hello! " * 50_000}, "characters are more than"),
+        ({"prompt": f"{USER}{'Hello! ' * 50_000}{END}{ASSISTANT}"}, "characters leave no room"),
         ({"prompt": f"{USER}{'Hello! ' * 5000}{END}{ASSISTANT}"}, "leave no room"),
     ],
 )
@@ -232,6 +275,37 @@ def test_what_is_not_to_be_had_is_refused(
     assert error.value.code in (40001, 40302, 40303)
 
 
+@pytest.mark.parametrize("turns", [1, 40, 301, 3001])
+def test_a_long_chat_is_cut_where_it_first_fits(
+    turns: int, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not tried turn by turn: a client may send thousands."""
+    wording = chat_format(model.tokenizer)
+    roles = ("user", "assistant")
+    chat = [{"role": roles[at % 2], "content": f"{at} " * (at % 7)} for at in range(turns)]
+    chat.insert(0, {"role": "system", "content": "Be good."})
+    tries = 0
+
+    def encode(*arguments: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return encode_prompt(*arguments)
+
+    monkeypatch.setattr(answering, "encode_prompt", encode)
+    ids, dropped = fit_chat(model, wording, chat)
+    assert tries <= 2 + math.log2(turns)
+    room = model.target.context - answering.LEAST_ANSWER
+
+    def rest(cut: int) -> Any:
+        return encode_prompt([chat[0], *chat[1 + cut :]], model.tokenizer, wording)
+
+    assert ids.tolist() == rest(dropped).tolist()
+    assert ids.shape[1] <= room
+    assert dropped % 2 == 0
+    assert not dropped or rest(dropped - 2).shape[1] > room
+    assert bool(dropped) == (turns > 40)
+
+
 def test_requests_are_bounded_by_the_servers_limits(model: EagleFSD) -> None:
     assert asked(model, max_new_tokens=10**6).options.max_new_tokens == LIMITS.max_new_tokens
     assert asked(model, max_new_tokens=None).options.max_new_tokens == LIMITS.max_new_tokens
@@ -239,6 +313,7 @@ def test_requests_are_bounded_by_the_servers_limits(model: EagleFSD) -> None:
     assert asked(model, fsd=None).settings == model.settings
     assert asked(model, fsd={"threshold": 0.4, "min_ratio": 0.2}).settings.threshold == 0.4
     assert asked(model, top_p=0, temperature=1.0).options.temperature == 0.0
+    assert asked(model, temperature=1e-30).options.temperature == 0.0  # logits would overflow
 
 
 def test_turns_survive_the_transport() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from fastchat.conversation import Conversation, SeparatorStyle
+from fastchat.serve.base_model_worker import BaseModelWorker
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.chat import worker as worker_module
 from eagle_fsd.chat.requests import Limits
 from eagle_fsd.chat.transport import ASSISTANT, END, USER
 from eagle_fsd.chat.worker import FSDWorker, worker_app
@@ -180,6 +183,65 @@ def test_a_full_queue_is_told_and_empties(worker: FSDWorker) -> None:
     assert 1 <= len(refused) <= 5
     assert len({reply["text"] for reply in replies if not reply["error_code"]}) == 1
     assert worker.get_queue_length() == 0
+
+
+def test_a_prompt_that_takes_long_to_read_stops_nobody_else(
+    worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, read = threading.Event(), worker_module.read_request
+
+    def slowly(*arguments: Any) -> Any:
+        assert held.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(worker_module, "read_request", slowly)
+
+    async def work() -> dict[str, Any]:
+        transport = httpx.ASGITransport(worker_app(worker))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            answer = asyncio.create_task(client.post("/worker_generate", json=GREEDY, timeout=60))
+            while not worker.call_ct:
+                await asyncio.sleep(0.001)
+            assert (await client.get("/health")).status_code == 200
+            assert not answer.done()
+            held.set()
+            return (await answer).json()
+
+    assert asyncio.run(asyncio.wait_for(work(), 60))["finish_reason"] == "stop"
+
+
+def test_a_tokenizer_that_fails_is_told(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(worker_module, "read_request", fail)
+    (output,) = outputs(client)
+    assert output == {"text": "the request could not be read", "error_code": 50001}
+    reply = client.post("/count_token", json=GREEDY)
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+    assert reply.json()["error_code"] == 50001
+
+
+def test_embeddings_end_with_their_client(worker: FSDWorker) -> None:
+    assert worker.embed(["a", "b"], gone=lambda: True)["embedding"] == []
+
+
+def test_a_worker_is_healthy_once_it_tried_to_register(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastchat.serve.base_model_worker.build_logger", lambda *_: None)
+    monkeypatch.setattr(BaseModelWorker, "init_heart_beat", lambda self: None)
+    wording, nowhere = chat_format(model.tokenizer), "http://127.0.0.1:1"
+    found = FSDWorker(model, wording, Limits(), nowhere, nowhere, ["pair"], "test")
+    with TestClient(worker_app(found)) as client:
+        assert client.get("/health").status_code == 503
+        assert client.get("/health").json()["status"] == "registering"
+        found.init_heart_beat()
+        assert client.get("/health").json() == {"status": "ok", "queue": 0}
+    found.close()
 
 
 def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
