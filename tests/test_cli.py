@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import eagle_fsd
 from eagle_fsd.cli import out_of_memory
 from eagle_fsd.cli.options import SETTING_NAMES
 from eagle_fsd.model.settings import FSDSettings
@@ -186,3 +188,21 @@ def test_out_of_memory_is_one_line(
     status, _, errors = run("generate", "Hello!")
     assert (status, len(errors.splitlines())) == (1, 1)
     assert errors.startswith("error: out of memory")
+
+
+def test_the_command_line_is_there_before_torch_is() -> None:
+    """``eagle-fsd --help`` answers at once; so do usage errors and Ctrl-C."""
+    program = "import sys, eagle_fsd.cli; print([n for n in sys.argv[1:] if n in sys.modules])"
+    heavy = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "gradio", "scipy")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *heavy], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_there_when_asked_for() -> None:
+    assert set(eagle_fsd.__all__) <= set(dir(eagle_fsd))
+    for name in eagle_fsd.__all__:
+        assert getattr(eagle_fsd, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        eagle_fsd.nonsense  # noqa: B018

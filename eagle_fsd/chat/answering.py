@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from eagle_fsd.chat.options import AnswerOptions
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.conversation import Conversation
 from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.options import Options, number
 from eagle_fsd.model.prompts import Chat, ChatFormat, encode_prompt
 from eagle_fsd.model.settings import FSDSettings
 
@@ -23,20 +22,6 @@ from eagle_fsd.model.settings import FSDSettings
 LEAST_ANSWER = 64
 #: Characters that a token may stand for on average: text that is longer is not even tokenized.
 CHARACTERS_A_TOKEN = 32
-
-
-@dataclass(frozen=True)
-class AnswerOptions(Options):
-    """How an answer is drawn."""
-
-    max_new_tokens: int = number(512, 1, 1_048_576, "tokens of an answer at most")
-    temperature: float = number(0.0, 0.0, 2.0, "0 is greedy")
-    top_p: float = number(1.0, 1e-6, 1.0, "nucleus sampling; 1 is off")
-    top_k: int = number(0, 0, 1_048_576, "sample from the k likeliest; 0 is off")
-    repetition_penalty: float = number(1.0, 0.01, 10.0, "of tokens said before, as a factor")
-    presence_penalty: float = number(0.0, -2.0, 2.0, "of tokens the answer has")
-    frequency_penalty: float = number(0.0, -2.0, 2.0, "of tokens the answer has, each time")
-    seed: int | None = number(None, 0, 2**63 - 1, "makes sampling repeatable", whole=True)
 
 
 class ContextError(ValueError):

@@ -19,7 +19,7 @@ import httpx
 import uvicorn
 
 from eagle_fsd.chat.api import api_app, import_fastchat
-from eagle_fsd.chat.requests import Limits
+from eagle_fsd.chat.options import Limits
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.prompts import ChatFormat
 

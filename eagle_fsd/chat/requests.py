@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle_fsd.chat.answering import AnswerOptions, ContextError, fit_chat, most_characters
+from eagle_fsd.chat.answering import ContextError, fit_chat, most_characters
+from eagle_fsd.chat.options import AnswerOptions, Limits
 from eagle_fsd.chat.transport import unpack
 from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.options import Options, number
 from eagle_fsd.model.prompts import ChatFormat
 from eagle_fsd.model.settings import FSDSettings
 
@@ -31,16 +31,6 @@ BODY_SECONDS = 30.0
 LONGEST_MESSAGE = 500
 #: Temperatures below are greedy: logits divided by one overflow.
 COLDEST = 1e-3
-
-
-@dataclass(frozen=True)
-class Limits(Options):
-    """What a server grants a request."""
-
-    queue: int = number(64, 1, 100_000, "requests that may wait; one more gets 429")
-    max_new_tokens: int = number(4096, 1, 1_048_576, "tokens of an answer at most")
-    max_threshold: float = number(0.5, 0.0, 1e9, "largest T that a request may set")
-    max_body: int = number(1_048_576, 1024, 2**31, "bytes of a request at most")
 
 
 class RequestError(ValueError):

@@ -20,7 +20,8 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from eagle_fsd.chat.answering import Answer, AnswerOptions, fit_chat
+from eagle_fsd.chat.answering import Answer, fit_chat
+from eagle_fsd.chat.options import AnswerOptions
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.chat.transport import NAME, clean, display, register, unpack
 from eagle_fsd.model.conversation import Conversation

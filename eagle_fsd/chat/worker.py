@@ -26,10 +26,10 @@ from starlette.requests import ClientDisconnect
 
 from eagle_fsd.chat.answering import most_characters
 from eagle_fsd.chat.metrics import WorkerMetrics
+from eagle_fsd.chat.options import Limits
 from eagle_fsd.chat.requests import (
     BODY_SECONDS,
     AnswerRequest,
-    Limits,
     RequestError,
     announces_more,
     read_json,

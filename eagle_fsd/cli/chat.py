@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle_fsd.chat.answering import AnswerOptions
+from eagle_fsd.chat.options import AnswerOptions
 from eagle_fsd.cli.options import (
     Device,
     Dtype,

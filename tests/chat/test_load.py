@@ -29,7 +29,7 @@ from test_serve import (
     shared_servers,
 )
 
-from eagle_fsd.chat import api
+from eagle_fsd.chat import api_reply, api_worker
 
 CLIENTS = 32
 MB = 2**20
@@ -191,7 +191,11 @@ def test_many_clients_for_a_minute(servers: Servers, record_property: Any) -> No
     check_load(servers, 15, 60, record_property)
 
 
-ENDLESS = {"temperature": 2, "seed": 5, "model": NAME}
+#: What has been said grows likelier each time, so that nothing but its length ends the answer.
+ENDLESS = {
+    **{"model": NAME, "prompt": "Hello!", "temperature": 2, "seed": 1},
+    **{"frequency_penalty": -2, "presence_penalty": -2},
+}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -201,10 +205,10 @@ def test_places_are_free_within_a_second(
 ) -> None:
     """One request is decoded and as many wait as may: one more gets 429, till others leave."""
     route = "/worker_generate_stream" if stream else "/worker_generate"
-    body: dict[str, Any] = {**ENDLESS, "prompt": "\x01User\x02Hello!\x03", "max_new_tokens": 1900}
+    body: dict[str, Any] = {**ENDLESS, "max_new_tokens": 1900}
     if server == "api":
-        route = PATHS["chat"]
-        body = {**ENDLESS, "messages": HELLO, "stream": stream, "max_tokens": 1900}
+        route = PATHS["text"]
+        body = {**ENDLESS, "stream": stream, "max_tokens": 1900}
 
     async def reach(client: httpx.AsyncClient, length: int) -> float:
         begun = time.monotonic()
@@ -246,13 +250,13 @@ def test_a_worker_that_is_gone_is_told_with_503() -> None:
     worker = f"http://127.0.0.1:{port}"
 
     async def work() -> list[dict[str, Any]]:
-        streamed = [item async for item in api._generate_stream({"prompt": "a"}, worker)]
-        whole = await api._generate({"prompt": "a"}, worker)
-        return [*streamed, whole, await api._ask(worker, "count_token", {})]
+        streamed = [item async for item in api_worker.generate_stream({"prompt": "a"}, worker)]
+        whole = await api_worker.generate({"prompt": "a"}, worker)
+        return [*streamed, whole, await api_worker.ask(worker, "count_token", {})]
 
     found = asyncio.run(work())
     assert len(found) == 3
-    assert {api.error_of(body, 400).status for body in found} == {503}
+    assert {api_reply.error_of(body, 400).status for body in found} == {503}
 
 
 def test_servers_end_with_whoever_started_them() -> None:

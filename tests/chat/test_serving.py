@@ -14,7 +14,8 @@ import pytest
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import answering
 from eagle_fsd.chat.answering import fit_chat
-from eagle_fsd.chat.requests import Limits, RequestError, read_request
+from eagle_fsd.chat.options import Limits
+from eagle_fsd.chat.requests import RequestError, read_request
 from eagle_fsd.chat.serving import DecodeQueue, DecodingError, Job, QueueFullError, Update
 from eagle_fsd.chat.transport import ASSISTANT, END, SYSTEM, USER, clean, unpack
 from eagle_fsd.model.prompts import chat_format, encode_prompt

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from eagle_fsd import EagleFSD, FSDSettings
-from eagle_fsd.chat.answering import AnswerOptions
+from eagle_fsd.chat.options import AnswerOptions
 from eagle_fsd.chat.terminal import END_OF_MESSAGE, ChatSession, chat
 from eagle_fsd.model.prompts import FastChatFormat, chat_format, encode_prompt
 

@@ -18,7 +18,7 @@ from fastchat.serve.base_model_worker import BaseModelWorker
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import worker as worker_module
-from eagle_fsd.chat.requests import Limits
+from eagle_fsd.chat.options import Limits
 from eagle_fsd.chat.transport import ASSISTANT, END, USER
 from eagle_fsd.chat.worker import FSDWorker, worker_app
 from eagle_fsd.model.prompts import chat_format, encode_prompt
