@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +80,11 @@ def calibrate(
     folder = run.folder("calibrate")
     found: dict[str, Any] = {}
 
+    def begin(questions: Sequence[Any]) -> None:
+        warning = allowed.check(questions, len(series), run.execute_code)
+        if warning:
+            err.print(f"warning: {warning}.", soft_wrap=True)
+
     def finish(evaluation: Any, report: dict[str, Any]) -> None:
         verdicts = certify(report["rows"], series, allowed, evaluation.losses)
         best = fastest(report["rows"], verdicts)
@@ -86,8 +92,9 @@ def calibrate(
         found["best"] = best["method"]
         found["settings"] = chosen_settings(best, methods, verdicts, allowed, report)
         report["calibration"] = found["settings"]
+        report["tables"] = [found["table"]]
 
-    report = run.evaluate("calibrate", [EXACT, *methods], seed=SEED, finish=finish)
+    report = run.evaluate("calibrate", [EXACT, *methods], seed=SEED, begin=begin, finish=finish)
     if report is None:
         return
     text = json.dumps(found["settings"], indent=2) + "\n"

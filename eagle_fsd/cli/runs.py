@@ -116,6 +116,7 @@ class Run:
         command: str,
         methods: Sequence[Any],
         seed: int = 0,
+        begin: Callable[[Sequence[Any]], None] = lambda _: None,
         finish: Callable[..., None] = lambda *_: None,
         show: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> dict[str, Any] | None:
@@ -124,6 +125,7 @@ class Run:
         Args:
             command: Names the folder.
             seed: Where none was given.
+            begin: Called with the questions before anything is decoded; it may raise.
             finish: Called on the first process with the evaluation and the report, before the
                 report is written.
             show: Called on the first process with the report, however the judge fared.
@@ -152,6 +154,8 @@ class Run:
             questions = find_questions(self.questions, self.count, decoding.seed, progress)
             if self.judge_base_url:  # what cannot be had is told before hours of decoding
                 JudgePrompts.find(questions)
+        if state.is_main_process:
+            begin(questions)
         device = self.device
         if device is None and state.num_processes > 1:
             device = str(state.device)
@@ -186,6 +190,7 @@ class Run:
                 return None
             with ProgressBar("scoring", at_once=False) as progress:
                 report = evaluation.report(progress if self.execute_code else None)
+            evaluation.write(report)
             finish(evaluation, report)
             evaluation.write(report)
             try:
@@ -213,7 +218,7 @@ class Run:
                 progress,
             )
         found = judge_summary(judgments)
-        report["judge"] = {"model": endpoint.model, "base_url": endpoint.base_url}
+        report["judge"] = {"model": endpoint.model, "base_url": endpoint.shown_url}
         for row in report["rows"]:
             row["judge"] = found.get(row["method"])
 

@@ -13,7 +13,7 @@ from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.decoding import Decoding
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import Method, decode, synchronise
+from eagle_fsd.evaluation.methods import Decoded, Method, decode, synchronise
 from eagle_fsd.evaluation.questions import Question
 from eagle_fsd.evaluation.store import AnswerStore, Record, Session
 from eagle_fsd.model.decode import EagleFSD
@@ -181,22 +181,34 @@ class Answerer:
         turns = []
         for row, tokens in enumerate(found.tokens):
             said = model.tokenizer.decode(tokens, skip_special_tokens=True)
-            accepted = found.stats.accepted[row] if found.stats else []
             turns.append(
                 {
                     "turns": _before(said, self.wording.stop).strip(),
-                    "idxs": len(accepted) if found.stats else len(tokens),
+                    "idxs": _passes(method, found, row),
                     "new_tokens": len(tokens),
                     # A batch's time, shared out by tokens.
                     "wall_time": spent * len(tokens) / total,
-                    "accepted": accepted,
+                    "accepted": found.stats.accepted[row] if found.stats else [],
                     "origins": found.origins[row] if found.origins else [],
                     "log_likelihood": answer_log_likelihood(model.target, prompts[row], tokens),
                     "memory": memory,
+                    "cut_off": self._cut_off(said, tokens),
                     "errors": None,
                 }
             )
         return turns
+
+    def _cut_off(self, said: str, tokens: Tensor) -> bool:
+        """Whether an answer ended for want of room: with none of what ends an answer."""
+        ended = len(tokens) > 0 and int(tokens[-1]) in self.ends
+        return not ended and not any(stop in said for stop in self.wording.stop)
+
+
+def _passes(method: Method, found: Decoded, row: int) -> int | None:
+    """How often the target was asked; None where the method does not tell."""
+    if found.stats is not None:
+        return len(found.stats.accepted[row])
+    return len(found.tokens[row]) if method.assistant is None else None
 
 
 def _before(text: str, stop: Sequence[str]) -> str:
@@ -214,6 +226,7 @@ _EMPTY_TURN = {
     "origins": [],
     "log_likelihood": None,
     "memory": None,
+    "cut_off": False,
 }
 
 

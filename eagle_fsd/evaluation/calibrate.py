@@ -5,8 +5,9 @@ an upper confidence bound of its loss is within what is allowed. Looking at many
 the best would find one that passed by luck; so for each floor (``min_ratio``) the thresholds are
 tried in rising order, the first that fails ends that series, and the series share the error between
 them (fixed-sequence testing; Angelopoulos et al., "Learn then Test", arXiv 2110.01052). With the
-stated confidence no certified setting loses more than allowed, so any of them may be picked freely:
-the fastest, and of those hardly slower the one with the smallest bound.
+stated confidence no certified setting loses more than allowed on questions like these, so any of
+them may be picked freely: the fastest, and of those hardly slower the one with the smallest bound.
+(For accuracy that is sound; a bound on nats is an approximation, see ``mean_loss_bound``.)
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_fsd.evaluation.methods import EXACT, Method
-from eagle_fsd.evaluation.scoring import loss_bound, mean_loss_bound
+from eagle_fsd.evaluation.questions import Question
+from eagle_fsd.evaluation.scoring import FEWEST_LOSSES, loss_bound, mean_loss_bound
 from eagle_fsd.evaluation.tables import Row, Table
 
 #: Speeds nearer to each other than this are the same: timings of one setting differ so much.
 NOISE = 0.02
+#: Exact decoding must be right in so many points, and this many times as often as may be lost: else
+#: there is little to lose because answers are cut off, or not read.
+LEAST_POINTS, LEAST_TO_LOSE = 5.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,44 @@ class Allowed:
     max_drop: float | None = 0.5
     max_nats: float | None = None
     confidence: float = 0.95
+
+    def check(self, questions: Sequence[Question], series: int, execute_code: bool) -> str | None:
+        """Whether these questions can tell; called before any is answered.
+
+        Args:
+            series: How many series of settings share the error.
+
+        Returns:
+            A warning where nothing can be certified, however well it does.
+
+        Raises:
+            ValueError: They have no score, or are too few for a bound on nats.
+        """
+        if self.max_drop is not None:
+            kinds = {question.scored_by for question in questions}
+            if "" in kinds:
+                raise ValueError(
+                    "these questions have no score of their own: bound the loss with --max-nats"
+                )
+            if "code" in kinds and not execute_code:
+                raise ValueError("code is scored by running it: --execute-code")
+            least = 100 * loss_bound(0, 0, len(questions), self.level(series))
+            if least > self.max_drop:
+                return (
+                    f"{len(questions)} questions cannot show a loss below {least:.2f} points even"
+                    f" where nothing is lost: take more, or allow more than {self.max_drop:g}"
+                )
+        elif len(questions) < FEWEST_LOSSES:
+            raise ValueError(
+                f"a bound on nats a token needs {FEWEST_LOSSES} questions at least; there are"
+                f" {len(questions)}"
+            )
+        return None
+
+    def level(self, series: int) -> float:
+        """The confidence of each bound: every series may err once, on each quality asked about."""
+        asked = (self.max_drop is not None) + (self.max_nats is not None)
+        return 1 - (1 - self.confidence) / (series * asked)
 
     def __post_init__(self) -> None:
         if self.max_drop is None and self.max_nats is None:
@@ -82,9 +125,9 @@ def certify(
             "exact decoding and the others were not answered in one run, so their speeds do not"
             " compare: name another folder"
         )
-    # Every series may err once, on each quality that is asked about.
-    asked = (allowed.max_drop is not None) + (allowed.max_nats is not None)
-    confidence = 1 - (1 - allowed.confidence) / (len(series) * asked)
+    confidence = allowed.level(len(series))
+    if allowed.max_drop is not None:
+        _check_exact(by_name[EXACT.name], allowed.max_drop)
     verdicts = []
     for methods in series:
         going = True
@@ -97,6 +140,17 @@ def certify(
             verdicts.append(Verdict(row, drop, nats, within if going else None))
             going = going and within
     return verdicts
+
+
+def _check_exact(exact: Row, max_drop: float) -> None:
+    """Whether exact decoding has an accuracy that could be lost."""
+    points = 100 * (exact["accuracy"] or 0.0)
+    if points < max(LEAST_POINTS, LEAST_TO_LOSE * max_drop):
+        raise ValueError(
+            f"exact decoding is right in {points:.1f} % of the answers, too little to lose for a"
+            f" bound of {max_drop:g} points ({exact['cut_off']} answers were cut off; are"
+            " --max-new-tokens and the chat template right?)"
+        )
 
 
 def _bounds(
@@ -125,9 +179,15 @@ def fastest(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> Row:
     found += [
         (item.row, (item.drop or 0.0, item.nats or 0.0)) for item in verdicts if item.certified
     ]
+    found = [found[0], *(item for item in found[1:] if _surely_faster(item[0]))]
     best = max(row["speed_over_exact"] for row, _ in found)
     near = [item for item in found if item[0]["speed_over_exact"] >= (1 - NOISE) * best]
     return min(near, key=lambda item: item[1])[0]
+
+
+def _surely_faster(row: Row) -> bool:
+    """Than exact decoding, by more than chance."""
+    return (row["speed_over_exact_interval"] or [0.0])[0] > 1.0
 
 
 def chosen_settings(
@@ -170,7 +230,8 @@ def chosen_settings(
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """What was tried, and what came of it."""
-    headers = ["setting", "tokens/s", "x exact", "tau", "lost/gained", "points lost <=", "nats <="]
+    headers = ["setting", "tokens/s", "x exact", "tau", "accuracy", "lost/gained"]
+    headers += ["points lost <=", "nats <="]
     words = {True: "within the bound", False: "not within it", None: "not tried: after a failure"}
     cells = []
     for verdict in verdicts:
@@ -181,6 +242,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speed_over_exact']:.2f}",
                 f"{row['tau']:.2f}",
+                f"{row['accuracy']:.1%}" if row["accuracy"] is not None else "",
                 f"{against['lost']}/{against['gained']}" if "lost" in against else "",
                 "" if verdict.drop is None else f"{verdict.drop:.2f}",
                 "" if verdict.nats is None else f"{verdict.nats:.4f}",

@@ -43,6 +43,12 @@ class JudgeEndpoint:
     timeout: float = 120
     retries: int = 3
 
+    @property
+    def shown_url(self) -> str:
+        """The address without a name and password that it may hold."""
+        before, at, after = self.base_url.rpartition("@")
+        return f"{before.partition('//')[0]}//{after}" if at else self.base_url
+
 
 class JudgeClient:
     """One endpoint, with its connections; several threads may ask.
@@ -105,7 +111,7 @@ class JudgeClient:
             said = said.replace(self._key, "...")
         said = " ".join(said.split())[:SAID_LENGTH]
         return JudgeError(
-            f"the judge {self.endpoint.model} at {self.endpoint.base_url} failed ({said}); the"
+            f"the judge {self.endpoint.model} at {self.endpoint.shown_url} failed ({said}); the"
             " answers and the judgments so far are kept, and the same command goes on from there"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eagle_fsd.evaluation.judge import Judgment
@@ -20,7 +20,7 @@ def judge_summary(
     ``by_turn`` and ``by_category`` (the same four of a part), and, if the baseline is there,
     ``against_{baseline}``: ``score_change`` (mean difference over the turns that both have a rating
     of), ``score_change_interval``, ``turns``. What nothing is known of is None. The intervals take
-    the two turns of a question for independent.
+    questions for independent, not the turns of one.
     """
     by_method: dict[str, list[Judgment]] = defaultdict(list)
     for judgment in judgments:
@@ -33,11 +33,11 @@ def judge_summary(
         row["by_category"] = _parts(found, lambda judgment: judgment.category)
         if baseline in by_method and method != baseline:
             own = _ratings(found)
-            change = Mean.of([own[key] - exact[key] for key in exact if key in own])
+            change = {key: own[key] - exact[key] for key in exact if key in own}
             row[f"against_{baseline}"] = {
-                "score_change": change.value if change.count else None,
-                "score_change_interval": change.interval and list(change.interval),
-                "turns": change.count,
+                "score_change": sum(change.values()) / len(change) if change else None,
+                "score_change_interval": _interval(change),
+                "turns": len(change),
             }
         summary[method] = row
     return summary
@@ -50,13 +50,26 @@ def _ratings(judgments: Sequence[Judgment]) -> dict[tuple[int | str, int], float
 
 
 def _part(judgments: Sequence[Judgment]) -> dict[str, Any]:
-    mean = Mean.of(list(_ratings(judgments).values()))
+    ratings = _ratings(judgments)
     return {
-        "score": mean.value if mean.count else None,
-        "score_interval": mean.interval and list(mean.interval),
-        "rated": mean.count,
-        "unrated": len(judgments) - mean.count,
+        "score": sum(ratings.values()) / len(ratings) if ratings else None,
+        "score_interval": _interval(ratings),
+        "rated": len(ratings),
+        "unrated": len(judgments) - len(ratings),
     }
+
+
+def _interval(values: Mapping[tuple[int | str, int], float]) -> list[float] | None:
+    """Of the mean over turns, with the turns of a question as one sample; None below two."""
+    if not values:
+        return None
+    mean = sum(values.values()) / len(values)
+    questions = len({question for question, _ in values})
+    moved: dict[int | str, float] = defaultdict(float)  # by each question
+    for (question, _), value in values.items():
+        moved[question] += (value - mean) * questions / len(values)
+    found = Mean.of(list(moved.values())).interval
+    return found and [mean + end for end in found]
 
 
 def _parts(

@@ -23,14 +23,23 @@ from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.verify import Origin
 
-#: Rules of the literature by the name they have in tables, with their published values.
+#: Rules of the literature by the name they have in tables: with their published values, where there
+#: are any, and beside them stricter or laxer ones, as FSD has several thresholds. (SGLang switches
+#: its two off by default. When greedy, ``single`` above a half lets nothing pass that is not the
+#: target's own.)
 RULES = {
     "typical": TypicalRule(),
-    "single": TargetRule(single=0.5),
-    "acc": TargetRule(acc=0.5),
+    "typical 0.03": TypicalRule(epsilon=0.1, delta=0.03),
+    "single 0.4": TargetRule(single=0.4),
+    "single 0.2": TargetRule(single=0.2),
+    "acc 0.5": TargetRule(acc=0.5),
+    "acc 0.2": TargetRule(acc=0.2),
     "top-gap": TopGapRule(),
+    "top-gap 0.3": TopGapRule(gap=0.3),
     "budget": BudgetRule(),
+    "budget 0.02": BudgetRule(budget=0.02),
     "deferred": DeferredRule(),
+    "deferred 0.1": DeferredRule(entropy=0.1, window=3),
 }
 
 
@@ -66,13 +75,16 @@ class Method:
         tree = {key: values[key] for key in ("total_tokens", "depth", "tree_top_k")}
         if "rule" in self.options:
             return {"method": repr(self.options["rule"]), **tree}
-        if effective.threshold == 0.0:
+        if effective == effective.updated(**EAGLE_WALK):
             return {"method": "exact", **tree}
         return {"method": "fsd", **values}
 
 
 PLAIN = Method("plain", {"method": "ar"})
-EXACT = Method("exact", {"threshold": 0.0})
+#: What FSD's settings may change of the walk down the tree, as EAGLE-2 has it: what is compared
+#: with FSD stays what it is whatever FSD is set to.
+EAGLE_WALK = {"threshold": 0.0, "fallback": "exact", "selection": "longest"}
+EXACT = Method("exact", EAGLE_WALK)
 HF = Method("hf", None)
 HF_ASSISTED = "hf assisted"
 #: What speculative decoding is compared with.
@@ -141,7 +153,7 @@ def fsd_grid(
 
 def rule_methods() -> list[Method]:
     """The literature's rules."""
-    return [Method(name, {"threshold": 0.0, "rule": rule}) for name, rule in RULES.items()]
+    return [Method(name, {**EAGLE_WALK, "rule": rule}) for name, rule in RULES.items()]
 
 
 @dataclass(frozen=True)

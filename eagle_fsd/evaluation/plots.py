@@ -34,12 +34,15 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
     known = {row["method"]: row for row in measured(report["rows"])}
     # The baselines lie far to the left: they would press the rest together.
     rows = {name: row for name, row in known.items() if name not in BASELINES}
+    # What was measured within a session, times how fast exact decoding is over all of them.
+    pace = known["exact"]["tokens_per_second"] if "exact" in known else 0.0
+    speeds_of = {name: row["speed_over_exact"] * pace for name, row in known.items()}
     scored = any(row["accuracy"] is not None for row in rows.values())
     scale = 100.0 if scored else 1.0
     styles = [(colour, marker) for marker in MARKERS for colour in COLOURS]
 
     def draw(names: Sequence[str], label: str, style: tuple[str, str], line: str) -> None:
-        speeds = [rows[name]["tokens_per_second"] for name in names]
+        speeds = [speeds_of[name] for name in names]
         values = [scale * quality(rows[name]) for name in names]
         colour, marker = style
         axis.plot(
@@ -56,13 +59,13 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
     for row in front:
         axis.annotate(
             row["method"],
-            (row["tokens_per_second"], scale * quality(row)),
+            (speeds_of[row["method"]], scale * quality(row)),
             xytext=(4, 5),
             textcoords="offset points",
             fontsize=7,
         )
     axis.step(
-        [row["tokens_per_second"] for row in front],
+        [speeds_of[row["method"]] for row in front],
         [scale * quality(row) for row in front],
         where="pre",
         color="black",
@@ -79,7 +82,7 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
             low, high = (scale * end for end in exact["accuracy_interval"])
             axis.axhspan(low, high, color=GREY, alpha=0.1, linewidth=0, zorder=0)
         axis.plot(
-            [exact["tokens_per_second"]],
+            [speeds_of["exact"]],
             [level],
             marker="*",
             markersize=18,
@@ -93,7 +96,7 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
     title = "Quality against speed"
     if "plain" in known:
         plain = known["plain"]
-        speed = plain["tokens_per_second"]
+        speed = speeds_of["plain"]
         times = axis.secondary_xaxis("top", functions=(lambda x: x / speed, lambda x: x * speed))
         times.set_xlabel("times plain decoding")
         level = f"{scale * quality(plain):.4g}" + " %" * scored
@@ -131,7 +134,8 @@ def draw_divergences(
                 axis.axvline(threshold, color="black", linewidth=0.7, linestyle=":")
         axis.set_xscale("log")
         axis.set_title(f"{name} between target and draft at accepted nodes")
-        axis.set_xlabel(f"nats, {LEAST:g} and less at the left" + "; T dotted" * bool(thresholds))
+        unit = "share of the mass" if name.endswith("tv") else "nats"
+        axis.set_xlabel(f"{unit}, {LEAST:g} and less at the left" + "; T dotted" * bool(thresholds))
         axis.set_ylabel("share of the nodes")
         axis.legend(framealpha=1.0, edgecolor="none", fontsize=8)
     _save(figure, path, report)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from eagle_fsd.evaluation.questions import Question
 from eagle_fsd.evaluation.readers import score
 from eagle_fsd.evaluation.sandbox import RunResult, run_program
-from eagle_fsd.evaluation.scoring import McNemar, Mean, Proportion
+from eagle_fsd.evaluation.scoring import McNemar, Mean, Proportion, Ratio
 from eagle_fsd.evaluation.store import Record
 from eagle_fsd.model.verify import Origin
 
@@ -28,6 +31,7 @@ class Summary:
         by_category: Tokens and steps.
         timed: Session, seconds and tokens by question.
         failed: Turns that were not answered: the prompt filled the context.
+        cut_off: Turns that ended for want of room: by the limit on new tokens, or the context's.
         memory: The most that any turn had in use, bytes; None where that is not known.
     """
 
@@ -43,6 +47,7 @@ class Summary:
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     answers: int = 0
     failed: int = 0
+    cut_off: int = 0
     memory: int | None = None
 
     @classmethod
@@ -51,6 +56,7 @@ class Summary:
         for record in records:
             choice = record["choices"][0]
             found.failed += sum(error is not None for error in choice["errors"])
+            found.cut_off += sum(choice["cut_off"])
             seconds, tokens = sum(choice["wall_time"]), sum(choice["new_tokens"])
             found.timed[record["question_id"]] = record["session"], seconds, tokens
             found.seconds += seconds
@@ -72,24 +78,19 @@ class Summary:
         """None where nothing was answered."""
         return self.tokens / self.seconds if self.seconds else None
 
-    def speed_over(self, other: Summary | None) -> float | None:
+    def speed_over(self, other: Summary | None) -> Ratio:
         """How many times as fast as ``other``, on the questions that both answered in one session.
 
-        Speeds of other runs, at other times or on other machines, are not compared; None where
-        there is nothing to compare.
+        Speeds of other runs, at other times or on other machines, are not compared.
         """
-        if other is None:
-            return None
+        theirs = other.timed if other is not None else {}
         both = [
-            (mine, theirs)
-            for key, mine in self.timed.items()
-            if (theirs := other.timed.get(key)) and theirs[0] == mine[0]
+            (own[1:], theirs[key][1:])
+            for key, own in self.timed.items()
+            if key in theirs and theirs[key][0] == own[0]
         ]
-        sums = [sum(values) for values in zip(*(a[1:] + b[1:] for a, b in both), strict=True)]
-        if not sums or not all(sums):
-            return None
-        seconds, tokens, other_seconds, other_tokens = sums
-        return tokens / seconds * other_seconds / other_tokens
+        pairs = np.asarray(both, dtype=float).reshape(-1, 2, 2)
+        return Ratio.of_speeds(pairs[:, 0], pairs[:, 1])
 
     @property
     def tau(self) -> float | None:
@@ -117,6 +118,7 @@ class Summary:
     def as_dict(self, plain: Summary | None, exact: Summary | None) -> dict[str, Any]:
         """Plain values for files and tables."""
         accuracy, likelihood = self.accuracy, Mean.of(list(self.likelihoods.values()))
+        over_plain, over_exact = self.speed_over(plain), self.speed_over(exact)
         row: dict[str, Any] = {
             "method": self.name,
             "answers": self.answers,
@@ -124,8 +126,11 @@ class Summary:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            "speedup": self.speed_over(plain),
-            "speed_over_exact": self.speed_over(exact),
+            "speedup": none_if_nan(over_plain.value),
+            "speedup_interval": over_plain.interval,
+            "speed_over_exact": none_if_nan(over_exact.value),
+            "speed_over_exact_interval": over_exact.interval,
+            "cut_off": self.cut_off,
             "tau": self.tau,
             "tau_by_category": {
                 name: tokens / steps for name, (tokens, steps) in self.by_category.items() if steps
@@ -158,6 +163,11 @@ class Summary:
             found["log_likelihood_change"] = change.value
             found["log_likelihood_change_interval"] = change.interval
         return found
+
+
+def none_if_nan(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def summarise(

@@ -26,6 +26,7 @@ class RunResult:
 
     passed: bool
     reason: str = ""
+    timed_out: bool = False
 
 
 def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> RunResult:
@@ -58,7 +59,7 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> Ru
         try:
             process.communicate(program.encode("utf-8", "replace"), timeout=seconds)
         except subprocess.TimeoutExpired:
-            return RunResult(False, f"no end after {seconds:g} s")
+            return RunResult(False, f"no end after {seconds:g} s", timed_out=True)
         finally:
             _kill(process)
         finished = _text(printed).endswith(word)
@@ -73,8 +74,9 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> Ru
 class Runs:
     """Runs programs like :func:`run_program`, each only once.
 
-    What came of a program is added to a file, a line each, so that an evaluation that is resumed,
-    or whose methods give the same answers, does not run it again. Without that file all are.
+    What came of a program (but for those that took too long) is added to a file, a line each, so
+    that an evaluation that is resumed, or whose methods give the same answers, does not run it
+    again. Without that file all are.
 
     Args:
         path: Of the file; made, with its folder, if missing.
@@ -94,6 +96,8 @@ class Runs:
         if key not in self._known:
             found = self._known[key] = run_program(program)
             self.count += 1
+            if found.timed_out:  # on another day the machine may be less busy
+                return found
             self.path.parent.mkdir(parents=True, exist_ok=True)
             line = {"program": key, "passed": found.passed, "reason": found.reason}
             append_line(self.path, json.dumps(line))

@@ -6,6 +6,7 @@ What a judge needs beside the questions is found the same way.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -51,6 +52,11 @@ SETS = {
         "gsm8k_test.jsonl",
         f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
         "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+    ),
+    "gsm8k-train": QuestionSet(
+        "gsm8k_train.jsonl",
+        f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/train.jsonl",
+        "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     ),
     "humaneval": QuestionSet(
         "HumanEval.jsonl.gz",
@@ -175,7 +181,7 @@ def _download(source: QuestionSet, path: Path, progress: Callable[[int, int], No
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         part.unlink(missing_ok=True)
         raise QuestionSetError(f"{source.url} cannot be fetched ({error}): {advice}") from error
     if digest.hexdigest() != source.sha256:

@@ -29,6 +29,7 @@ CHOICE_LISTS = (
     "origins",
     "log_likelihood",
     "memory",
+    "cut_off",
     "errors",
 )
 

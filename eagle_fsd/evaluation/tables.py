@@ -16,7 +16,7 @@ Table = tuple[list[str], list[list[str]]]
 def main_table(rows: Sequence[Row]) -> Table:
     """Speed and quality; columns that no row fills are left out."""
     headers = ["method", "tokens/s", "x plain", "x exact", "tau", "fuzzy", "MiB"]
-    headers += ["accuracy", "lost/gained", "p", "nats a token", "against exact"]
+    headers += ["n", "accuracy", "lost/gained", "p", "nats a token", "against exact"]
     headers += ["judge", "judge against exact"]
     cells = []
     for row in rows:
@@ -29,10 +29,11 @@ def main_table(rows: Sequence[Row]) -> Table:
                 row["method"],
                 _number(row["tokens_per_second"], ".1f"),
                 _number(row["speedup"], ".2f"),
-                _number(row["speed_over_exact"], ".2f"),
+                _times(row),
                 _number(row["tau"], ".2f"),
                 _number(row["origins"]["fuzzy"], ".1%"),
                 _number(row["memory"] and row["memory"] / 2**20, ".0f"),
+                str(row["scored"] or row["answers"]),
                 _interval(row["accuracy"], row["accuracy_interval"], ".1%"),
                 split,
                 _number(against.get("mcnemar_p"), ".2g"),
@@ -50,15 +51,23 @@ def main_table(rows: Sequence[Row]) -> Table:
     return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
 
 
+def _times(row: Row) -> str:
+    """Speed over exact decoding's, and half of its interval's width."""
+    value, interval = row["speed_over_exact"], row["speed_over_exact_interval"]
+    if value is None or interval is None or row["method"] == "exact":
+        return _number(value, ".2f")
+    return f"{value:.2f} ± {(interval[1] - interval[0]) / 2:.2f}"
+
+
 def category_table(rows: Sequence[Row]) -> Table:
     """Tau by category."""
     names = sorted({name for row in rows for name in row["tau_by_category"]})
+    known = [row for row in rows if row["tau_by_category"]]
     cells = [
-        [row["method"], *(_number(row["tau_by_category"].get(name), ".2f") for name in names)]
-        for row in rows
-        if row["tau_by_category"]
+        [name, *(_number(row["tau_by_category"].get(name), ".2f") for row in known)]
+        for name in names
     ]
-    return ["tau", *names], cells
+    return ["tau", *(row["method"] for row in known)], cells
 
 
 def position_table(rows: Sequence[Row]) -> Table:
@@ -75,7 +84,7 @@ def position_table(rows: Sequence[Row]) -> Table:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Those there is something to say in."""
     found = [main_table(rows)]
-    if len(category_table(rows)[0]) > 2:
+    if len(category_table(rows)[1]) > 1:
         found.append(category_table(rows))
     if position_table(rows)[1]:
         found.append(position_table(rows))
@@ -84,14 +93,18 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def report_text(report: dict[str, Any]) -> str:
     """The tables of a report, and how it was made, in Markdown."""
-    parts = [markdown(*table) for table in tables(report["rows"])]
+    found = [*report.get("tables", []), *tables(report["rows"])]
+    parts = [markdown(*table) for table in found]
     return "\n\n".join([*parts, *report.get("conclusions", []), footnote(report)]) + "\n"
 
 
 def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for line in cells]
-    return "\n".join(lines)
+    """A table; a bar within a cell does not end it."""
+
+    def line(items: Sequence[str]) -> str:
+        return "| " + " | ".join(item.replace("|", "\\|") for item in items) + " |"
+
+    return "\n".join([line(headers), "|---" * len(headers) + "|", *map(line, cells)])
 
 
 #: A CSV line's own columns: the name, and where in a row of the report the value is.
@@ -103,10 +116,13 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "tokens_per_second": ("tokens_per_second",),
     "speedup_over_plain": ("speedup",),
     "speed_over_exact": ("speed_over_exact",),
+    "speed_over_exact_low": ("speed_over_exact_interval", "0"),
+    "speed_over_exact_high": ("speed_over_exact_interval", "1"),
     "tau": ("tau",),
     "share_fuzzy": ("origins", "fuzzy"),
     "memory_bytes": ("memory",),
     "answers": ("answers",),
+    "cut_off": ("cut_off",),
     "scored": ("scored",),
     "accuracy": ("accuracy",),
     "accuracy_low": ("accuracy_interval", "0"),
@@ -116,6 +132,10 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "gained": ("against_exact", "gained"),
     "mcnemar_p": ("against_exact", "mcnemar_p"),
     "judge_score": ("judge", "score"),
+    "judge_low": ("judge", "score_interval", "0"),
+    "judge_high": ("judge", "score_interval", "1"),
+    "judge_rated": ("judge", "rated"),
+    "judge_unrated": ("judge", "unrated"),
     "judge_change": ("judge", "against_exact", "score_change"),
     "log_likelihood": ("log_likelihood",),
     "log_likelihood_change": ("against_exact", "log_likelihood_change"),
@@ -126,7 +146,10 @@ def csv_text(report: dict[str, Any]) -> str:
     """A line a method, full precision; what the whole run has in common stands in every line."""
     environment = report["environment"]
     common = {
-        **{key: report["about"][key] for key in ("questions", "target", "head", "seed")},
+        **{
+            key: report["about"][key]
+            for key in ("questions", "count", "target", "head", "seed", "template")
+        },
         **{key: report["about"][key] for key in ("temperature", "top_p", "batch")},
         "sampling_top_k": report["about"]["top_k"],
         "max_new_tokens": report["about"]["max_new_tokens"],
@@ -155,6 +178,7 @@ def footnote(report: dict[str, Any]) -> str:
     dates = sorted({item["date"][:10] for item in sessions})
     revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
     failed = sum(row["failed"] for row in report["rows"])
+    fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
     at_once = "" if about["batch"] == 1 else f", {about['batch']} at once"
     text = (
         f"{report['questions']} questions of {about['questions']}{at_once}; {_sampling(about)},"
@@ -164,10 +188,24 @@ def footnote(report: dict[str, Any]) -> str:
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
         f" revision {', '.join(revisions)}. Intervals are 95 %."
     )
+    if about["template"]:
+        text += f" FastChat's template {about['template']}."
+    if fsd is not None and fsd["method"] == "fsd":
+        names = ("divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on")
+        text += f" fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}."
+    elif fsd is not None:
+        text += " fsd: no threshold is set, so it is exact decoding."
     if len(sessions) > 1:
         text += (
             f" The answers were drawn in {len(sessions)} sessions; x compares within a session,"
             " tokens/s is over all of them."
+        )
+    text += " MiB is the process's peak."
+    if cut := {row["method"]: row["cut_off"] for row in report["rows"] if row["cut_off"]}:
+        most = max(cut, key=lambda name: cut[name])
+        text += (
+            f" Answers that had not ended by {about['max_new_tokens']} tokens or the context's end:"
+            f" up to {cut[most]} ({most})."
         )
     if report["unscored"]:
         text += f" {report['unscored']}"

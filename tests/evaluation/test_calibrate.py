@@ -11,6 +11,7 @@ import pytest
 
 from eagle_fsd.evaluation.calibrate import Allowed, certify, fastest
 from eagle_fsd.evaluation.methods import fsd_groups
+from eagle_fsd.evaluation.questions import Question
 from eagle_fsd.evaluation.scoring import loss_bound, mean_loss_bound
 from eagle_fsd.model.settings import FSDSettings, read_settings
 
@@ -23,6 +24,7 @@ def row(method: str, speed: float, lost: int = 0, gained: int = 0, **more: Any) 
         "method": method,
         "tokens_per_second": speed,
         "speed_over_exact": speed / 100,
+        "speed_over_exact_interval": [speed / 100 - 0.01, speed / 100 + 0.01],
         "against_exact": against,
     }
 
@@ -32,7 +34,14 @@ def nothing(_: str) -> list[float]:
 
 
 SERIES = list(fsd_groups([0.1, 0.2, 0.3], [0.0, 0.3], ["js"]).values())
-EXACT = {"method": "exact", "tokens_per_second": 100.0, "speed_over_exact": 1.0}
+EXACT = {
+    "method": "exact",
+    "tokens_per_second": 100.0,
+    "speed_over_exact": 1.0,
+    "speed_over_exact_interval": None,
+    "accuracy": 0.9,
+    "cut_off": 0,
+}
 
 
 def test_a_series_ends_at_its_first_failure() -> None:
@@ -89,6 +98,35 @@ def test_speeds_of_different_runs_are_not_compared() -> None:
         certify(rows, [SERIES[0][:1]], Allowed(), nothing)
 
 
+def test_faster_is_faster_by_more_than_chance() -> None:
+    noisy = {**row("T=0.1", 120), "speed_over_exact_interval": [0.9, 1.5]}
+    verdicts = certify([EXACT, noisy], [SERIES[0][:1]], Allowed(max_drop=2.0), nothing)
+    assert verdicts[0].certified
+    assert fastest([EXACT, noisy], verdicts) is EXACT
+
+
+def test_where_there_is_little_to_lose_nothing_is_certified() -> None:
+    """Answers in another format, or cut off: whatever is tried loses nothing then."""
+    lost = {**EXACT, "accuracy": 0.02, "cut_off": 280}
+    with pytest.raises(ValueError, match=r"right in 2\.0 % of.*280 answers were cut"):
+        certify([lost, row("T=0.1", 120)], [SERIES[0][:1]], Allowed(max_drop=1.0), nothing)
+
+
+def test_questions_are_looked_at_before_they_are_answered() -> None:
+    numbered = [Question(at, "c", ("?",), "number", "1") for at in range(100)]
+    assert Allowed(max_drop=4.0).check(numbered, 2, False) is None
+    warning = Allowed(max_drop=0.5).check(numbered, 2, False)
+    assert "100 questions cannot show a loss below 3.70 points" in warning
+    with pytest.raises(ValueError, match="no score of their own"):
+        Allowed().check([Question(0, "c", ("?",))], 2, False)
+    code = [Question(0, "c", ("?",), "code", "")]
+    with pytest.raises(ValueError, match="--execute-code"):
+        Allowed().check(code, 2, False)
+    assert Allowed(max_drop=100.0).check(code, 2, True) is None
+    with pytest.raises(ValueError, match="30 questions at least; there are 29"):
+        Allowed(None, 0.1).check(numbered[:29], 2, False)
+
+
 def test_a_drop_needs_a_score() -> None:
     unscored = {**row("T=0.1", 120), "against_exact": {}}
     with pytest.raises(ValueError, match=r"no score of their own.*--max-nats"):
@@ -132,6 +170,7 @@ def test_the_command_writes_settings_that_every_command_takes(tmp_path: Path, ru
     told = run("generate", "--settings", out / "fsd.json", "--json", "Hello!")[1]
     assert json.loads(told)["settings"]["threshold"] == settings["threshold"]
     assert json.loads((out / "report.json").read_text())["calibration"] == found
+    assert "within the bound" in (out / "report.md").read_text()
 
 
 def test_what_cannot_be_certified_is_exact_decoding(tmp_path: Path, run: Command) -> None:
@@ -152,6 +191,7 @@ def test_what_cannot_be_certified_is_exact_decoding(tmp_path: Path, run: Command
         (("--max-drop", "0.5", "-r", "2"), 2, "min_ratio must be between 0 and 1"),
         (("--max-drop", "101"), 2, "max-drop"),
         (("--max-drop", "1", "-T", "0"), 2, "nothing to choose from"),
+        (("--max-nats", "1", "--count", "10"), 1, "30 questions at least"),
         (("--max-drop", "0.5", "no-such-set"), 1, "neither a file nor a known set"),
     ],
 )

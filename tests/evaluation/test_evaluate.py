@@ -77,7 +77,7 @@ def test_the_default_methods_answer_and_are_reported(tmp_path: Path, run: Comman
             assert record["model_id"] == name
             assert len(record["answer_id"]) == 22
             (choice,) = record["choices"]
-            lists = ("turns", "idxs", "new_tokens", "wall_time", "origins", "accepted")
+            lists = ("turns", "idxs", "new_tokens", "wall_time", "origins", "accepted", "cut_off")
             assert {len(choice[key]) for key in lists} == {1}
             assert len(choice["origins"][0]) == choice["new_tokens"][0]
             assert len(choice["accepted"][0]) == choice["idxs"][0]
@@ -249,6 +249,7 @@ def _record(
     choice = {
         "turns": ["x"],
         "errors": [None],
+        "cut_off": [False],
         "wall_time": [seconds],
         "new_tokens": [sum(accepted)],
         "accepted": [accepted],
@@ -271,6 +272,8 @@ def test_figures_of_answers_made_by_hand() -> None:
     assert exact["speedup"] == pytest.approx(4.0 / 1.5)
     assert exact["speed_over_exact"] == 1.0
     assert fuzzy["speed_over_exact"] == pytest.approx(1.5)
+    low, high = fuzzy["speed_over_exact_interval"]
+    assert low < 1.5 < high
     assert exact["tau"] == 2.0
     assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
     assert fuzzy["origins"]["fuzzy"] == 0.5
@@ -280,6 +283,7 @@ def test_figures_of_answers_made_by_hand() -> None:
     assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
     assert plain["accuracy"] is None
     assert fuzzy["memory"] == 2000
+    assert "a\\|b" in markdown(["x"], [["a|b"]])
     text = markdown(*main_table([plain, exact, fuzzy]))
     assert text.splitlines()[0].startswith("| method | tokens/s | x plain | x exact | tau |")
     assert "50.0% (9.5% to 90.5%)" in text
@@ -422,6 +426,40 @@ class Stopping:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("own", [("--fallback", "stop"), ("--selection", "target")])
+def test_what_fsd_is_set_to_changes_nothing_that_it_is_compared_with(
+    own: tuple[str, str], tmp_path: Path, run: Command
+) -> None:
+    """Neither exact decoding nor the literature's rules."""
+    command = ("evaluate", "--count", 2, "--max-new-tokens", 24, "-m", "exact", "rules", "--json")
+    found = []
+    for name, options in (("as it is", ()), ("set", own)):
+        status, printed, _ = run(*command, *options, "--out", tmp_path / name)
+        assert status == 0
+        found.append([(row["method"], row["tau"]) for row in json.loads(printed)["rows"]])
+    assert found[0] == found[1]
+    assert found[0][0][1] > 2
+
+
+def test_answers_that_were_cut_off_are_told(tmp_path: Path, run: Command) -> None:
+    command = ("evaluate", "--count", 2, "-m", "exact", "--json")
+    for tokens, cut in ((4, 2), (256, 0)):
+        out = tmp_path / str(tokens)
+        printed = run(*command, "--max-new-tokens", tokens, "--out", out)[1]
+        assert json.loads(printed)["rows"][0]["cut_off"] == cut
+        told = "Answers that had not ended by 4 tokens" in (out / "report.md").read_text()
+        assert told == bool(cut)
+
+
+def test_a_threshold_of_nothing_is_said_to_be_exact(tmp_path: Path, run: Command) -> None:
+    command = ("evaluate", "--count", 1, "--max-new-tokens", 8, "-m", "exact", "fsd")
+    assert run(*command, "--threshold", 0, "--out", tmp_path)[0] == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "fsd: no threshold is set, so it is exact decoding" in text
+    assert run(*command, "--threshold", 0.25, "--out", tmp_path / "other")[0] == 0
+    assert "fsd: divergence js, threshold 0.25, " in (tmp_path / "other/report.md").read_text()
 
 
 def test_thresholds_that_look_alike_have_names_of_their_own() -> None:

@@ -199,3 +199,9 @@ def test_ctrl_c_ends_at_once_and_loses_nothing_written(stub: StubJudge, tmp_path
 
 def _whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def test_a_password_in_the_address_is_shown_to_nobody() -> None:
+    shown = JudgeEndpoint("http://user:secret@host:1/v1", "a").shown_url
+    assert shown == "http://host:1/v1"
+    assert JudgeEndpoint("http://host:1/v1", "a").shown_url == "http://host:1/v1"
