@@ -39,6 +39,8 @@ from eagle_fsd.chat.requests import (
 from eagle_fsd.chat.serving import DecodeQueue, DecodingError, QueueFullError, Update
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.chat.transport import template
+from eagle_fsd.chat.web_backend import LocalBackend
+from eagle_fsd.chat.web_remote import add_page_routes
 from eagle_fsd.model.decode import EagleFSD
 from eagle_fsd.model.prompts import ChatFormat
 
@@ -354,4 +356,13 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         answer = {"status": status, "queue": len(worker.queue)}
         return JSONResponse(answer, status_code=200 if status == "ok" else 503)
 
+    backend = LocalBackend(
+        worker.model,
+        worker.wording,
+        worker.limits,
+        worker.model_names[0],
+        worker.queue,
+        worker.read,
+    )
+    add_page_routes(app, backend, body)
     return app

@@ -12,6 +12,7 @@ from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.calibrate import calibrate
 from eagle_fsd.cli.chat import chat
 from eagle_fsd.cli.console import fail
+from eagle_fsd.cli.demo import demo
 from eagle_fsd.cli.evaluate import MethodsCommand, evaluate
 from eagle_fsd.cli.generate import generate
 from eagle_fsd.cli.serve import app as serve_app
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(demo)
 app.command(cls=GridCommand)(bench)
 app.command(cls=MethodsCommand)(evaluate)
 app.command(cls=GridCommand)(sweep)

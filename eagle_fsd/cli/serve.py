@@ -9,8 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle_fsd.chat.requests import Limits
-from eagle_fsd.cli.console import err, out
+from eagle_fsd.chat.options import AnswerOptions, Limits
+from eagle_fsd.cli.console import err, fail, out
+from eagle_fsd.cli.demo import (
+    BUNDLED_NAME,
+    ON_THE_PAGE,
+    PageHost,
+    PagePort,
+    examples_for,
+    tell_page,
+    web_page,
+)
 from eagle_fsd.cli.options import (
     Device,
     Dtype,
@@ -103,6 +112,35 @@ def worker(
     )
 
 
+@app.command()
+@with_options(AnswerOptions, "options", leave_out=ON_THE_PAGE)
+def web(
+    options: dict[str, Any],
+    host: PageHost = "127.0.0.1",
+    port: PagePort = 7860,
+    controller: Controller = "http://127.0.0.1:21001",
+    name: Annotated[
+        str | None,
+        typer.Option(help="Which of the controller's models.", show_default="the first"),
+    ] = None,
+) -> None:
+    """The web page, over a worker that the controller knows. (eagle-fsd demo needs no worker.)"""
+    page = web_page()
+    from eagle_fsd.chat.launch import check_free
+    from eagle_fsd.chat.web_backend import BackendError
+    from eagle_fsd.chat.web_remote import RemoteBackend
+
+    check_free(host, port)
+    try:
+        backend = RemoteBackend(controller, name)
+    except BackendError as error:
+        fail(str(error), 1)
+    examples = examples_for(backend.about.name)
+    app = page.page_app(backend, AnswerOptions.from_dict(options), examples)
+    tell_page(host, port)
+    page.run_page(app, host, port)
+
+
 @app.command(name="all")
 @with_settings()
 @with_options(Limits, "limits")
@@ -119,12 +157,19 @@ def serve_all(
     controller_port: _port(21001) = 21001,
     worker_port: _port(21002) = 21002,
     names: Names = None,
+    page: Annotated[bool, typer.Option("--web", help="The web page beside them.")] = False,
+    web_port: PagePort = 7860,
 ) -> None:
     """Controller, one worker and the API on this machine, until Ctrl-C."""
+    if page:
+        web_page()
     from eagle_fsd.chat.launch import Cluster, check_free
 
     name = (names or [_name(target)])[0]
-    for where, number in ((host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)):
+    wanted = [(host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)]
+    if page:
+        wanted.append((host, web_port))
+    for where, number in wanted:
         check_free(where, number)
     controller_address = f"http://127.0.0.1:{controller_port}"
     worker_address = f"http://127.0.0.1:{worker_port}"
@@ -132,22 +177,27 @@ def serve_all(
     given |= {"conv_template": template, **limits, **settings}
     pair = [item for key, value in given.items() for item in _option(key, value)]
     pair += [item for each in names or [name] for item in ("--name", each)]
-    cluster = Cluster(
-        {
-            "controller": (
-                ["controller", "--port", str(controller_port)],
-                f"{controller_address}/test_connection",
-            ),
-            "worker": (
-                ["worker", "--port", str(worker_port), "--controller", controller_address, *pair],
-                f"{worker_address}/health",
-            ),
-            "API": (
-                ["api", "--host", host, "--port", str(port), "--controller", controller_address],
-                f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/v1/models",
-            ),
-        }
-    )
+    here = "127.0.0.1" if host == "0.0.0.0" else host
+    commands = {
+        "controller": (
+            ["controller", "--port", str(controller_port)],
+            f"{controller_address}/test_connection",
+        ),
+        "worker": (
+            ["worker", "--port", str(worker_port), "--controller", controller_address, *pair],
+            f"{worker_address}/health",
+        ),
+        "API": (
+            ["api", "--host", host, "--port", str(port), "--controller", controller_address],
+            f"http://{here}:{port}/v1/models",
+        ),
+    }
+    if page:
+        commands["web page"] = (
+            ["web", "--host", host, "--port", str(web_port), "--controller", controller_address],
+            f"http://{here}:{web_port}/",
+        )
+    cluster = Cluster(commands)
     try:
         cluster.start(lambda text: err.print(text, style="dim"))
         _tell(host, port, controller_address, worker_address, name)
@@ -164,7 +214,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _name(target: str | None) -> str:
-    return Path(target).name if target else "eagle-fsd-bundled"
+    return Path(target).name if target else BUNDLED_NAME
 
 
 def _tell(host: str, port: int, controller: str, worker: str, name: str) -> None:
