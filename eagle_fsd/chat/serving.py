@@ -200,7 +200,8 @@ class DecodeQueue:
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
-            if self._in_line() >= self.waiting:
+            # While none is decoded, the first in line is about to be: it is not one that waits.
+            if self._in_line() + (self._current is not None) > self.waiting:
                 raise QueueFullError(f"{self.waiting} requests are waiting: try again later")
 
     def _enqueue(self, item: Job | Call) -> None:

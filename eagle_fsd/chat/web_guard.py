@@ -7,14 +7,9 @@ sliders needs none of it. Its page also names fonts and a script elsewhere, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from eagle_fsd.chat.api_reply import send_json
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from eagle_fsd.chat.api_reply import Message, Receive, Send, send_json
 
 #: Everything the page asks for; gradio's other routes are not there.
 READ = re.compile(
