@@ -133,11 +133,14 @@ def draw_divergences(
             if threshold > LEAST:
                 axis.axvline(threshold, color="black", linewidth=0.7, linestyle=":")
         axis.set_xscale("log")
-        axis.set_title(f"{name} between target and draft at accepted nodes")
+        axis.set_title(
+            f"{name} between target and draft where exact decoding goes ({found.questions} answers)"
+        )
         unit = "share of the mass" if name.endswith("tv") else "nats"
         axis.set_xlabel(f"{unit}, {LEAST:g} and less at the left" + "; T dotted" * bool(thresholds))
         axis.set_ylabel("share of the nodes")
-        axis.legend(framealpha=1.0, edgecolor="none", fontsize=8)
+        axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # the legend's room
+        axis.legend(framealpha=1.0, edgecolor="none", fontsize=8, loc="upper center")
     _save(figure, path, report)
 
 

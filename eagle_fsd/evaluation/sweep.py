@@ -95,12 +95,15 @@ class Divergences:
     """Divergences at the nodes that exact decoding passes through.
 
     Attributes:
-        drafted: ``[K]`` whether the target's choice was among the node's children.
+        drafted: ``[K]`` whether the target's choice was among the node's children. (Leaves have
+            none, and no divergence: they are not among the K.)
         values: ``[K]`` by name of the divergence.
+        questions: How many answers they are from.
     """
 
     drafted: Tensor
     values: dict[str, Tensor]
+    questions: int = 0
 
     def summary(self) -> dict[str, Any]:
         """Counts, and for each divergence the quartiles on both sides."""
@@ -108,6 +111,7 @@ class Divergences:
         found: dict[str, Any] = {
             "drafted": int(self.drafted.sum()),
             "not_drafted": int((~self.drafted).sum()),
+            "questions": self.questions,
         }
         for name, values in self.values.items():
             sides = {"drafted": values[self.drafted], "not_drafted": values[~self.drafted]}
@@ -147,4 +151,5 @@ def watch_divergences(
             name: torch.cat([empty, *(item.divergences[name].cpu() for item in watch.seen)])
             for name in names
         },
+        min(len(questions), WATCHED),
     )

@@ -117,7 +117,7 @@ def test_the_command_end_to_end(tmp_path: Path, run: Command) -> None:
     names = [item["method"] for item in report["rows"]]
     grid = [f"{d} T={t}{r}" for d in ("js", "kl") for r in ("", " r=0.3") for t in (0.1, 0.4)]
     assert names == ["plain", "exact", *grid, *RULES]
-    assert set(report["divergences"]) == {"drafted", "not_drafted", "js", "kl"}
+    assert set(report["divergences"]) == {"drafted", "not_drafted", "questions", "js", "kl"}
     assert len(report["conclusions"]) == 2
     assert report == json.loads((tmp_path / "report.json").read_text())
     with (tmp_path / "report.csv").open(newline="") as file:
