@@ -133,9 +133,8 @@ def draw_divergences(
             if threshold > LEAST:
                 axis.axvline(threshold, color="black", linewidth=0.7, linestyle=":")
         axis.set_xscale("log")
-        axis.set_title(
-            f"{name} between target and draft where exact decoding goes ({found.questions} answers)"
-        )
+        where = f"where exact decoding goes, in {found.questions} answers"
+        axis.set_title(f"{name} between target and draft\n{where}")
         unit = "share of the mass" if name.endswith("tv") else "nats"
         axis.set_xlabel(f"{unit}, {LEAST:g} and less at the left" + "; T dotted" * bool(thresholds))
         axis.set_ylabel("share of the nodes")
