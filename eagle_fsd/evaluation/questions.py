@@ -46,7 +46,7 @@ class Question:
         turns: What the user says, turn by turn.
         scored_by: One of :data:`SCORED_BY`; "": no score of its own (MT-bench has a judge).
         answer: What is right: the number, the letter; the test program for code.
-        reference: A worked answer, where there is one: its likelihood can be asked.
+        reference: A worked answer, where there is one.
         extra: What else the score needs (HumanEval's prompt and entry point).
     """
 
