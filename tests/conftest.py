@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -14,6 +15,10 @@ from accelerators import forget_accelerator
 from hypothesis import settings
 
 from eagle_fsd import cli
+
+# A shell's background job ignores Ctrl-C, and so would the programs that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a first call into torch, or a busy machine, is not a failure.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
