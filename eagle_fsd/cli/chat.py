@@ -8,12 +8,8 @@ import typer
 
 from eagle_fsd.chat.options import AnswerOptions
 from eagle_fsd.cli.options import (
-    Device,
-    Dtype,
-    Head,
-    Target,
-    Template,
-    load_pair,
+    Pair,
+    with_group,
     with_options,
     with_settings,
 )
@@ -21,14 +17,11 @@ from eagle_fsd.cli.options import (
 
 @with_settings()
 @with_options(AnswerOptions, "options")
+@with_group(Pair)
 def chat(
+    pair: Pair,
     settings: dict[str, Any],
     options: dict[str, Any],
-    target: Target = None,
-    head: Head = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    template: Template = None,
     style: Annotated[str, typer.Option(help="simple, rich or programmatic.")] = "simple",
     system: Annotated[str | None, typer.Option(help="What the system says first.")] = None,
     show_origins: Annotated[
@@ -51,14 +44,13 @@ def chat(
     """
     from eagle_fsd.chat.terminal import STYLES, ChatSession
     from eagle_fsd.chat.terminal import chat as run
-    from eagle_fsd.model.prompts import chat_format
 
     if style not in STYLES:
         raise typer.BadParameter(f"--style must be one of {', '.join(STYLES)}; got {style}")
-    model = load_pair(target, head, dtype, device, settings)
+    model, wording = pair.load(settings)
     session = ChatSession(
         model,
-        chat_format(model.tokenizer, template),
+        wording,
         AnswerOptions.from_dict(options),
         model.settings,
         show_origins,

@@ -11,12 +11,8 @@ import typer
 from eagle_fsd.chat.options import AnswerOptions, Limits
 from eagle_fsd.cli.console import fail, out
 from eagle_fsd.cli.options import (
-    Device,
-    Dtype,
-    Head,
-    Target,
-    Template,
-    load_pair,
+    Pair,
+    with_group,
     with_options,
     with_settings,
 )
@@ -39,15 +35,12 @@ PagePort = Annotated[int, typer.Option(min=1, max=65535, help="As FastChat and g
 @with_settings()
 @with_options(AnswerOptions, "options", leave_out=ON_THE_PAGE)
 @with_options(Limits, "limits")
+@with_group(Pair)
 def demo(
+    pair: Pair,
     settings: dict[str, Any],
     options: dict[str, Any],
     limits: dict[str, Any],
-    target: Target = None,
-    head: Head = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    template: Template = None,
     host: PageHost = "127.0.0.1",
     port: PagePort = 7860,
 ) -> None:
@@ -59,12 +52,10 @@ def demo(
     web = web_page()
     from eagle_fsd.chat.launch import check_free
     from eagle_fsd.chat.web_backend import LocalBackend
-    from eagle_fsd.model.prompts import chat_format
 
     check_free(host, port)
-    model = load_pair(target, head, dtype, device, settings)
-    wording = chat_format(model.tokenizer, template)
-    name = target or BUNDLED_NAME
+    model, wording = pair.load(settings)
+    name = pair.target or BUNDLED_NAME
     backend = LocalBackend(model, wording, Limits.from_dict(limits), name)
     backend.warm_up()
     page = web.page_app(backend, AnswerOptions.from_dict(options), examples_for(name))

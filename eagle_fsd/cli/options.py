@@ -119,6 +119,25 @@ def with_settings(leave_out: Collection[str] = ()) -> Callable[..., Any]:
     )
 
 
+def with_group(group: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option for every annotated field of a dataclass, in its first parameter."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def collected(**values: Any) -> Any:
+            return command(group(**{name: values.pop(name) for name in common}), **values)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        common = inspect.signature(group, eval_str=True).parameters
+        collected.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=p.KEYWORD_ONLY) for p in (*common.values(), *own)]
+        )
+        del collected.__wrapped__
+        return collected
+
+    return decorate
+
+
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
@@ -139,6 +158,24 @@ def _field_option(item: Field[Any], option: str, show_default: bool) -> Any:
         limits["show_default"] = str(item.default)
     info = typer.Option(option, help=text[0].upper() + text[1:] + ".", **limits)
     return Annotated[kind | None, info]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair as its options name it, and the wording of its chats; the fields are the options."""
+
+    target: Target = None
+    head: Head = None
+    dtype: Dtype = None
+    device: Device = None
+    template: Template = None
+
+    def load(self, settings: dict[str, Any]) -> tuple[Any, Any]:
+        """The model, with ``settings`` above its own, and its format of chats."""
+        from eagle_fsd.model.prompts import chat_format
+
+        model = load_pair(self.target, self.head, self.dtype, self.device, settings)
+        return model, chat_format(model.tokenizer, self.template)
 
 
 def load_pair(

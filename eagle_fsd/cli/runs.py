@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -24,6 +22,7 @@ from eagle_fsd.cli.options import (
     Target,
     Template,
     load_pair,
+    with_group,
     with_options,
     with_settings,
 )
@@ -231,18 +230,9 @@ def with_run(leave_out: Collection[str] = ()) -> Callable[[Callable[..., Any]], 
     """
 
     def decorate(command: Callable[..., Any]) -> Any:
-        @functools.wraps(command)
-        def collected(**values: Any) -> Any:
-            run = Run(**{name: values.pop(name) for name in common})
-            return command(run, **values)
-
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        common = {p.name: p for p in inspect.signature(Run, eval_str=True).parameters.values()}
-        collected.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=p.KEYWORD_ONLY) for p in (*common.values(), *own)]
+        return with_settings(leave_out)(
+            with_options(Decoding, "decoding")(with_group(Run)(command))
         )
-        del collected.__wrapped__
-        return with_settings(leave_out)(with_options(Decoding, "decoding")(collected))
 
     return decorate
 

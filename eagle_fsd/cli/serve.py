@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,12 +22,8 @@ from eagle_fsd.cli.demo import (
     web_page,
 )
 from eagle_fsd.cli.options import (
-    Device,
-    Dtype,
-    Head,
-    Target,
-    Template,
-    load_pair,
+    Pair,
+    with_group,
     with_options,
     with_settings,
 )
@@ -75,14 +72,11 @@ def api(
 @app.command()
 @with_settings()
 @with_options(Limits, "limits")
+@with_group(Pair)
 def worker(
+    pair: Pair,
     settings: dict[str, Any],
     limits: dict[str, Any],
-    target: Target = None,
-    head: Head = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    template: Template = None,
     host: Host = "127.0.0.1",
     port: _port(21002) = 21002,
     controller: Annotated[
@@ -96,19 +90,18 @@ def worker(
 ) -> None:
     """A worker: it holds a pair and decodes. Start one on every machine."""
     from eagle_fsd.chat.launch import check_free, run_worker
-    from eagle_fsd.model.prompts import chat_format
 
     check_free(host, port)
-    model = load_pair(target, head, dtype, device, settings)
+    model, wording = pair.load(settings)
     run_worker(
         model,
-        chat_format(model.tokenizer, template),
+        wording,
         Limits.from_dict(limits),
         host,
         port,
         None if controller == "none" else controller,
         address or f"http://{host}:{port}",
-        names or [_name(target)],
+        names or [_name(pair.target)],
     )
 
 
@@ -144,14 +137,11 @@ def web(
 @app.command(name="all")
 @with_settings()
 @with_options(Limits, "limits")
+@with_group(Pair)
 def serve_all(
+    pair: Pair,
     settings: dict[str, Any],
     limits: dict[str, Any],
-    target: Target = None,
-    head: Head = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    template: Template = None,
     host: Host = "127.0.0.1",
     port: _port(8000) = 8000,
     controller_port: _port(21001) = 21001,
@@ -165,7 +155,7 @@ def serve_all(
         web_page()
     from eagle_fsd.chat.launch import Cluster, check_free
 
-    name = (names or [_name(target)])[0]
+    name = (names or [_name(pair.target)])[0]
     wanted = [(host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)]
     if page:
         wanted.append((host, web_port))
@@ -173,10 +163,10 @@ def serve_all(
         check_free(where, number)
     controller_address = f"http://127.0.0.1:{controller_port}"
     worker_address = f"http://127.0.0.1:{worker_port}"
-    given = {"target": target, "head": head, "dtype": dtype, "device": device}
-    given |= {"conv_template": template, **limits, **settings}
-    pair = [item for key, value in given.items() for item in _option(key, value)]
-    pair += [item for each in names or [name] for item in ("--name", each)]
+    given = {**asdict(pair), **limits, **settings}
+    given["conv_template"] = given.pop("template")
+    options = [item for key, value in given.items() for item in _option(key, value)]
+    options += [item for each in names or [name] for item in ("--name", each)]
     here = "127.0.0.1" if host == "0.0.0.0" else host
     commands = {
         "controller": (
@@ -184,7 +174,7 @@ def serve_all(
             f"{controller_address}/test_connection",
         ),
         "worker": (
-            ["worker", "--port", str(worker_port), "--controller", controller_address, *pair],
+            ["worker", "--port", str(worker_port), "--controller", controller_address, *options],
             f"{worker_address}/health",
         ),
         "API": (

@@ -16,7 +16,6 @@ from eagle_fsd.evaluation.store import Record
 
 #: Seconds after which what should have happened long since counts as not happening.
 WAIT = 100
-DATA = Path(__file__).parents[3] / "shared" / "data"
 
 PROMPTS = {
     "single-v1": ("Judge.", "Q {question} A {answer}"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import published
 
 #: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
 Command = Callable[..., tuple[int, str, str]]
@@ -23,7 +24,6 @@ Command = Callable[..., tuple[int, str, str]]
 Start = Callable[[Sequence[str], Sequence[object]], "subprocess.Popen[str]"]
 Record = dict[str, Any]
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 
 METHODS = ("plain", "exact", "fsd")
 COUNT = 40
@@ -263,9 +263,8 @@ def test_mt_bench_from_end_to_end(
     tmp_path: Path, run: Command, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both turns of all 80 questions, in files that FastChat's judge reads as answers."""
-    if not (DATA / "mt_bench_question.jsonl").exists():
-        pytest.skip("mt_bench_question.jsonl is not beside the project")
-    monkeypatch.setenv("EAGLE_FSD_DATA", str(DATA))
+    file = published("mt_bench_question.jsonl")
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(file.parent))
     names = ("exact", "fsd")
     methods = [word for name in names for word in ("-m", name)]
     short = ("--max-new-tokens", 32, "--threshold", 0.2)
@@ -275,7 +274,7 @@ def test_mt_bench_from_end_to_end(
     assert status == 0, errors
     report = json.loads(printed)
     assert report["questions"] == 80
-    lines = (DATA / "mt_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     order = [json.loads(line)["question_id"] for line in lines]
     read = _fastchats_loader(monkeypatch)(str(tmp_path))
     assert list(read) == ["exact", "fsd"]  # every *.jsonl there

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from judging import (
-    DATA,
     PROMPTS,
     QUESTIONS,
 )
+from published import published
 
 from eagle_fsd.evaluation.judge_prompts import JudgeError, JudgePrompts, rating
 from eagle_fsd.evaluation.questions import Question, read_questions
@@ -84,11 +84,9 @@ def test_prompts_that_cannot_be_had(judge_data: Path, monkeypatch: pytest.Monkey
 def test_fastchats_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of MT-bench: which wording, and what was put where."""
     names = ("judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl", "mt_bench_question.jsonl")
-    for name in names:
-        if not (DATA / name).exists():
-            pytest.skip(f"{name} is not beside the project")
-    monkeypatch.setenv("EAGLE_FSD_DATA", str(DATA))
-    questions = read_questions(DATA / "mt_bench_question.jsonl")
+    *_, file = map(published, names)
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(file.parent))
+    questions = read_questions(file)
     prompts = JudgePrompts.find(questions)
     said = ["<answer 1>", "<answer 2>"]
     filled = {

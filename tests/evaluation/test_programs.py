@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from published import published
 
 from eagle_fsd.evaluation.programs import test_program as program_of
 from eagle_fsd.evaluation.questions import Question, read_questions
@@ -13,15 +14,6 @@ from eagle_fsd.evaluation.readers import (
     score,
 )
 from eagle_fsd.evaluation.sandbox import Runs, run_program
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
-def _data(name: str) -> Path:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not beside the project")
-    return DATA / name
-
 
 PROMPT = '''from typing import List
 
@@ -122,7 +114,7 @@ def test_code_that_is_wrong_is_wrong(name: str) -> None:
 
 def test_every_canonical_solution_of_human_eval_passes() -> None:
     """Said as a whole function in a code block, and as the body alone, its ends stripped."""
-    questions = read_questions(_data("HumanEval.jsonl.gz"))
+    questions = read_questions(published("HumanEval.jsonl.gz"))
     assert len(questions) == 164
     for item in questions:
         whole = f"Here it is:\n```python\n{item.extra['prompt']}{item.reference}\n```\nDone."

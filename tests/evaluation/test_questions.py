@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from published import published
 
 from eagle_fsd.evaluation.questions import (
     Question,
@@ -19,8 +20,6 @@ from eagle_fsd.evaluation.questions import (
     read_questions,
 )
 from eagle_fsd.evaluation.sets import QuestionSetError, find_questions, spread
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
     ],
 )
 def test_published_files(name: str, count: int, turns: int | None, scored_by: str) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not beside the project")
-    questions = read_questions(DATA / name)
+    questions = read_questions(published(name))
     assert len(questions) == count
     assert len({item.question_id for item in questions}) == count
     assert {item.scored_by for item in questions} == {scored_by}
@@ -364,7 +361,7 @@ def test_so_many_questions_of_several_categories_are_spread_over_them() -> None:
         assert len(spread(questions, count)) == count
 
 
-def test_so_many_questions_of_mmlu_and_mt_bench_are_spread(
+def test_so_many_questions_of_mmlu_are_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tarfile.open(tmp_path / "mmlu.tar", "w") as archive:
@@ -378,11 +375,13 @@ def test_so_many_questions_of_mmlu_and_mt_bench_are_spread(
     assert {found.count(name) for name in found} == {2}
     assert len(set(found)) == 57
     assert len({item.category for item in find_questions("mmlu", 20)}) == 20
-    if (DATA / "mt_bench_question.jsonl").exists():
-        published = find_questions(str(DATA / "mt_bench_question.jsonl"), 16)
-        found = [item.category for item in published]
-        assert sorted(set(found)) == sorted(found[::2])
-        assert len(set(found)) == 8
+
+
+def test_so_many_questions_of_mt_bench_are_spread() -> None:
+    questions = find_questions(str(published("mt_bench_question.jsonl")), 16)
+    found = [item.category for item in questions]
+    assert sorted(set(found)) == sorted(found[::2])
+    assert len(set(found)) == 8
 
 
 @pytest.mark.parametrize(

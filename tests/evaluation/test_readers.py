@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from published import published
 
 from eagle_fsd.evaluation.programs import test_program as program_of
 from eagle_fsd.evaluation.questions import Question, read_questions
@@ -22,13 +22,6 @@ from eagle_fsd.evaluation.readers import (
 
 #: What a question of HumanEval's holds beside its text.
 CODE = {"prompt": "def twice(values):\n", "entry_point": "twice"}
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
-def _data(name: str) -> Path:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not beside the project")
-    return DATA / name
 
 
 @pytest.mark.parametrize(
@@ -238,7 +231,7 @@ def test_whatever_is_said_can_be_read(pieces: list[str]) -> None:
 @pytest.mark.parametrize("name", ["gsm8k_test.jsonl", "gsm8k_train.jsonl"])
 def test_every_reference_answer_of_gsm8k_is_right(name: str) -> None:
     """As it is, said in other ways, and not with a digit more."""
-    questions = read_questions(_data(name))
+    questions = read_questions(published(name))
     assert len(questions) == {"gsm8k_test.jsonl": 1319, "gsm8k_train.jsonl": 7473}[name]
     assert all(score(item, item.reference) for item in questions)
     for item in questions[:300]:
