@@ -167,12 +167,15 @@ def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> g
                 async for view in views:
                     yield _changes(view)
 
+        async def on_clear(visit: Visit) -> list[Any]:
+            return _changes(await page.clear(visit))
+
         inputs = [visit, box, *chosen.values()]
         sent = _on([send.click, box.submit], on_send, inputs, outputs)
         _on(sent.then, on_measure, [visit], outputs)
         _on(compare.click, on_compare, inputs, outputs)
         _on(stop.click, page.stop, [visit], None)
-        _on(clear.click, lambda visit: _changes(page.clear(visit)), [visit], outputs)
+        _on(clear.click, on_clear, [visit], outputs)
     return blocks
 
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_fsd.chat import web_text as text
@@ -26,6 +26,10 @@ MOST_EXCHANGES = 40
 SETTLE = 0.5
 #: The settings that the page chooses.
 CHOSEN = ("threshold", "divergence", "min_ratio")
+
+
+class PageError(ValueError):
+    """What was asked for is not to be had; the message is for the page."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,23 @@ class Visit:
     Attributes:
         busy: Whether something is decoded for them.
         stop: Whether they want it to end.
-        answers: How many answers were begun; what was measured for an older one is of no use.
+        turn: Goes up with every answer and every new chat; what belongs to an older one is not
+            drawn.
         measured: The parameters of the last answer, to decode plainly. fsd: Its figures.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
     busy: bool = False
     stop: bool = False
-    answers: int = 0
+    turn: int = 0
     measured: dict[str, Any] | None = None
     fsd: Mapping[str, float] = field(default_factory=dict)
     plain: Mapping[str, float] = field(default_factory=dict)
+
+    def refusal(self, error: PageError) -> str:
+        """Why there is no answer, below the last exchange."""
+        last = self.exchanges[-1].html if self.exchanges else ""
+        return last + text.notice_html(str(error))
 
     def messages(self, question: str, before: int | None = None) -> list[dict[str, str]]:
         """The chat so far, or its first exchanges, and a new question."""
@@ -97,10 +107,6 @@ class Answering:
         return text.summary(self.figures, settings, notes.get(self.ended or "", ""))
 
 
-class PageError(ValueError):
-    """What was asked for is not to be had; the message is for the page."""
-
-
 class Page:
     """The events of the page over one backend.
 
@@ -119,32 +125,40 @@ class Page:
             question = _question(visit, message)
             settings, params = self._params(visit.messages(question), chosen)
         except PageError as error:
-            yield View(live=text.notice_html(str(error)))
+            yield View(live=visit.refusal(error))
             return
         visit.busy, visit.stop, visit.measured = True, False, None
-        visit.answers += 1
+        visit.turn += 1
+        mine = visit.turn
         visit.fsd, visit.plain = {}, {}
         asked = text.turn_html("user", text.said_html(question))
         log = "".join(exchange.html for exchange in visit.exchanges)
         answering = Answering()
+
+        def view() -> View:
+            figures = text.figures_html(answering.figures, {})
+            return View(live=asked + _bubble(answering, settings), figures=figures)
+
         try:
-            yield View("", log, asked + _bubble(answering, settings), text.figures_html({}, {}))
+            yield replace(view(), box="", log=log)
             async for answering in self._follow(params, lambda: visit.stop):
                 visit.fsd = answering.figures
-                figures = text.figures_html(answering.figures, {})
-                yield View(live=asked + _bubble(answering, settings), figures=figures)
+                if answering.ended is None:
+                    yield view()
         except BackendError as error:
             said = _bubble(answering, settings) if answering.tokens else ""
-            yield View(question, live=asked + said + text.notice_html(str(error)))
+            if visit.turn == mine:
+                yield View(question, live=asked + said + text.notice_html(str(error)))
             return
         finally:
             visit.busy = False
-            if answering.tokens:
+            if answering.tokens and visit.turn == mine:
                 html = asked + _bubble(answering, settings)
                 visit.exchanges.append(Exchange(question, answering.text, html))
                 del visit.exchanges[:-MOST_EXCHANGES]
-        if answering.ended != "stopped":
-            visit.measured = params
+        if visit.turn == mine:
+            visit.measured = None if answering.ended == "stopped" else params
+            yield view()  # whoever sees the end may ask again at once
 
     async def measure(self, visit: Visit) -> AsyncIterator[View]:
         """Decode the last prompt plainly, for its speed.
@@ -152,20 +166,20 @@ class Page:
         Without the details of tokens that the page's answers come with: so plain decoding is at
         its best, and what the page shows of FSD is not flattered.
         """
-        params, mine = visit.measured, visit.answers
+        params, mine = visit.measured, visit.turn
+        yield View()  # gradio blanks the page for an event that draws nothing
         if params is None:
             return
         length = min(text.PLAIN_TOKENS, params["max_new_tokens"])
         params = {**params, "max_new_tokens": length, "logprobs": None}
-        yield View()  # it is noticed between two views that a visitor has left
         await asyncio.sleep(SETTLE)
-        yield View()
+        yield View()  # it is noticed between two views that a visitor has left
         try:
             async for plain in self._follow(
-                params, lambda: visit.stop or visit.answers != mine, plain=True
+                params, lambda: visit.stop or visit.turn != mine, plain=True
             ):
                 visit.plain = plain.figures
-                if visit.answers == mine:
+                if visit.turn == mine:
                     yield View(figures=text.figures_html(visit.fsd, plain.figures))
         except BackendError:
             pass  # the answer stands, and the page shows that there is no plain speed
@@ -188,11 +202,8 @@ class Page:
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # one for both
-        visit.busy, visit.stop = True, False
+        visit.busy, visit.stop, mine = True, False, visit.turn
         left, right = Answering(), Answering()
-
-        def stopped() -> bool:
-            return visit.stop
 
         def view() -> View:
             """Of both answers as far as they are."""
@@ -201,11 +212,13 @@ class Page:
 
         try:
             yield view()
-            async for _ in self._follow({**exact_params, "seed": seed}, stopped, into=left):
-                yield view()
-            if not visit.stop:
-                async for _ in self._follow({**params, "seed": seed}, stopped, into=right):
-                    yield view()
+            for part, answering in ((exact_params, left), (params, right)):
+                follow = self._follow({**part, "seed": seed}, lambda: visit.stop, into=answering)
+                async for _ in follow:
+                    if visit.turn == mine:
+                        yield view()
+                if visit.stop:
+                    break
         except BackendError as error:
             yield View(compare=(view().compare or "") + text.notice_html(str(error)))
         finally:
@@ -217,9 +230,12 @@ class Page:
         visit.stop = True
 
     @staticmethod
-    def clear(visit: Visit) -> View:
-        """Begin a new chat."""
+    async def clear(visit: Visit) -> View:
+        """Begin a new chat, once what is on its way has ended: it would be drawn over this."""
         visit.stop, visit.measured = True, None
+        visit.turn += 1
+        while visit.busy:
+            await asyncio.sleep(0.01)
         visit.exchanges.clear()
         return View("", "", text.welcome_html(), text.figures_html({}, {}), "")
 

@@ -29,6 +29,7 @@ from eagle_fsd import EagleFSD  # noqa: E402
 from eagle_fsd.chat.options import Limits  # noqa: E402
 from eagle_fsd.chat.web import page_app, page_server  # noqa: E402
 from eagle_fsd.chat.web_backend import LocalBackend, Token, Update  # noqa: E402
+from eagle_fsd.chat.web_page import SETTLE  # noqa: E402
 from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES  # noqa: E402
 from eagle_fsd.model.prompts import chat_format  # noqa: E402
 
@@ -441,6 +442,10 @@ def test_keyboard_alone(window: Window, backend: Watched) -> None:
     window.until(lambda: "stopped" in window.one("#fsd-live .fsd-note").text)
     window.until(lambda: backend.open == 0)
     assert window.script("return document.activeElement.tagName") == "TEXTAREA"
+    # What was said stays: also after plain decoding would have been measured.
+    time.sleep(2 * SETTLE)
+    assert "So far" in window.one("#fsd-live .fsd-answer").text
+    assert window.one("#fsd-figures-box").text
     backend.endless = False
     window.keys("more", Keys.ENTER)
     window.until(lambda: window.one("#fsd-live .fsd-said").text == "more")
@@ -448,15 +453,17 @@ def test_keyboard_alone(window: Window, backend: Watched) -> None:
     assert len(window.all("#fsd-log .fsd-answer")) == 1
     # Every control can be reached, and shows that it is.
     reached = set()
-    for _ in range(24):
+    wanted = {"fsd-send", "fsd-stop", "fsd-compare-button", "fsd-clear", "fsd-threshold"}
+    wanted |= {"fsd-divergence", "fsd-min-ratio", "fsd-temperature"}
+    for _ in range(60):
         window.keys(Keys.TAB)
         reached.add(
             window.script(
                 "return document.activeElement.closest('[id^=fsd-]:not(#fsd-page)')?.id ?? ''"
             )
         )
-    wanted = {"fsd-send", "fsd-stop", "fsd-compare-button", "fsd-clear", "fsd-threshold"}
-    wanted |= {"fsd-divergence", "fsd-min-ratio", "fsd-temperature"}
+        if wanted <= reached:
+            break
     assert wanted <= reached
 
 
