@@ -48,6 +48,9 @@
     const chat = document.getElementById("fsd-chat");
     if (!chat || chat.dataset.followed) return;
     chat.dataset.followed = "yes";
+    // Once: gradio's own autofocus comes back whenever the box changes, and takes the focus away
+    // from whoever is setting a number meanwhile.
+    document.querySelector("#fsd-box textarea")?.focus();
     chat.addEventListener("scroll", () => {
       atEnd = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 40;
     });

@@ -128,7 +128,6 @@ def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> g
                     lines=1,
                     max_lines=8,
                     max_length=LONGEST_MESSAGE,
-                    autofocus=True,
                     elem_id="fsd-box",
                 )
                 with gr.Row(elem_id="fsd-buttons"):

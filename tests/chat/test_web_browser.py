@@ -467,6 +467,19 @@ def test_keyboard_alone(window: Window, backend: Watched) -> None:
     assert wanted <= reached
 
 
+def test_an_answer_leaves_the_focus_where_it_is(window: Window, backend: Watched) -> None:
+    """Whoever sets a number while an answer comes goes on doing so when it ends."""
+    window.open()
+    backend.said, backend.pause = [Token(number, " word", "exact") for number in range(10)], 0.05
+    window.ask(wait=False)
+    window.until(lambda: "word" in window.one("#fsd-live .fsd-answer").text)
+    window.one("#fsd-threshold input[type=number]").click()
+    window.answered()
+    window.until(lambda: backend.asked[-1][1] and backend.open == 0)  # measured, too
+    time.sleep(SETTLE)
+    assert window.script("return document.activeElement.type") == "number"
+
+
 def test_a_new_chat(window: Window, backend: Watched) -> None:
     window.open()
     window.ask()
