@@ -388,8 +388,10 @@ def test_so_many_questions_of_mt_bench_are_spread() -> None:
     ("name", "content"),
     [
         ("q.tar", b"no archive"),
-        ("q.csv", b'"' + b"a" * 200_000 + b'",1,2,3,4,A\n'),
-        ("q.jsonl.gz", gzip.compress(b'{"question_id": 1, "turns": ["a"]}\n')[:-9]),
+        pytest.param("q.csv", b'"' + b"a" * 200_000 + b'",1,2,3,4,A\n', id="a field without end"),
+        pytest.param(
+            "q.jsonl.gz", gzip.compress(b'{"question_id": 1, "turns": ["a"]}\n')[:-9], id="cut off"
+        ),
         ("q.jsonl.gz", b"not compressed"),
         ("q.jsonl", b'{"question_id": 1, "turns": ["\xff"]}\n'),
     ],
