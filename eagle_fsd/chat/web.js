@@ -35,6 +35,29 @@
     next.focus();
   });
 
+  // What a person has asked for is brought into view when it is drawn; and after some buttons comes
+  // what is to be typed, or Enter.
+  const box = () => document.querySelector("#fsd-box textarea");
+  const asked = { chat: false, comparison: false };
+  document.addEventListener("click", (event) => {
+    const button = event.target instanceof Element ? event.target.closest("button") : null;
+    if (!button) return;
+    if (button.id === "fsd-send") asked.chat = true;
+    if (button.id === "fsd-compare-button") {
+      asked.comparison = true;
+      // One that turns out the same is not drawn anew.
+      document.querySelector("#fsd-compared .fsd-compare")?.scrollIntoView({ block: "nearest" });
+    }
+    if (button.matches("#fsd-send, #fsd-clear, #fsd-examples button")) box()?.focus();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && event.target === box()) asked.chat = true;
+  });
+  const draws = (changes, what) =>
+    changes.some((change) =>
+      [...change.addedNodes].some((node) => node instanceof Element && node.matches(what)),
+    );
+
   // A browser may keep a page that is left, with its open connections; it has six for a server,
   // and the next page would wait for one. So they end here, and who comes back begins anew.
   window.addEventListener("pagehide", () => window.stop());
@@ -42,29 +65,30 @@
     if (event.persisted) location.reload();
   });
 
-  // The chat follows its end while its end is in view.
-  let atEnd = true;
   const follow = () => {
     const chat = document.getElementById("fsd-chat");
-    if (!chat || chat.dataset.followed) return;
+    if (!chat || !box() || chat.dataset.followed) return;
     chat.dataset.followed = "yes";
     // Once: gradio's own autofocus comes back whenever the box changes, and takes the focus away
     // from whoever is setting a number meanwhile.
-    document.querySelector("#fsd-box textarea")?.focus();
-    chat.addEventListener("scroll", () => {
-      atEnd = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 40;
-    });
+    box()?.focus();
     const inside = { childList: true, subtree: true, characterData: true };
-    new MutationObserver(() => {
-      if (atEnd) chat.scrollTop = chat.scrollHeight;
+    // The chat follows its end while its end is in view.
+    let height = 0;
+    new MutationObserver((changes) => {
+      let toEnd = height - chat.scrollTop - chat.clientHeight < 40;
+      if (asked.chat && draws(changes, ".fsd-turn, .fsd-notice")) {
+        asked.chat = false;
+        toEnd = true;
+      }
+      if (toEnd) chat.scrollTop = chat.scrollHeight;
+      height = chat.scrollHeight;
     }).observe(chat, inside);
-    // A comparison comes into view when it begins.
     const compared = document.getElementById("fsd-compared");
-    let shown = false;
-    new MutationObserver(() => {
-      const begun = compared.querySelector(".fsd-compare") !== null;
-      if (begun && !shown) compared.scrollIntoView({ block: "nearest" });
-      shown = begun;
+    new MutationObserver((changes) => {
+      if (!asked.comparison || !draws(changes, ".fsd-compare, .fsd-notice")) return;
+      asked.comparison = false;
+      compared.scrollIntoView({ block: "nearest" });
     }).observe(compared, inside);
   };
   new MutationObserver(follow).observe(document.documentElement, {

@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields
 from html import escape
 from importlib.resources import files
@@ -32,6 +32,8 @@ from eagle_fsd.model.options import Options
 from eagle_fsd.model.settings import FSDSettings
 
 SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
+#: Events of gradio's at once, beside the requests that may wait.
+SPARE = 64
 MONO = ("ui-monospace", "DejaVu Sans Mono", "monospace")
 
 
@@ -46,8 +48,10 @@ def page_app(
     """
     blocks = draw(backend, options or AnswerOptions(), examples)
     limits = backend.about.limits
-    # Requests of other visitors wait in the line of whoever decodes, not here.
-    blocks.queue(default_concurrency_limit=None, max_size=limits.queue, api_open=False)
+    # Requests wait in the line of whoever decodes, not here: each of them has a place, and there is
+    # always one for those who stop.
+    blocks.max_threads = limits.queue + SPARE
+    blocks.queue(default_concurrency_limit=None, max_size=blocks.max_threads, api_open=False)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it mounts
         gr.mount_gradio_app(app, blocks, "/", show_api=False, ssr_mode=False, pwa=False)
@@ -147,32 +151,23 @@ def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> g
         outputs = [box, log, live, figures, compared]
         names = list(chosen)
 
-        async def on_send(visit: Visit, message: Any, *values: Any) -> AsyncIterator[list[Any]]:
-            async with contextlib.aclosing(
-                page.send(visit, message, dict(zip(names, values, strict=True)))
-            ) as views:
-                async for view in views:
-                    yield _changes(view)
+        def on_send(visit: Visit, message: Any, *values: Any) -> AsyncIterator[View]:
+            return page.send(visit, message, dict(zip(names, values, strict=True)))
 
-        async def on_measure(visit: Visit) -> AsyncIterator[list[Any]]:
-            async with contextlib.aclosing(page.measure(visit)) as views:
-                async for view in views:
-                    yield _changes(view)
+        def on_compare(visit: Visit, message: Any, *values: Any) -> AsyncIterator[View]:
+            return page.compare(visit, message, dict(zip(names, values, strict=True)))
 
-        async def on_compare(visit: Visit, message: Any, *values: Any) -> AsyncIterator[list[Any]]:
-            async with contextlib.aclosing(
-                page.compare(visit, message, dict(zip(names, values, strict=True)))
-            ) as views:
-                async for view in views:
-                    yield _changes(view)
+        def on_sent(visit: Visit, typed: Any) -> list[Any]:
+            return _changes(page.give_back(visit, typed))
 
         async def on_clear(visit: Visit) -> list[Any]:
             return _changes(await page.clear(visit))
 
         inputs = [visit, box, *chosen.values()]
-        sent = _on([send.click, box.submit], on_send, inputs, outputs)
-        _on(sent.then, on_measure, [visit], outputs)
-        _on(compare.click, on_compare, inputs, outputs)
+        sent = _on([send.click, box.submit], _drawing(on_send), inputs, outputs)
+        _on(sent.then, on_sent, [visit, box], outputs)
+        _on(sent.then, _drawing(page.measure), [visit], outputs)
+        _on(compare.click, _drawing(on_compare), inputs, outputs)
         _on(stop.click, page.stop, [visit], None)
         _on(clear.click, on_clear, [visit], outputs)
     return blocks
@@ -231,6 +226,24 @@ def _on(trigger: Any, function: Any, inputs: Any, outputs: Any) -> Any:
     if isinstance(trigger, list):
         return gr.on(trigger, function, inputs, outputs, trigger_mode="once", **shared)
     return trigger(function, inputs, outputs, **shared)
+
+
+def _drawing(
+    views: Callable[..., AsyncIterator[View]],
+) -> Callable[..., AsyncIterator[list[Any]]]:
+    """An event of gradio's that draws ``views``, and at last nothing.
+
+    gradio draws an event's last view once more when the event has ended, and by then a new chat may
+    stand there.
+    """
+
+    async def event(*values: Any) -> AsyncIterator[list[Any]]:
+        async with contextlib.aclosing(views(*values)) as found:
+            async for view in found:
+                yield _changes(view)
+        yield _changes(View())
+
+    return event
 
 
 def _changes(view: View) -> list[Any]:

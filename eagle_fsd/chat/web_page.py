@@ -7,9 +7,10 @@ each part of the page; :mod:`eagle_fsd.chat.web` draws the page around them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,9 @@ LONGEST_MESSAGE = 20_000
 MOST_EXCHANGES = 40
 #: Seconds until plain decoding is measured: a browser on the same machine is drawing the answer.
 SETTLE = 0.5
+#: Seconds between two views for each token in them: a view is the whole answer, and drawing a long
+#: one costs the server and the browser more than the tokens that are new in it.
+DRAWING = 0.0002
 #: The settings that the page chooses.
 CHOSEN = ("threshold", "divergence", "min_ratio")
 
@@ -51,6 +55,8 @@ class Visit:
         turn: Goes up with every answer and every new chat; what belongs to an older one is not
             drawn.
         measured: The parameters of the last answer, to decode plainly. fsd: Its figures.
+        live, compared: What stands in those parts of the page; refusals are told beside it.
+        unanswered: A question to give back.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -59,12 +65,9 @@ class Visit:
     turn: int = 0
     measured: dict[str, Any] | None = None
     fsd: Mapping[str, float] = field(default_factory=dict)
-    plain: Mapping[str, float] = field(default_factory=dict)
-
-    def refusal(self, error: PageError) -> str:
-        """Why there is no answer, below the last exchange."""
-        last = self.exchanges[-1].html if self.exchanges else ""
-        return last + text.notice_html(str(error))
+    live: str = ""
+    compared: str = ""
+    unanswered: str = ""
 
     def messages(self, question: str, before: int | None = None) -> list[dict[str, str]]:
         """The chat so far, or its first exchanges, and a new question."""
@@ -103,7 +106,11 @@ class Answering:
         return "".join(token.text for token in self.tokens)
 
     def summary(self, settings: FSDSettings) -> str:
-        notes = {"length": "cut at the most tokens", "stopped": "stopped"}
+        notes = {
+            "length": "cut at the most tokens",
+            "stopped": "stopped",
+            "failed": "broken off",
+        }
         return text.summary(self.figures, settings, notes.get(self.ended or "", ""))
 
 
@@ -125,40 +132,50 @@ class Page:
             question = _question(visit, message)
             settings, params = self._params(visit.messages(question), chosen)
         except PageError as error:
-            yield View(live=visit.refusal(error))
+            yield View(live=visit.live + text.notice_html(str(error)))
             return
         visit.busy, visit.stop, visit.measured = True, False, None
         visit.turn += 1
         mine = visit.turn
-        visit.fsd, visit.plain = {}, {}
+        visit.fsd, visit.unanswered = {}, ""
         asked = text.turn_html("user", text.said_html(question))
         log = "".join(exchange.html for exchange in visit.exchanges)
-        answering = Answering()
+        answering, notice = Answering(), ""
 
         def view() -> View:
-            figures = text.figures_html(answering.figures, {})
-            return View(live=asked + _bubble(answering, settings), figures=figures)
+            visit.live = asked + _bubble(answering, settings)
+            # Plain decoding follows an answer that was wanted to its end.
+            waiting = text.NONE if answering.ended in ("stopped", "failed") else text.WAITING
+            figures = text.figures_html(answering.figures, {}, waiting)
+            return View(live=visit.live + notice, figures=figures)
 
         try:
             yield replace(view(), box="", log=log)
-            async for answering in self._follow(params, lambda: visit.stop):
+            async for _ in self._follow(params, lambda: visit.stop, into=answering):
                 visit.fsd = answering.figures
                 if answering.ended is None:
                     yield view()
         except BackendError as error:
-            said = _bubble(answering, settings) if answering.tokens else ""
-            if visit.turn == mine:
-                yield View(question, live=asked + said + text.notice_html(str(error)))
-            return
+            answering.ended, notice = "failed", text.notice_html(str(error))
         finally:
             visit.busy = False
+            answering.ended = answering.ended or "stopped"  # who left ended it
             if answering.tokens and visit.turn == mine:
                 html = asked + _bubble(answering, settings)
                 visit.exchanges.append(Exchange(question, answering.text, html))
                 del visit.exchanges[:-MOST_EXCHANGES]
         if visit.turn == mine:
-            visit.measured = None if answering.ended == "stopped" else params
+            whole = answering.ended in ("stop", "length")
+            visit.measured = params if whole else None
+            if notice or not answering.tokens:
+                visit.unanswered = question
             yield view()  # whoever sees the end may ask again at once
+
+    @staticmethod
+    def give_back(visit: Visit, typed: Any) -> View:
+        """Put a question without an answer back into the box, unless there is something new."""
+        question, visit.unanswered = visit.unanswered, ""
+        return View(None if not question or str(typed or "").strip() else question)
 
     async def measure(self, visit: Visit) -> AsyncIterator[View]:
         """Decode the last prompt plainly, for its speed.
@@ -174,15 +191,14 @@ class Page:
         params = {**params, "max_new_tokens": length, "logprobs": None}
         await asyncio.sleep(SETTLE)
         yield View()  # it is noticed between two views that a visitor has left
-        try:
-            async for plain in self._follow(
-                params, lambda: visit.stop or visit.turn != mine, plain=True
-            ):
-                visit.plain = plain.figures
-                if visit.turn == mine:
-                    yield View(figures=text.figures_html(visit.fsd, plain.figures))
-        except BackendError:
-            pass  # the answer stands, and the page shows that there is no plain speed
+        plain = Answering()
+        follow = self._follow(params, lambda: visit.stop or visit.turn != mine, True, plain)
+        with contextlib.suppress(BackendError):  # the answer stands
+            async for _ in follow:
+                if visit.turn == mine and plain.ended is None:
+                    yield View(figures=text.figures_html(visit.fsd, plain.figures, text.WAITING))
+        if visit.turn == mine:
+            yield View(figures=text.figures_html(visit.fsd, plain.figures))
 
     async def compare(
         self, visit: Visit, message: Any, chosen: Mapping[str, Any]
@@ -198,31 +214,36 @@ class Page:
             settings, params = self._params(messages, chosen)
             exact, exact_params = self._params(messages, {**chosen, "threshold": 0.0})
         except PageError as error:
-            yield View(compare=text.notice_html(str(error)))
+            yield View(compare=text.notice_html(str(error)) + visit.compared)
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # one for both
         visit.busy, visit.stop, mine = True, False, visit.turn
-        left, right = Answering(), Answering()
+        left, right, notice = Answering(), Answering(), ""
 
         def view() -> View:
             """Of both answers as far as they are."""
             sampled = bool(params["temperature"])
-            return View(compare=_comparison(left, right, exact, settings, sampled))
+            visit.compared = _comparison(left, right, exact, settings, sampled)
+            return View(compare=notice + visit.compared)
 
         try:
             yield view()
             for part, answering in ((exact_params, left), (params, right)):
                 follow = self._follow({**part, "seed": seed}, lambda: visit.stop, into=answering)
                 async for _ in follow:
-                    if visit.turn == mine:
+                    if visit.turn == mine and answering.ended is None:
                         yield view()
                 if visit.stop:
                     break
         except BackendError as error:
-            yield View(compare=(view().compare or "") + text.notice_html(str(error)))
+            notice = text.notice_html(str(error))
         finally:
             visit.busy = False
+            for answering in (left, right):
+                answering.ended = answering.ended or ("failed" if notice else "stopped")
+        if visit.turn == mine:
+            yield view()
 
     @staticmethod
     def stop(visit: Visit) -> None:
@@ -237,6 +258,7 @@ class Page:
         while visit.busy:
             await asyncio.sleep(0.01)
         visit.exchanges.clear()
+        visit.live = visit.compared = visit.unanswered = ""
         return View("", "", text.welcome_html(), text.figures_html({}, {}), "")
 
     def _params(
@@ -270,9 +292,9 @@ class Page:
             over: Whether nobody wants the rest.
             into: What to fill; default: a new one.
         """
-        answering = into or Answering()
+        answering, drawn = into or Answering(), 0.0
         # Closed at once when this is: the decoding ends with it.
-        async with aclosing(self.backend.stream(params, plain)) as updates:
+        async with contextlib.aclosing(self.backend.stream(params, plain)) as updates:
             async for update in updates:
                 answering.tokens.extend(update.tokens)
                 answering.figures = update.figures or answering.figures
@@ -280,7 +302,9 @@ class Page:
                 if over():
                     answering.ended = answering.ended or "stopped"
                     break
-                yield answering
+                if time.monotonic() - drawn >= DRAWING * len(answering.tokens):
+                    yield answering
+                    drawn = time.monotonic()
         answering.ended = answering.ended or "stopped"
         yield answering
 
@@ -306,13 +330,15 @@ def _bubble(answering: Answering, settings: FSDSettings) -> str:
 def _comparison(
     left: Answering, right: Answering, exact: FSDSettings, settings: FSDSettings, sampled: bool
 ) -> str:
-    done = left.ended is not None and right.ended is not None
-    part = text.parting_at_end if done else text.parting
+    ends = {left.ended, right.ended}
+    whole = ends <= {"stop", "length"}
+    # One that was cut short parts from the other at no place of its own.
+    part = text.parting_at_end if whole else text.parting
     place = part(left.tokens, right.tokens)
     names = ("Exact (T = 0)", f"FSD (T = {settings.threshold:g}, {settings.divergence})")
-    verdict = text.verdict(left.tokens, right.tokens, done, sampled)
-    if not done:
-        verdict = f"Decoding … {verdict}"
+    verdict = text.verdict(left.tokens, right.tokens, whole, sampled)
+    if not whole:
+        verdict = f"{'Decoding …' if None in ends else 'Not complete.'} {verdict}"
     bodies = [
         text.answer_html(one.tokens, used, place, busy=one.ended is None)
         for one, used in ((left, exact), (right, settings))

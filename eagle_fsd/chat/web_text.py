@@ -18,7 +18,8 @@ LEGEND = {
     "target": "the target's own, after the drafted ones",
 }
 NO_DIVERGENCE = "no draft here, so no divergence"
-WAITING = "…"
+#: In the place of plain decoding's speed while it is to come, and where there is none.
+WAITING, NONE = "…", "-"
 #: Tokens that plain decoding is measured with.
 PLAIN_TOKENS = 64
 
@@ -141,9 +142,7 @@ def inspector_html() -> str:
     return f'<div id="fsd-inspector" role="status" aria-live="polite">{hint}</div>'
 
 
-def figures_html(
-    fsd: Mapping[str, float], plain: Mapping[str, float], waiting: str = WAITING
-) -> str:
+def figures_html(fsd: Mapping[str, float], plain: Mapping[str, float], waiting: str = NONE) -> str:
     """Speed and accepted length beside plain decoding's.
 
     Args:

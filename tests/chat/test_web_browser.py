@@ -28,7 +28,7 @@ from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
 from eagle_fsd import EagleFSD  # noqa: E402
 from eagle_fsd.chat.options import Limits  # noqa: E402
 from eagle_fsd.chat.web import page_app, page_server  # noqa: E402
-from eagle_fsd.chat.web_backend import LocalBackend, Token, Update  # noqa: E402
+from eagle_fsd.chat.web_backend import BackendError, LocalBackend, Token, Update  # noqa: E402
 from eagle_fsd.chat.web_page import SETTLE  # noqa: E402
 from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES  # noqa: E402
 from eagle_fsd.model.prompts import chat_format  # noqa: E402
@@ -57,6 +57,7 @@ class Watched:
     Attributes:
         said: In the place of the pair's answers.
         pause: Seconds before each token; 0: they come at once.
+        endless, broken: Whether answers go on, silently, or break off; plain decoding does not.
         open: Answers on their way.
     """
 
@@ -68,7 +69,7 @@ class Watched:
     def reset(self) -> None:
         self.said: list[Token] | None = None
         self.pause = 0.0
-        self.endless = False
+        self.endless = self.broken = False
         self.asked: list[tuple[dict[str, Any], bool]] = []
 
     async def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
@@ -91,6 +92,8 @@ class Watched:
             while self.endless and not plain:
                 await asyncio.sleep(0.02)
                 yield Update()
+            if self.broken and not plain:
+                raise BackendError("broken off")
             yield Update((), {**figures, "tokens": len(tokens)}, "stop")
         finally:
             self.open -= 1
@@ -480,6 +483,22 @@ def test_an_answer_leaves_the_focus_where_it_is(window: Window, backend: Watched
     assert window.script("return document.activeElement.type") == "number"
 
 
+def test_an_example_waits_for_enter(window: Window, backend: Watched) -> None:
+    window.open(NARROW)
+    box = window.one("#fsd-box textarea")
+    hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"
+    assert window.script(hidden, box) <= 0  # what stands in the empty box has room
+    window.one("#fsd-examples button").click()
+    assert window.driver.switch_to.active_element == box
+    window.until(lambda: box.get_attribute("value") == EXAMPLES[0])
+    window.keys(Keys.ENTER)
+    window.answered()
+    assert window.one("#fsd-live .fsd-said").text == EXAMPLES[0]
+    for button in ("#fsd-send", "#fsd-clear"):
+        window.one(button).click()
+        assert window.driver.switch_to.active_element == box
+
+
 def test_a_new_chat(window: Window, backend: Watched) -> None:
     window.open()
     window.ask()
@@ -489,6 +508,96 @@ def test_a_new_chat(window: Window, backend: Watched) -> None:
     window.until(lambda: window.all("#fsd-chat .fsd-answer") == [])
     window.ask("Hello!")
     assert len(window.all("#fsd-chat .fsd-answer")) == 1
+
+
+def test_a_new_chat_while_plain_decoding_is_measured(window: Window, backend: Watched) -> None:
+    """gradio draws an event's last view again when it ends: no figures of the old chat."""
+    backend.said = [Token(number, f" {number}", "exact") for number in range(50)]
+    window.open()
+    window.ask("Count")
+    backend.pause = 0.1
+    window.until(lambda: " x" in window.one(".fsd-factor b").text)
+    window.one("#fsd-clear").click()
+    window.until(lambda: window.all("#fsd-chat .fsd-answer") == [])
+    window.until(lambda: backend.open == 0)
+    time.sleep(SETTLE)
+    assert window.one(".fsd-factor b").text == "-"
+
+
+def test_a_question_comes_back_unless_something_new_was_typed(
+    window: Window, backend: Watched
+) -> None:
+    backend.said, backend.broken = [Token(1, "So", "exact")], True
+    window.open()
+    box = window.one("#fsd-box textarea")
+    window.ask("The question")
+    window.until(lambda: box.get_attribute("value") == "The question")
+    assert window.all(".fsd-caret") == []
+    backend.pause = 1.0
+    window.one("#fsd-send").click()
+    window.until(lambda: box.get_attribute("value") == "")
+    box.send_keys("My next one")
+    window.until(lambda: len(window.all("#fsd-chat .fsd-note")) == 2)
+    window.until(lambda: window.all(".fsd-caret") == [])
+    time.sleep(SETTLE)
+    assert box.get_attribute("value") == "My next one"
+
+
+def test_what_was_asked_for_comes_into_view(window: Window, backend: Watched) -> None:
+    window.open(NARROW)
+    backend.said = [Token(number, f" word {number}", "exact") for number in range(150)]
+    chat = "const chat = document.querySelector('#fsd-chat');"
+
+    def beneath() -> int:
+        return window.script(
+            chat + "return chat.scrollHeight - chat.scrollTop - chat.clientHeight;"
+        )
+
+    window.ask("Long")
+    window.script(chat + "chat.scrollTop = 0;")
+    window.until(lambda: beneath() > 100)
+    window.ask("And again")
+    window.until(lambda: beneath() < 2)
+    # Who looks back while an answer comes is left alone.
+    backend.pause = 0.05
+    window.ask("Slowly", wait=False)
+    window.until(lambda: window.one("#fsd-live .fsd-said").text == "Slowly")
+    window.until(lambda: 10 < len(window.all("#fsd-live .fsd-token")) < 100)
+    window.script(chat + "chat.scrollTop = 0;")
+    window.answered()
+    assert beneath() > 100
+    # A comparison begins in view, and so does the next one.
+    backend.pause = 0.0
+    inside = (
+        "const box = document.querySelector('#fsd-compared').getBoundingClientRect();"
+        "return box.height > 0 && box.top < window.innerHeight - 50;"
+    )
+    for _ in range(2):
+        window.script("scrollTo(0, 0); document.querySelector('#fsd-compare-button').click()")
+        window.until(lambda: window.script(inside))
+        window.until(lambda: "The same" in window.one(".fsd-verdict").text)
+        time.sleep(SETTLE)  # gradio takes no second click before it has told of the end
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_telling_of_a_token_moves_nothing(
+    window: Window, backend: Watched, size: tuple[int, int]
+) -> None:
+    """What is told stands above the comparison: the pointer is to stay on its token."""
+    word = " something"
+    backend.said = [Token(1, word, "fuzzy", 0.1, 0.5, [(word, 0.5), (word, 0.25), (word, 0.25)])]
+    window.open(size)
+    window.ask()
+    window.one("#fsd-compare-button").click()
+    window.until(lambda: "The same 1" in window.one(".fsd-verdict").text)
+    token = window.one("#fsd-compared .fsd-token")
+    before = token.rect
+    window.script("arguments[0].focus({preventScroll: true})", token)
+    inspector = window.one("#fsd-inspector")
+    assert "something" in inspector.text
+    assert token.rect == before
+    hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"
+    assert window.script(hidden, inspector) <= 0
 
 
 def test_coming_back_again_and_again(window: Window, backend: Watched) -> None:
@@ -595,6 +704,38 @@ def test_requests_past_the_page_are_checked(served: tuple[Watched, str], backend
         for path in ("/gradio_api/file=/etc/hostname", "/gradio_api/upload", "/monitoring"):
             assert client.get(path).status_code == 404
         assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 404
+
+
+def test_many_wait_and_may_stop(served: tuple[Watched, str], backend: Watched) -> None:
+    """gradio runs so many events at once: those who wait are not to keep out who stops."""
+    many = 50
+    backend.said, backend.endless = [Token(1, "So", "exact")], True
+    with httpx.Client(base_url=served[1], trust_env=False, timeout=PATIENCE) as client:
+        events = client.get("/config").json()["dependencies"]
+        send = next(item["id"] for item in events if len(item["inputs"]) == 7)
+        stop = next(
+            item["id"] for item in events if len(item["inputs"]) == 1 and not item["outputs"]
+        )
+
+        def join(event: int, visitor: int, *values: Any) -> None:
+            data = {"data": [None, *values], "fn_index": event, "session_hash": f"many{visitor}"}
+            assert client.post("/gradio_api/queue/join", json=data).status_code == 200
+
+        def until(waiting: int) -> None:
+            end = time.monotonic() + PATIENCE
+            while backend.open != waiting:
+                assert time.monotonic() < end, f"{backend.open} wait, not {waiting}"
+                time.sleep(0.05)
+
+        try:
+            for visitor in range(many):
+                join(send, visitor, "Hello", 0.1, "js", 0, 0, 9)
+            until(many)
+            for visitor in range(many):
+                join(stop, visitor)
+            until(0)
+        finally:
+            backend.endless = False
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from eagle_fsd.chat.serving import DecodeQueue
 from eagle_fsd.chat.transport import unpack
 from eagle_fsd.chat.web_backend import About, BackendError, LocalBackend, Token, Update, request
 from eagle_fsd.chat.web_page import LONGEST_MESSAGE, MOST_EXCHANGES, Page, View, Visit
+from eagle_fsd.chat.web_text import WAITING, notice_html
 from eagle_fsd.model.prompts import chat_format, encode_prompt
 
 CHOSEN = {
@@ -59,6 +60,33 @@ class Script:
             yield Update((), FIGURES, "stop")
         finally:
             self.closed += 1
+
+
+class Halfway(Script):
+    """Says two words; at ``threshold`` it says one, and then nothing more or fails."""
+
+    def __init__(self, threshold: float, fail: str) -> None:
+        super().__init__("so", " far")
+        self.threshold, self.half = threshold, Script("so", fail=fail, endless=True)
+
+    async def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
+        one = self.half if params["fsd"]["threshold"] == self.threshold else super()
+        async for update in one.stream(params, plain):
+            yield update
+
+
+def stopped(page: Page, visit: Visit, event: str) -> list[View]:
+    """What is drawn of an event that is stopped once nothing new comes."""
+
+    async def stop_it() -> list[View]:
+        seen: list[View] = []
+        async for view in getattr(page, event)(visit, "Second", CHOSEN):
+            seen.append(view)
+            if len(seen) > 10:
+                page.stop(visit)
+        return seen
+
+    return asyncio.run(asyncio.wait_for(stop_it(), 10))
 
 
 def views(events: AsyncIterator[View]) -> list[View]:
@@ -208,12 +236,21 @@ def test_a_new_chat_ends_what_is_on_its_way(visit: Visit, event: str) -> None:
     assert not visit.busy
 
 
-def test_a_refusal_leaves_the_last_answer_in_view(visit: Visit) -> None:
-    page = Page(Script("so"), AnswerOptions())
-    answered = send(page, visit, "Hello")[-1].live
+@pytest.mark.parametrize("end", ["answered", "stopped in line", "failed"])
+def test_a_refusal_leaves_what_stands_there(visit: Visit, end: str) -> None:
+    """The exchange before stands above already: it is not to be there twice."""
+    send(Page(Script("so"), AnswerOptions()), visit, "First")
+    if end == "stopped in line":
+        page = Page(Script(endless=True), AnswerOptions())
+        stood = stopped(page, visit, "send")[-1].live
+        assert "Second" in page.give_back(visit, " ").box
+    else:
+        page = Page(Script("so", fail="no" if end == "failed" else ""), AnswerOptions())
+        stood = send(page, visit, "Second")[-1].live
     (refused,) = send(page, visit, " ")
-    assert refused.live.startswith(answered)
+    assert refused.live.startswith(stood.removesuffix(notice_html("no")))
     assert "say something first" in refused.live
+    assert "First" not in refused.live
 
 
 def test_leaving_ends_an_answer(visit: Visit) -> None:
@@ -234,10 +271,47 @@ def test_leaving_ends_an_answer(visit: Visit) -> None:
 def test_a_failure_is_told_and_gives_the_question_back(visit: Visit) -> None:
     page = Page(Script("half", fail="<b>no</b> memory"), AnswerOptions())
     last = send(page, visit, "Hello")[-1]
-    assert last.box == "Hello"
     assert "&lt;b&gt;no&lt;/b&gt; memory" in last.live
     assert not visit.busy
     assert "half" in last.live
+    # Nothing more will come of it, here or later.
+    for shown in (last.live, visit.exchanges[0].html):
+        assert "broken off" in shown
+        assert 'aria-busy="true"' not in shown
+    assert WAITING not in last.figures
+    assert views(page.measure(visit)) == [View()]
+    assert page.give_back(visit, "").box == "Hello"
+    assert page.give_back(visit, "").box is None  # once
+    send(page, visit, "Hello")
+    assert page.give_back(visit, "something new").box is None
+
+
+def test_an_answer_that_was_given_is_not_given_back(visit: Visit) -> None:
+    page = Page(Script("so"), AnswerOptions())
+    send(page, visit, "Hello")
+    assert page.give_back(visit, "") == View()
+
+
+def test_who_left_in_mid_answer_finds_no_answer_on_its_way(visit: Visit) -> None:
+    page = Page(Script("so", endless=True), AnswerOptions())
+
+    async def leave() -> None:
+        events = page.send(visit, "Hello", CHOSEN)
+        while "so" not in (await anext(events)).live:
+            pass
+        await events.aclose()
+
+    asyncio.run(leave())
+    assert 'aria-busy="false"' in visit.exchanges[0].html
+
+
+def test_long_answers_are_drawn_less_often(visit: Visit) -> None:
+    """A view is the whole answer: one for each token would be quadratic."""
+    words = [f" {number}" for number in range(2000)]
+    seen = send(Page(Script(*words), AnswerOptions()), visit, "Count")
+    assert 2 < len(seen) < 1000
+    assert visit.exchanges[0].answer == "".join(words)
+    assert "> 1999<" in seen[-1].live
 
 
 def test_old_exchanges_are_forgotten(visit: Visit) -> None:
@@ -264,11 +338,17 @@ def test_plain_decoding_is_measured_on_the_same_prompt(
     assert measured["prompt"] == answered["prompt"]
     assert measured["max_new_tokens"] == 64
     assert "1.0 x" in seen[-1].figures
+    # Where there is none, the page does not go on waiting.
+    broken = Script(fail="no")
+    found = views(Page(broken, AnswerOptions()).measure(visit))
+    assert broken.asked
+    assert WAITING not in found[-1].figures
     # A newer answer makes an older measurement pointless.
     measuring = page.measure(visit)
 
     async def overtaken() -> list[View]:
         seen = [await anext(measuring) for _ in range(3)]
+        assert WAITING in seen[-1].figures
         visit.turn += 1
         return seen + [view async for view in measuring]
 
@@ -296,6 +376,39 @@ def test_comparing_asks_exactly_and_with_the_settings(visit: Visit) -> None:
     assert unpack(backend.asked[-1][0]["prompt"])[-1]["content"] == "Third"
     assert len(visit.exchanges) == 2
     assert not visit.busy
+    # A refusal leaves the comparison in view.
+    (refused,) = views(page.compare(visit, "Fourth", {**CHOSEN, "threshold": -1}))
+    assert "threshold must be at least 0" in refused.compare
+    assert "The same 2 tokens." in refused.compare
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2], ids=["exact", "fsd"])
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_comparisons_that_are_cut_short_say_so(visit: Visit, threshold: float, end: str) -> None:
+    """In the first answer or in the second; neither goes on, and no end of theirs is a parting."""
+    page = Page(Halfway(threshold, "<b>no</b>" if end == "failed" else ""), AnswerOptions())
+    if end == "failed":
+        last = views(page.compare(visit, "Hello", CHOSEN))[-1].compare
+        assert "&lt;b&gt;no&lt;/b&gt;" in last
+    else:
+        last = stopped(page, visit, "compare")[-1].compare
+    assert "Not complete. No difference so far." in last
+    assert "Decoding" not in last
+    assert last.count('aria-busy="false"') == 2
+    assert ("broken off" if end == "failed" else "stopped") in last
+    assert not visit.busy
+
+
+def test_who_sees_the_end_of_a_comparison_may_ask_at_once(visit: Visit) -> None:
+    page = Page(Script("so"), AnswerOptions())
+
+    async def ask() -> list[View]:
+        async for view in page.compare(visit, "Hello", CHOSEN):
+            if view.compare.count('aria-busy="false"') == 2:
+                return [item async for item in page.send(visit, "And now?", CHOSEN)]
+        raise AssertionError("no comparison")
+
+    assert "aria-busy" in asyncio.run(ask())[-1].live
 
 
 @pytest.fixture(scope="module")
