@@ -26,6 +26,7 @@ from eagle_fsd.chat.api_requests import ApiError, Extras, translate_body
 from eagle_fsd.chat.api_worker import (
     EXTRAS,
     check_length_of,
+    check_model_of,
     generate,
     generate_stream,
     get_embedding_of,
@@ -75,6 +76,7 @@ def api_app(controller: str, api_keys: list[str] | None = None, max_body: int = 
         server.generate_completion = generate
         server.generate_completion_stream = generate_stream
         server.check_length = check_length_of(server)
+        server.check_model = check_model_of(server)
         server.get_embedding = get_embedding_of(server)
     return AroundFastChat(server.app, max_body)
 
@@ -106,8 +108,12 @@ class AroundFastChat:
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
-        if path in READABLE and method in ("GET", "HEAD"):
-            await self.app(scope, receive, send)
+        if path in READABLE and method == "GET":
+            reply = Reply(send, Extras())
+            try:
+                await self.app(scope, receive, reply)
+            except Exception as error:
+                await reply.broken(error)
             return
         try:
             if path not in (*PATHS, *READABLE):

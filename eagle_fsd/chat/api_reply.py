@@ -32,6 +32,7 @@ class Reply:
         self.start: Message | None = None
         self.body = b""
         self.held: list[bytes] = []
+        self.finished: set[int] = set()
         self.begun = self.ended = False
 
     async def __call__(self, message: Message) -> None:
@@ -86,21 +87,28 @@ class Reply:
                 await self._tell(_event_of(error.body()))
             return
         self.held_id = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
-        self._add_logprobs(chunk)
-        self.held.append(_event_of(chunk))
         choice = chunk["choices"][0]
         said = choice.get("text") or (choice.get("delta") or {}).get("content")
-        if said or choice.get("finish_reason"):
+        substance = bool(said or choice.get("finish_reason"))
+        if substance:
+            self._complete_choice(choice, bool(said))
+        self.held.append(_event_of(chunk))
+        if substance:
             await self._begin()
 
     held_id: dict[str, Any] | None = None
 
-    def _add_logprobs(self, chunk: dict[str, Any]) -> None:
-        choice = chunk["choices"][0]
+    def _complete_choice(self, choice: dict[str, Any], said: bool) -> None:
+        """Which choice it is of, where FastChat counts anew for each prompt; log-probabilities."""
+        outputs = len(self.extras.outputs)
+        # What ends a choice and says nothing comes after all of them, in their order.
+        index = outputs - 1 if said else min({*range(outputs)} - self.finished, default=0)
+        if choice.get("finish_reason"):
+            self.finished.add(index)
+        choice["index"] = index
         choice.pop("logprobs", None)
-        said = choice.get("text") or (choice.get("delta") or {}).get("content")
-        if self.extras.logprobs and said:
-            pending, self.extras.pending = self.extras.pending, {}
+        pending = self.extras.pending.pop(index, None)
+        if self.extras.logprobs and pending:
             choice["logprobs"] = chat_logprobs(pending) if self.extras.chat else pending
 
     def _usage_chunk(self) -> dict[str, Any]:
@@ -153,15 +161,22 @@ def complete(body: dict[str, Any], extras: Extras) -> dict[str, Any]:
 
 
 def usage_of(extras: Extras) -> dict[str, Any]:
-    """OpenAI's counts over all choices, and FSD's: tau and the tokens by origin."""
-    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    """OpenAI's counts, a prompt counted once, and FSD's: tau and the tokens by origin."""
+    usages = [output.get("usage") or {} for output in extras.outputs]
+    prompt = sum(usage.get("prompt_tokens", 0) for usage in usages[:: extras.choices])
+    tokens = sum(usage.get("completion_tokens", 0) for usage in usages)
     figures = {"fuzzy_tokens": 0, "exact_tokens": 0, "target_tokens": 0, "steps": 0}
     for output in extras.outputs:
-        for counts, found in ((usage, output.get("usage")), (figures, output.get("fsd"))):
-            for name in counts:
-                counts[name] += (found or {}).get(name, 0)
-    tokens, steps = usage["completion_tokens"], figures.pop("steps")
-    return {**usage, **figures, "tau": tokens / steps if steps else None}
+        for name in figures:
+            figures[name] += (output.get("fsd") or {}).get(name, 0)
+    steps = figures.pop("steps")
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        **figures,
+        "tau": tokens / steps if steps else None,
+    }
 
 
 def chat_logprobs(found: dict[str, list[Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ is taken aside as :class:`Extras`, which the launcher carries around it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,8 +60,11 @@ class Extras:
         chat: Whether it is a chat; else a plain completion.
         logprobs: Whether log-probabilities are asked for.
         stream: Whether the answer is streamed. include_usage: With the usage at its end.
+        choices: How many are asked for of every prompt.
         outputs: Each choice's last output of the worker.
-        pending: Log-probabilities of a stream that no chunk has carried yet.
+        pending: Each choice's log-probabilities of a stream that no chunk has carried yet.
+        turn: Whose it is, of the choices of an answer that is not streamed.
+        refusal: What the worker said to a choice that it did not answer.
     """
 
     params: dict[str, Any] = field(default_factory=dict)
@@ -68,8 +72,11 @@ class Extras:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
+    choices: int = 1
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    pending: dict[str, list[Any]] = field(default_factory=dict)
+    pending: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    refusal: dict[str, Any] | None = None
 
 
 def translate_body(path: str, data: bytes) -> tuple[bytes, Extras]:
@@ -90,6 +97,7 @@ def translate_body(path: str, data: bytes) -> tuple[bytes, Extras]:
         _check_common(body)
         extras = _chat(body) if path.endswith("/chat/completions") else _completion(body)
         extras.stream = body.get("stream") is True
+        extras.choices = body.get("n") or 1
         options = body.get("stream_options")
         if options is not None and not isinstance(options, dict):
             raise ApiError("stream_options must be an object")

@@ -14,9 +14,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import aiohttp
 import httpx
 
-from eagle_fsd.chat.api_reply import NO_WORKER
+from eagle_fsd.chat.api_reply import NO_MODEL, NO_WORKER
 from eagle_fsd.chat.api_requests import Extras
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,28 @@ def check_length_of(server: ModuleType) -> Callable[..., Awaitable[tuple[int | N
     return check_length
 
 
+def check_model_of(server: ModuleType) -> Callable[..., Awaitable[Any]]:
+    """The error where there is no such model; FastChat's own has no words for having none."""
+
+    async def check_model(request: Any) -> Any:
+        url = f"{server.app_settings.controller_address}/list_models"
+        try:
+            models = await server.fetch_remote(url, None, "models")
+        except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+            log.warning("the controller does not answer: %r", error)
+            models = None
+        if not isinstance(models, list):  # FastChat gives an error as text
+            return server.create_error_response(NO_WORKER[0], "the controller does not answer")
+        if not models:
+            return server.create_error_response(NO_WORKER[0], "no worker has registered")
+        if request.model not in models:
+            message = f"only {', '.join(sorted(models))} allowed here; got {request.model}"
+            return server.create_error_response(NO_MODEL, message)
+        return None
+
+    return check_model
+
+
 def get_embedding_of(server: ModuleType) -> Callable[..., Awaitable[dict[str, Any]]]:
     async def get_embedding(body: dict[str, Any]) -> dict[str, Any]:
         worker = await server.get_worker_address(body["model"])
@@ -103,8 +126,9 @@ async def generate_stream(params: dict[str, Any], worker: str) -> AsyncIterator[
                 for part in whole:
                     output = json.loads(part)
                     extras.outputs[index] = output
+                    pending = extras.pending.setdefault(index, {})
                     for name, values in (output.get("logprobs") or {}).items():
-                        extras.pending.setdefault(name, []).extend(values)
+                        pending.setdefault(name, []).extend(values)
                     yield output
             if rest:  # a refusal, which is one JSON object and no stream
                 yield json.loads(rest)
@@ -114,11 +138,22 @@ async def generate_stream(params: dict[str, Any], worker: str) -> AsyncIterator[
 
 
 async def generate(params: dict[str, Any], worker: str) -> dict[str, Any]:
-    """The worker's last output, with the log-probabilities of all."""
-    logprobs: dict[str, list[Any]] = {}
-    output: dict[str, Any] = {"text": "the worker said nothing", "error_code": 50001}
-    async for output in generate_stream(params, worker):
-        for name, values in (output.get("logprobs") or {}).items():
-            logprobs.setdefault(name, []).extend(values)
-    output["logprobs"] = logprobs or None
-    return output
+    """The worker's last output, with the log-probabilities of all.
+
+    FastChat's server calls this for all of a request's choices at once. They go one after the
+    other, or one request would take many places in the worker's line, and more than there are; and
+    once one is refused, the rest is not decoded for nothing.
+    """
+    extras = EXTRAS.get() or Extras()
+    async with extras.turn:
+        if extras.refusal:
+            return extras.refusal
+        logprobs: dict[str, list[Any]] = {}
+        output: dict[str, Any] = {"text": "the worker said nothing", "error_code": 50001}
+        async for output in generate_stream(params, worker):
+            for name, values in (output.get("logprobs") or {}).items():
+                logprobs.setdefault(name, []).extend(values)
+        output["logprobs"] = logprobs or None
+        if output["error_code"]:
+            extras.refusal = output
+        return output

@@ -35,6 +35,7 @@ START_TIMEOUT = 1800.0
 
 def run_controller(host: str, port: int) -> None:
     """Serve FastChat's controller until told to stop."""
+    _without_proxy()
     module = import_fastchat("controller")
     module.controller = module.Controller("shortest_queue")
     _serve(module.app, host, port)
@@ -65,6 +66,7 @@ def run_worker(
         controller: Whom to register with; None: nobody.
         address: Where others reach this worker.
     """
+    _without_proxy()
     base = import_fastchat("base_model_worker")
     from eagle_fsd.chat.worker import FSDWorker, worker_app
 
@@ -75,6 +77,14 @@ def run_worker(
     # Registered once it can be reached: the controller may send the first request at once.
     _serve(worker_app(worker), host, port, worker.init_heart_beat if controller else None)
     worker.close()
+
+
+def _without_proxy() -> None:
+    """Controller and workers find each other without the environment's proxy.
+
+    FastChat asks through ``requests``, which would ask the proxy for 127.0.0.1 too.
+    """
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
 
 
 def _serve(app: object, host: str, port: int, started: Callable[[], None] | None = None) -> None:

@@ -55,7 +55,7 @@ class WorkerMetrics:
             self.step_seconds.observe(figures["seconds"])
         else:
             self.requests.labels(event).inc()
-        if event in ("ended", "cancelled"):
+        if event in ("ended", "cancelled") and figures:  # without any it left before its turn
             self.steps.inc(figures["steps"])
             for origin in ("exact", "fuzzy", "target"):
                 self.tokens.labels(origin).inc(figures[f"{origin}_tokens"])

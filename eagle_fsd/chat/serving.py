@@ -208,7 +208,12 @@ class DecodeQueue:
         with self._changed:
             self.check_room()
             # Those that left are not to pile up behind a long answer.
-            self._line = deque(waiting for waiting in self._line if not waiting.cancelled)
+            line, self._line = self._line, deque()
+            for waiting in line:
+                if waiting.cancelled:
+                    self._book_left(waiting)
+                else:
+                    self._line.append(waiting)
             self._line.append(item)
             self._changed.notify()
 
@@ -231,9 +236,15 @@ class DecodeQueue:
                     if not job.cancelled:
                         self._current = job
                         return job
+                    self._book_left(job)
                 if self._closed:
                     return None
                 self._changed.wait()
+
+    def _book_left(self, item: Job | Call) -> None:
+        """One that left before it was its turn."""
+        if isinstance(item, Job):
+            self.watch("cancelled", {})
 
     def _run(self) -> None:
         while (job := self._next()) is not None:

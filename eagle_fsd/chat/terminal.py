@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -129,8 +131,12 @@ class ChatSession:
         )
 
 
-#: Commands that set what FSD has settings for, in mid-chat.
-COMMANDS = {"!!" + item.name.replace("_", "-"): item.name for item in fields(FSDSettings)}
+FASTCHATS_COMMANDS = ("!!exit", "!!reset", "!!remove", "!!regen", "!!save", "!!load")
+#: Commands that set what FSD has settings for, in mid-chat: named as the options are.
+COMMANDS = {
+    "!!tree-top-k" if item.name == "top_k" else "!!" + item.name.replace("_", "-"): item.name
+    for item in fields(FSDSettings)
+}
 
 
 class _Asking:
@@ -140,17 +146,25 @@ class _Asking:
 
     def prompt_for_input(self, role: str) -> str:
         while True:
-            said = clean(super().prompt_for_input(display(role)))  # type: ignore[misc]
+            try:
+                said = clean(super().prompt_for_input(display(role)))  # type: ignore[misc]
+            except KeyboardInterrupt:  # it may have been meant for an answer that just ended
+                self.session.note("\n!!exit or Ctrl-D ends the chat")
+                continue
+            if said.startswith("!!"):  # FastChat's own know no spaces behind them
+                said = said.rstrip()
             command, _, value = said.strip().partition(" ")
             if name := COMMANDS.get(command.replace("_", "-")):
                 self.session.note(self.session.set(name, value.strip()))
+            elif said.startswith("!!") and command not in FASTCHATS_COMMANDS:
+                self.session.note(f"there is no {command} (eagle-fsd chat --help tells them all)")
             elif refused := _refusal(said):
                 self.session.note(refused)
             else:
                 return said
 
     def prompt_for_output(self, role: str) -> None:
-        super().prompt_for_output(display(role))  # type: ignore[misc]
+        super().prompt_for_output(harmless(display(role)))  # type: ignore[misc]
 
 
 class SimpleDisplay(_Asking, fastchat_cli.SimpleChatIO):
@@ -170,6 +184,9 @@ class SimpleDisplay(_Asking, fastchat_cli.SimpleChatIO):
         self.session.tell_figures()
         return text
 
+    def print_output(self, text: str) -> None:
+        super().print_output(harmless(text))
+
 
 class RichDisplay(_Asking, fastchat_cli.RichChatIO):
     """FastChat's rich style; with origins shown, coloured text in the place of its Markdown."""
@@ -181,7 +198,15 @@ class RichDisplay(_Asking, fastchat_cli.RichChatIO):
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
         if not self.session.show_origins:
-            text = super().stream_output(output_stream)
+            text = ""
+
+            def watched() -> Iterator[dict[str, Any]]:
+                nonlocal text
+                for output in output_stream:
+                    text = output["text"]
+                    yield {**output, "text": harmless(text)}
+
+            super().stream_output(watched())
         else:
             text, shown = "", Text()
             with Live(shown, console=self._console, refresh_per_second=12) as live:
@@ -194,7 +219,7 @@ class RichDisplay(_Asking, fastchat_cli.RichChatIO):
         return text
 
     def print_output(self, text: str) -> None:
-        fastchat_cli.RichChatIO.stream_output(self, [{"text": text}])
+        fastchat_cli.RichChatIO.stream_output(self, [{"text": harmless(text)}])
 
 
 class _UntilEnd(fastchat_cli.ProgrammaticChatIO):
@@ -243,6 +268,13 @@ def chat(
         multiline, mouse: As FastChat's terminal has them.
     """
     register()
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of any encoding: what it lacks is no error
+            stream.reconfigure(errors="replace")
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            # A line may be edited, and pasted lines are one; without, the system cuts it at 4095.
+            import readline  # noqa: F401
     display_of = {
         "simple": lambda: SimpleDisplay(session, multiline),
         "rich": lambda: RichDisplay(session, multiline, mouse),
@@ -281,10 +313,25 @@ def chat(
         )
 
 
+#: Control characters, each as the picture that Unicode has of it; new lines and tabs may stay,
+#: and carriage returns go.
+_PICTURES: dict[int, int | None] = {
+    code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
+}
+_PICTURES |= {0x0D: None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+
+def harmless(text: str) -> str:
+    """``text`` as a terminal shows it, and does not obey it."""
+    return text.translate(_PICTURES)
+
+
 def _coloured(pieces: Sequence[Piece], origins: bool) -> Text:
     text = Text()
     for piece in pieces:
-        text.append(piece.text, style=ORIGIN_STYLES.get(piece.origin, "") if origins else "")
+        text.append(
+            harmless(piece.text), style=ORIGIN_STYLES.get(piece.origin, "") if origins else ""
+        )
     return text
 
 
@@ -294,17 +341,25 @@ def _refusal(said: str) -> str | None:
     name = name.strip()
     if command == "!!save" and name:
         path = Path(name)
-        if path.is_dir() or not path.parent.is_dir():
+        file = Path(name + ".json") if "." not in name else path  # as FastChat does
+        if path.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             return f"{name} is no place for a file"
     if command == "!!load" and name:
-        path = next((item for item in (Path(name), Path(name + ".json")) if item.is_file()), None)
+        path = next((item for item in (Path(name), Path(name + ".json")) if item.exists()), None)
         if path is None:
             return None  # FastChat says so itself
+        if not path.is_file():
+            return f"{path} is no file"
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             get_conv_template(saved["template_name"])
-            [(str(role), str(text)) for role, text in saved["messages"]]
-            str(saved["system_message"])
+            texts = [
+                saved["system_message"],
+                *(item for turn in saved["messages"] for item in turn),
+            ]
+            if not all(isinstance(item, str) for item in texts):
+                raise TypeError("a turn is a role and a text")
+            [(role, text) for role, text in saved["messages"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             return f"{path} holds no saved chat ({type(error).__name__})"
     return None

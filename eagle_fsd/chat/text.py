@@ -84,7 +84,12 @@ class TextStream:
         else:
             end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
         ready, held = _cut(self._held, end)
-        self._held = [] if self.stopped else held
+        if self.stopped:
+            left = end - sum(len(piece.text) for piece in ready)
+            if left:
+                ready.append(replace(held[0], text=held[0].text[:left]))
+            held = []
+        self._held = held
         return ready
 
 
@@ -97,14 +102,12 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _cut(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the first ``end`` characters, and the rest; one that lies across is divided."""
-    before: list[Piece] = []
+    """The pieces that lie within the first ``end`` characters, and the rest.
+
+    None is divided: a token told in two parts would be counted twice.
+    """
     for place, piece in enumerate(pieces):
         if len(piece.text) > end:
-            if end:
-                before.append(replace(piece, text=piece.text[:end]))
-                piece = replace(piece, text=piece.text[end:])
-            return before, [piece, *pieces[place + 1 :]]
-        before.append(piece)
+            return list(pieces[:place]), list(pieces[place:])
         end -= len(piece.text)
-    return before, []
+    return list(pieces), []

@@ -40,7 +40,8 @@ def chat(
     """Chat with the model in the terminal.
 
     Commands: !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE, and !!threshold 0.3 (or
-    any other of FSD's settings) in mid-chat. Ctrl-C stops an answer.
+    any other of FSD's settings) in mid-chat. Ctrl-C stops an answer; Ctrl-D or an empty line ends
+    the chat.
     """
     from eagle_fsd.chat.terminal import STYLES, ChatSession
     from eagle_fsd.chat.terminal import chat as run

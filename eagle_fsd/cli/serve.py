@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -32,9 +34,24 @@ app = typer.Typer(help="Serve a pair to OpenAI clients through FastChat.", no_ar
 
 #: Keys that clients must come with, separated by commas; unlike an option nobody sees them.
 KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+#: What to listen to stands for everybody, and where this machine reaches that.
+EVERYBODY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 Host = Annotated[str, typer.Option(help="Whom to listen to; 0.0.0.0 is everybody.")]
-Controller = Annotated[str, typer.Option(help="The controller's address.")]
+
+
+def _address(given: str | None) -> str | None:
+    """An address as routes are put behind it; ``none`` and None are none."""
+    if given in (None, "none"):
+        return given
+    parts = urlsplit(given)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise typer.BadParameter(f"an address is like http://machine:21001; got {given}")
+    return given.rstrip("/")
+
+
+Controller = Annotated[str, typer.Option(help="The controller's address.", callback=_address)]
 Names = Annotated[
     list[str] | None,
     typer.Option("--name", help="What clients call the model.", show_default="the target's name"),
@@ -80,17 +97,28 @@ def worker(
     host: Host = "127.0.0.1",
     port: _port(21002) = 21002,
     controller: Annotated[
-        str, typer.Option(help="The controller's address; 'none' to stand alone.")
+        str,
+        typer.Option(help="The controller's address; 'none' to stand alone.", callback=_address),
     ] = "http://127.0.0.1:21001",
     address: Annotated[
         str | None,
-        typer.Option(help="Where others reach this worker.", show_default="http://HOST:PORT"),
+        typer.Option(
+            help="Where others reach this worker.",
+            show_default="http://HOST:PORT",
+            callback=_address,
+        ),
     ] = None,
     names: Names = None,
 ) -> None:
     """A worker: it holds a pair and decodes. Start one on every machine."""
     from eagle_fsd.chat.launch import check_free, run_worker
 
+    elsewhere = controller != "none" and urlsplit(controller).hostname not in LOOPBACK
+    if address is None and elsewhere and host in (*LOOPBACK, *EVERYBODY):
+        raise typer.BadParameter(
+            f"{controller} cannot reach this worker at {host}: say with --address where it can"
+            " (and with --host whom to listen to)"
+        )
     check_free(host, port)
     model, wording = pair.load(settings)
     run_worker(
@@ -100,7 +128,7 @@ def worker(
         host,
         port,
         None if controller == "none" else controller,
-        address or f"http://{host}:{port}",
+        address or _url(host, port),
         names or [_name(pair.target)],
     )
 
@@ -150,15 +178,20 @@ def serve_all(
     page: Annotated[bool, typer.Option("--web", help="The web page beside them.")] = False,
     web_port: PagePort = 7860,
 ) -> None:
-    """Controller, one worker and the API on this machine, until Ctrl-C."""
+    """Controller, one worker and the API on this machine, until Ctrl-C.
+
+    The environment's EAGLE_FSD_API_KEYS are the keys that the API takes.
+    """
     if page:
         web_page()
-    from eagle_fsd.chat.launch import Cluster, check_free
+    from eagle_fsd.chat.launch import Cluster, ServerError, check_free
 
     name = (names or [_name(pair.target)])[0]
     wanted = [(host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)]
     if page:
         wanted.append((host, web_port))
+    if len({number for _, number in wanted}) < len(wanted):  # one would pass for the other
+        raise typer.BadParameter("every server needs a port of its own")
     for where, number in wanted:
         check_free(where, number)
     controller_address = f"http://127.0.0.1:{controller_port}"
@@ -167,7 +200,6 @@ def serve_all(
     given["conv_template"] = given.pop("template")
     options = [item for key, value in given.items() for item in _option(key, value)]
     options += [item for each in names or [name] for item in ("--name", each)]
-    here = "127.0.0.1" if host == "0.0.0.0" else host
     commands = {
         "controller": (
             ["controller", "--port", str(controller_port)],
@@ -178,20 +210,23 @@ def serve_all(
             f"{worker_address}/health",
         ),
         "API": (
-            ["api", "--host", host, "--port", str(port), "--controller", controller_address],
-            f"http://{here}:{port}/v1/models",
+            ["api", "--host", host, "--port", str(port), "--controller", controller_address]
+            + (["--max-body", str(limits["max_body"])] if "max_body" in limits else []),
+            f"{_url(host, port)}/v1/models",
         ),
     }
     if page:
         commands["web page"] = (
             ["web", "--host", host, "--port", str(web_port), "--controller", controller_address],
-            f"http://{here}:{web_port}/",
+            f"{_url(host, web_port)}/",
         )
     cluster = Cluster(commands)
     try:
         cluster.start(lambda text: err.print(text, style="dim"))
-        _tell(host, port, controller_address, worker_address, name)
+        _tell(_url(host, port), controller_address, worker_address, name)
         cluster.wait()
+    except ServerError as error:
+        fail(str(error), 1)
     finally:
         cluster.stop()
 
@@ -204,17 +239,23 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _name(target: str | None) -> str:
-    return Path(target).name if target else BUNDLED_NAME
+    return Path(os.path.abspath(target)).name if target else BUNDLED_NAME
 
 
-def _tell(host: str, port: int, controller: str, worker: str, name: str) -> None:
+def _url(host: str, port: int) -> str:
+    """Where a server that listens to ``host`` is reached from this machine."""
+    host = EVERYBODY.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _tell(api: str, controller: str, worker: str, name: str) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if os.environ.get(KEYS_VARIABLE) else ""
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
-        f"API         http://{host}:{port}/v1",
+        f"API         {api}/v1",
         f"controller  {controller}",
         f"worker      {worker}  (/metrics, /health)",
-        f"curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f"curl {api}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f" -d {shlex.quote(body)}",
     ]
     for line in lines:

@@ -148,6 +148,7 @@ def test_those_that_left_do_not_pile_up(model: EagleFSD, line: DecodeQueue) -> N
         assert (await collect(line.submit(asked(model))))[-1].text == expected(model)
 
     run(work)
+    assert [name for name, _ in line.events].count("cancelled") == 51
 
 
 def test_other_work_learns_that_nobody_waits(line: DecodeQueue) -> None:

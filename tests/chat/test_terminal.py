@@ -12,11 +12,21 @@ import pytest
 from rich.console import Console
 
 from eagle_fsd import EagleFSD, FSDSettings
+from eagle_fsd.chat import terminal
 from eagle_fsd.chat.options import AnswerOptions
-from eagle_fsd.chat.terminal import END_OF_MESSAGE, ChatSession, chat
+from eagle_fsd.chat.terminal import (
+    END_OF_MESSAGE,
+    ChatSession,
+    RichDisplay,
+    SimpleDisplay,
+    chat,
+)
+from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.prompts import FastChatFormat, chat_format, encode_prompt
+from eagle_fsd.model.verify import Origin
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
+CTRL_C = "\x03"
 #: Says lines to a chat; what was printed, what was noted.
 Talk = Callable[..., tuple[str, str]]
 
@@ -45,6 +55,8 @@ def talk(
             said = next(waiting, None)
             if said is None:
                 raise EOFError
+            if said == CTRL_C:
+                raise KeyboardInterrupt
             return said
 
         monkeypatch.setattr("builtins.input", read)
@@ -116,7 +128,12 @@ def test_every_command_of_fastchats(model: EagleFSD, talk: Talk, tmp_path: Path)
     assert "file not found: nowhere" in printed
 
 
-@pytest.mark.parametrize("content", ["nonsense", "[]", '{"template_name": "none"}'])
+TURNS_OF_NUMBERS = '{"template_name": "eagle-fsd", "system_message": "", "messages": [["a", 5]]}'
+
+
+@pytest.mark.parametrize(
+    "content", ["nonsense", "[]", '{"template_name": "none"}', TURNS_OF_NUMBERS]
+)
 def test_a_file_that_holds_no_chat_is_refused_not_fatal(
     content: str, talk: Talk, tmp_path: Path
 ) -> None:
@@ -130,6 +147,62 @@ def test_a_file_that_holds_no_chat_is_refused_not_fatal(
     assert "is no place for a file" in lines[1]
     assert "is no place for a file" in lines[2]
     assert "Assistant: " in printed
+
+
+def test_a_folder_is_no_chat(talk: Talk, tmp_path: Path) -> None:
+    printed, noted = talk(f"!!load {tmp_path}", "Hello!")
+    assert f"{tmp_path} is no file" in noted
+    assert "Assistant: " in printed
+
+
+def test_spaces_behind_a_command(session: ChatSession, talk: Talk) -> None:
+    """Are no part of it: it is not said to the model."""
+    printed, _ = talk("Hello!", "!!reset ", "!!exit  ", "Hello!")
+    assert printed.count("Assistant: ") == 1
+    assert printed.endswith("resetting...\nexit...\n")
+
+
+def test_a_misspelt_command_is_not_said_to_the_model(talk: Talk) -> None:
+    printed, noted = talk("!!treshold 0.3", "!!Exit")
+    assert "there is no !!treshold" in noted
+    assert "there is no !!Exit" in noted
+    assert "Assistant: " not in printed
+
+
+def test_the_tree_is_set_by_its_options_name(session: ChatSession, talk: Talk) -> None:
+    """Plain ``top-k`` is sampling's on the command line."""
+    sampled = session.options.top_k
+    printed, _ = talk("!!tree-top-k 3", "!!total-tokens 9", "Hello!")
+    assert (session.settings.top_k, session.settings.total_tokens) == (3, 9)
+    assert session.options.top_k == sampled
+    assert printed.count("Assistant: ") == 1
+
+
+def test_ctrl_c_at_the_prompt_does_not_end_the_program(model: EagleFSD, talk: Talk) -> None:
+    """It may come a moment after the answer's end."""
+    printed, noted = talk("Hello!", CTRL_C, CTRL_C, "!!regen")
+    assert printed.count(f"Assistant: {answer_to(model, 'Hello!')}\n") == 2
+    assert "!!exit or Ctrl-D ends the chat" in noted
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk, tmp_path: Path
+) -> None:
+    """An answer may hold any, and so may a file that is loaded."""
+    evil = "\x1b]0;title\x07\x9b2J"
+    piece = Piece(evil, 1, Origin.EXACT)
+    monkeypatch.setattr(session, "stream", lambda *_: iter([{"text": evil, "pieces": [piece]}]))
+    file = tmp_path / "evil.json"
+    saved = {"template_name": "eagle-fsd", "system_message": "", "messages": [["User", evil]]}
+    file.write_text(json.dumps(saved))
+    for style in (SimpleDisplay(session, False), RichDisplay(session, False, False)):
+        lines = iter([f"!!load {file}", "Hi", ""])
+        monkeypatch.setattr(style, "prompt_for_input", lambda _, lines=lines: next(lines))
+        monkeypatch.setattr(terminal, "SimpleDisplay", lambda *_, style=style: style)
+        printed, _ = talk()
+        assert printed.count("␛]0;title␇") == 2
+        assert "\x07" not in printed
+        assert "\x9b" not in printed
 
 
 def test_an_old_file_of_another_template_goes_on(talk: Talk, tmp_path: Path) -> None:
@@ -207,8 +280,6 @@ def test_origins_are_coloured_on_a_terminal(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk
 ) -> None:
     """Green and yellow only where they are asked for."""
-    import eagle_fsd.chat.terminal as terminal
-
     monkeypatch.setattr(
         terminal, "Console", lambda **o: Console(**o, force_terminal=True, color_system="standard")
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +106,37 @@ def test_a_program_that_ends_without_goodbye() -> None:
     assert done.stdout.endswith("exit...\n")
     assert "tokens/s" in done.stderr
     assert "tokens/s" not in done.stdout
+
+
+def test_a_long_line_arrives_whole(start: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
+    """A terminal by itself cuts it at 4095 characters."""
+    child, line = start(), "long " * 1500 + "end"
+    child.expect("User: ")
+    child.sendline(line)
+    child.expect(["tokens/s", "no room"])
+    child.expect("User: ")
+    child.sendline(f"!!save {tmp_path}/chat")
+    child.expect("saving...")
+    child.sendline("!!exit")
+    child.expect(pexpect.EOF)
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert saved["messages"][0][1] == line
+
+
+def test_letters_that_a_terminal_lacks_are_no_error(tmp_path: Path) -> None:
+    """Neither where they are read nor where they are shown."""
+    saved = {"template_name": "eagle-fsd", "system_message": "", "messages": [["User", "café"]]}
+    (tmp_path / "chat.json").write_text(json.dumps(saved))
+    done = subprocess.run(
+        [sys.executable, *COMMAND],
+        input=f"café\n!!load {tmp_path}/chat.json\nHello!\n".encode("latin-1"),
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"User: caf?\n" in done.stdout
+    assert done.stdout.count(b"Assistant: ") == 2
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,8 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     assert float(values["eagle_fsd_step_seconds_count"]) == usage["fsd"]["steps"]
     assert float(values["eagle_fsd_queue"]) == 0
     assert client.get("/health").json() == {"status": "ok", "queue": 0}
+    worker.metrics.watch("cancelled", {})  # it left while it waited
+    assert 'requests_total{outcome="cancelled"} 1.0' in client.get("/metrics").text
     worker.close()
     assert client.get("/health").status_code == 503
     assert client.post("/model_details", json={}).json()["context_length"] == worker.context_len
