@@ -37,10 +37,16 @@ def run_controller(host: str, port: int) -> None:
     """Serve FastChat's controller until told to stop."""
     _without_proxy()
     module = import_fastchat("controller")
-    module.controller = module.Controller("shortest_queue")
+
+    def make() -> None:
+        module.controller = module.Controller("shortest_queue")
+
+    # Its heart-beat thread has no way to end, and would keep the program from ending too: but a
+    # daemon's threads are daemons.
+    maker = threading.Thread(target=make, daemon=True)
+    maker.start()
+    maker.join()
     _serve(module.app, host, port)
-    # Its heart-beat thread has no way to end.
-    os._exit(0)
 
 
 def run_api(

@@ -101,16 +101,22 @@ class RemoteBackend(Backend):
         """Address of the worker whose turn it is."""
         if self.model is None:
             await client.post(f"{self.controller}/refresh_all_workers")
-            names = (await client.post(f"{self.controller}/list_models")).json()["models"]
+            names = await self._told(client, "list_models", "models")
             if not names:
                 raise BackendError(f"the controller {self.controller} knows no worker")
             self.model = sorted(names)[0]
-        body = {"model": self.model}
-        reply = await client.post(f"{self.controller}/get_worker_address", json=body)
-        address = reply.json()["address"]
+        address = await self._told(client, "get_worker_address", "address", model=self.model)
         if not address:
             raise BackendError(f"the controller {self.controller} knows no worker of {self.model}")
         return address
+
+    async def _told(self, client: httpx.AsyncClient, route: str, name: str, **body: str) -> Any:
+        """What the controller says under ``name``."""
+        reply = await client.post(f"{self.controller}/{route}", json=body)
+        try:
+            return reply.json()[name]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BackendError(f"{self.controller} is no controller") from error
 
     def _unreachable(self, error: Exception) -> str:
         return f"no worker answers through {self.controller}: {error or type(error).__name__}"

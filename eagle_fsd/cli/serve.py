@@ -45,8 +45,12 @@ def _address(given: str | None) -> str | None:
     """An address as routes are put behind it; ``none`` and None are none."""
     if given in (None, "none"):
         return given
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(given)
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port that is none
+        sound = False
+    if not sound:
         raise typer.BadParameter(f"an address is like http://machine:21001; got {given}")
     return given.rstrip("/")
 

@@ -96,6 +96,8 @@ def test_every_server_has_a_port_of_its_own(
     [
         (("api", "--controller", "machine:21001"), "an address is like http://machine:21001"),
         (("worker", "--controller", "nonsense"), "an address is like"),
+        (("web", "--controller", "http://machine:99999"), "an address is like"),
+        (("web", "--controller", "http://[::1"), "an address is like"),
         (("worker", "--address", "ftp://machine"), "an address is like"),
         (("worker", "--controller", "http://machine1:21001"), "cannot reach this worker at 127"),
         (

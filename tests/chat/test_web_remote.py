@@ -146,7 +146,10 @@ def test_controllers_and_workers_that_are_of_no_use(servers: Server) -> None:
         RemoteBackend(servers.address, "nobody")
     with pytest.raises(BackendError, match=r"no worker answers through http://127\.0\.0\.1:9"):
         RemoteBackend("http://127.0.0.1:9")
-    empty = Server(controller({}))
+    empty, another = Server(controller({})), Server(FastAPI())
     with pytest.raises(BackendError, match="knows no worker"):
         RemoteBackend(empty.address)
+    with pytest.raises(BackendError, match="is no controller"):
+        RemoteBackend(another.address)
     empty.stop()
+    another.stop()
