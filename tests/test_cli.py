@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import eagle_fsd
 from eagle_fsd.cli import out_of_memory
+from eagle_fsd.cli.generate import _Printer
 from eagle_fsd.cli.options import SETTING_NAMES
 from eagle_fsd.model.settings import FSDSettings
 
@@ -37,6 +41,21 @@ def test_generate_json_agrees_with_itself(run) -> None:
     plain = json.loads(run("generate", "--json", "--plain", QUESTION)[1])
     assert plain["tokens"] == record["tokens"]
     assert plain["stats"]["tau"] == 1.0
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_said_does_not_command_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "a\x1b[2Jb"
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(sys.modules[_Printer.__module__], "out", console)
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: said)
+    printer = _Printer(tokenizer, show_origins=False, quiet=False)
+    printer(SimpleNamespace(tokens=[1], origins=[1]))
+    printer.end()
+    assert printed.getvalue() == ("a\u241b[2Jb\n" if terminal else said + "\n")
 
 
 def test_settings_come_from_options_above_the_file(run, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eagle_fsd.chat.answering import Answer, fit_chat
 from eagle_fsd.chat.options import AnswerOptions
-from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.text import Piece, harmless
 from eagle_fsd.chat.transport import NAME, clean, display, register, unpack
 from eagle_fsd.model.conversation import Conversation
 from eagle_fsd.model.decode import EagleFSD
@@ -311,19 +311,6 @@ def chat(
             debug=False,
             history=history,
         )
-
-
-#: Control characters, each as the picture that Unicode has of it; new lines and tabs may stay,
-#: and carriage returns go.
-_PICTURES: dict[int, int | None] = {
-    code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
-}
-_PICTURES |= {0x0D: None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
-
-
-def harmless(text: str) -> str:
-    """``text`` as a terminal shows it, and does not obey it."""
-    return text.translate(_PICTURES)
 
 
 def _coloured(pieces: Sequence[Piece], origins: bool) -> Text:

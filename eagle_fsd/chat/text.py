@@ -111,3 +111,16 @@ def _cut(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
             return list(pieces[:place]), list(pieces[place:])
         end -= len(piece.text)
     return list(pieces), []
+
+
+#: Control characters, each as the picture that Unicode has of it; new lines and tabs may stay,
+#: and carriage returns go.
+_PICTURES: dict[int, int | None] = {
+    code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
+}
+_PICTURES |= {0x0D: None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+
+def harmless(text: str) -> str:
+    """``text`` as a terminal shows it, and does not obey it."""
+    return text.translate(_PICTURES)

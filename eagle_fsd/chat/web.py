@@ -128,7 +128,7 @@ def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> g
                 box = gr.Textbox(
                     label="Message",
                     show_label=False,
-                    placeholder="Enter sends, Shift+Enter begins a new line",
+                    placeholder="Enter sends, Shift+Enter: a new line",
                     lines=1,
                     max_lines=8,
                     max_length=LONGEST_MESSAGE,

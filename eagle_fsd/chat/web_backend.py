@@ -77,7 +77,8 @@ class Update:
 
     Attributes:
         figures: Of the answer so far: ``tau``, ``tokens_per_second``, ``tokens``,
-            ``fuzzy_tokens``, ...; empty while it waits.
+            ``fuzzy_tokens``, ``dropped`` (messages that the context had no room for), ...; empty
+            while it waits.
         finish_reason: ``"stop"`` or ``"length"`` with the last one.
     """
 
@@ -236,7 +237,7 @@ class LocalBackend:
                     watch("cancelled", answer.figures())
                     return
                 if now - told >= REFRESH or answer.finish_reason is not None:
-                    yield self._update(answer, pending)
+                    yield self._update(answer, pending, asked.dropped)
                     told, pending = now, []
         except Exception:
             self._conversation = Conversation()
@@ -244,8 +245,8 @@ class LocalBackend:
             raise
         watch("ended", {**answer.figures(), **answer.usage()})
 
-    def _update(self, answer: Answer, pieces: Iterable[Piece]) -> Update:
-        figures = {**answer.figures(), "tokens": answer.new_tokens}
+    def _update(self, answer: Answer, pieces: Iterable[Piece], dropped: int) -> Update:
+        figures = {**answer.figures(), "tokens": answer.new_tokens, "dropped": dropped}
         return Update([self._token(piece) for piece in pieces], figures, answer.finish_reason)
 
     def _token(self, piece: Piece) -> Token:

@@ -249,4 +249,6 @@ def summary(figures: Mapping[str, float], settings: FSDSettings, ended: str = ""
         f"{_share(figures)} fuzzy",
         f"T = {settings.threshold:g}",
     ]
+    if dropped := figures.get("dropped"):
+        parts.append(f"the chat outgrew the context: its {dropped} oldest messages are left out")
     return " · ".join([*parts, *([ended] if ended else [])])

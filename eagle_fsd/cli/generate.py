@@ -121,11 +121,12 @@ class _Printer:
 
     def _show(self, text: str, style: str = "") -> None:
         """Print what of ``text`` has not been."""
-        out.print(
-            Text(text[self.shown :], style=style if self.show_origins else ""),
-            end="",
-            soft_wrap=True,
-        )
+        from eagle_fsd.chat.text import harmless
+
+        new = text[self.shown :]
+        if out.is_terminal:
+            new = harmless(new)
+        out.print(Text(new, style=style if self.show_origins else ""), end="", soft_wrap=True)
         self.shown = len(text)
 
     def end(self) -> None:

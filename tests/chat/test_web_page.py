@@ -15,7 +15,7 @@ from eagle_fsd.chat.options import AnswerOptions, Limits
 from eagle_fsd.chat.serving import DecodeQueue
 from eagle_fsd.chat.transport import unpack
 from eagle_fsd.chat.web_backend import About, BackendError, LocalBackend, Token, Update, request
-from eagle_fsd.chat.web_page import LONGEST_MESSAGE, MOST_EXCHANGES, Page, View, Visit
+from eagle_fsd.chat.web_page import LONGEST_MESSAGE, MOST_EXCHANGES, Exchange, Page, View, Visit
 from eagle_fsd.chat.web_text import WAITING, notice_html
 from eagle_fsd.model.prompts import chat_format, encode_prompt
 
@@ -493,6 +493,14 @@ class TestLocalBackend:
 
         with pytest.raises(BackendError, match="no room for an answer"):
             asyncio.run(collect())
+
+    def test_a_chat_beyond_the_context_says_so(self, backend: LocalBackend) -> None:
+        """And goes on with its newest messages."""
+        visit, page = Visit(), Page(backend, AnswerOptions())
+        for _ in range(2):  # some 1,500 tokens each, of 2,048
+            visit.exchanges.append(Exchange("apples " * 1500, "apples", ""))
+        last = send(page, visit, QUESTION, max_new_tokens=4)[-1]
+        assert "its 2 oldest messages are left out" in last.live
 
     def test_one_at_a_time_and_leaving_frees_the_line(self, backend: LocalBackend) -> None:
         """A second waits with signs of life, a third is refused; who leaves is forgotten."""
