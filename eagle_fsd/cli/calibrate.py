@@ -13,13 +13,13 @@ from eagle_fsd.cli.console import err, out
 from eagle_fsd.cli.runs import Run, print_table, with_run
 from eagle_fsd.cli.sweep import (
     GRID_FIELDS,
+    THRESHOLDS,
     Divergence,
     MinRatios,
     Thresholds,
     check_grid,
 )
 
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)
 MIN_RATIOS = (0.1, 0.3)
 #: The bundled problems that evaluate and sweep measure have seed 0: these are others.
 SEED = 1

@@ -11,12 +11,13 @@ from eagle_fsd.cli.many import is_number, many_values
 from eagle_fsd.cli.runs import Run, print_report, with_run
 from eagle_fsd.model.settings import DIVERGENCE_NAMES, FSDSettings
 
-THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+#: Divergences spread over decades, and where a pair agrees well the small ones decide.
+THRESHOLDS = (0.0, 0.003, 0.01, 0.05, 0.1, 0.4)
 MIN_RATIOS = (0.0, 0.1, 0.3)
 
 Thresholds = Annotated[
     list[float] | None,
-    typer.Option("--thresholds", "-T", help="FSD's T, several.", show_default="0 0.02 ... 0.4"),
+    typer.Option("--thresholds", "-T", help="FSD's T, several.", show_default="0 0.003 ... 0.4"),
 ]
 Divergence = Annotated[
     list[str] | None,
