@@ -91,6 +91,7 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
             label="exact (95 % interval grey)" if scored else "exact",
             zorder=5,
         )
+    axis.margins(x=0.1)  # room for the name of the fastest
     axis.set_xlabel("tokens/s, prompt's prefill included")
     axis.set_ylabel("accuracy, %" if scored else "the target's log-probability, nats a token")
     title = "Quality against speed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -192,3 +193,33 @@ def test_the_list_of_models_fails_as_openais_does(monkeypatch: pytest.MonkeyPatc
     assert reply.status_code == 401
     assert reply.json()["error"]["code"] == "invalid_api_key"
     api_app(NOWHERE)
+
+
+def test_a_worker_whose_machine_dies_is_noticed() -> None:
+    """An answer may take as long as it likes, but the connection is looked after."""
+
+    async def options() -> dict[str, int]:
+        async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(hello, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            async with (
+                api_worker._client() as client,
+                client.stream("GET", f"http://{host}:{port}") as reply,
+            ):
+                stream = reply.extensions["network_stream"]
+                connection = stream.get_extra_info("socket")
+                found = {"keep": connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)}
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
+                    if hasattr(socket, name):
+                        number = getattr(socket, name)
+                        found[name] = connection.getsockopt(socket.IPPROTO_TCP, number)
+                return found
+
+    found = asyncio.run(options())
+    assert found.pop("keep")
+    assert all(0 < value <= 15 for value in found.values())
