@@ -57,13 +57,15 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
             draw([name], name, style, "none")
     front = pareto_front(list(rows.values()))
     for row in front:
-        axis.annotate(
-            row["method"],
-            (speeds_of[row["method"]], scale * quality(row)),
-            xytext=(4, 5),
-            textcoords="offset points",
-            fontsize=7,
-        )
+        if row["method"] not in (*alone, "exact"):  # of those the legend tells
+            axis.annotate(
+                row["method"],
+                (speeds_of[row["method"]], scale * quality(row)),
+                xytext=(2, 5),
+                textcoords="offset points",
+                fontsize=7,
+                rotation=30,  # beside each other where the points are
+            )
     axis.step(
         [speeds_of[row["method"]] for row in front],
         [scale * quality(row) for row in front],
@@ -91,7 +93,7 @@ def draw_tradeoff(report: dict[str, Any], groups: dict[str, Sequence[str]], path
             label="exact (95 % interval grey)" if scored else "exact",
             zorder=5,
         )
-    axis.margins(x=0.1)  # room for the name of the fastest
+    axis.margins(y=0.1)  # room for the names
     axis.set_xlabel("tokens/s, prompt's prefill included")
     axis.set_ylabel("accuracy, %" if scored else "the target's log-probability, nats a token")
     title = "Quality against speed"
