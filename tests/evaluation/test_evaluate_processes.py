@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from published import published
 
 #: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
@@ -250,24 +249,15 @@ def test_one_process_goes_on_where_two_were_killed(
 # -- MT-bench --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The bundled pair is too small for more, and other processes may want them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_mt_bench_from_end_to_end(
-    tmp_path: Path, run: Command, one_thread: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both turns of all 80 questions, in files that FastChat's judge reads as answers."""
     file = published("mt_bench_question.jsonl")
     monkeypatch.setenv("EAGLE_FSD_DATA", str(file.parent))
     names = ("exact", "fsd")
     methods = [word for name in names for word in ("-m", name)]
-    short = ("--max-new-tokens", 32, "--threshold", 0.2)
+    short = ("--max-new-tokens", 32, "--threshold", 0.2, "--batch", 8)
     status, printed, errors = run(
         "evaluate", "mt-bench", *short, *methods, "--out", tmp_path, "--json"
     )
