@@ -494,9 +494,32 @@ def test_an_example_waits_for_enter(window: Window, backend: Watched) -> None:
     window.keys(Keys.ENTER)
     window.answered()
     assert window.one("#fsd-live .fsd-said").text == EXAMPLES[0]
-    for button in ("#fsd-send", "#fsd-clear"):
-        window.one(button).click()
-        assert window.driver.switch_to.active_element == box
+    window.one("#fsd-send").click()
+    assert window.driver.switch_to.active_element == box
+    window.until(lambda: "say something first" in window.one("#fsd-live .fsd-notice").text)
+    window.one("#fsd-clear").click()
+    assert window.driver.switch_to.active_element == box
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_an_answer_moves_no_button(window: Window, backend: Watched, size: tuple[int, int]) -> None:
+    """Nobody is to press Stop where it was."""
+    backend.said = [Token(number, " word", "exact") for number in range(300)]
+    window.open(size)
+    names = ("stop", "send", "clear", "compare-button")
+
+    def places() -> list[dict[str, int]]:
+        return [window.one(f"#fsd-{name}").rect for name in names]
+
+    before = places()
+    window.ask("Short")
+    assert places() == before
+    window.one("#fsd-send").click()
+    window.until(lambda: "say something first" in window.one("#fsd-live .fsd-notice").text)
+    assert places() == before
+    window.one("#fsd-clear").click()
+    window.until(lambda: window.all("#fsd-live .fsd-answer") == [])
+    assert places() == before
 
 
 def test_a_new_chat(window: Window, backend: Watched) -> None:
