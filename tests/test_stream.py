@@ -223,17 +223,27 @@ def test_threads_on_one_model_decode_as_if_alone(options: dict[str, Any]) -> Non
     alone = [pair.generate(*item, max_new_tokens=20, **options) for item in prompts]
     order: list[int] = []
 
+    turn, ended = threading.Condition(), []
+
     def give_way(*_args: Any) -> None:
-        order.append(threading.get_ident())
-        time.sleep(0.0005)
+        me = threading.get_ident()
+        with turn:
+            order.append(me)
+            turn.notify_all()
+            assert turn.wait_for(lambda: order[-1] != me or ended, 60)
 
     # After the first layer: the pass has begun and has not ended.
     pair.model.base_model.layers[0].register_forward_hook(give_way)
     start = threading.Barrier(2)
 
     def decode(number: int) -> list[GenerateOutput]:
-        start.wait(10)
-        return [pair.generate(*prompts[number], max_new_tokens=20, **options) for _ in range(3)]
+        start.wait(60)
+        try:
+            return [pair.generate(*prompts[number], max_new_tokens=20, **options) for _ in range(3)]
+        finally:
+            with turn:
+                ended.append(number)
+                turn.notify_all()
 
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(decode, range(2)))

@@ -31,10 +31,12 @@ def test_servers_apart_find_each_other_and_end_at_one_ctrl_c() -> None:
         until, status = time.monotonic() + PATIENCE, 0
         while status != 200:  # a worker registers once it can be reached
             assert time.monotonic() < until
-            reply = httpx.post(f"{api}/v1/chat/completions", json=body, trust_env=False)
+            reply = httpx.post(
+                f"{api}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE
+            )
             status = reply.status_code
             assert status in (200, 503)
         assert reply.json()["choices"][0]["message"]["content"]
         for process in processes:
             process.send_signal(signal.SIGINT)
-        assert [process.wait(15) for process in processes] == [130, 130, 130]
+        assert [process.wait(PATIENCE) for process in processes] == [130, 130, 130]

@@ -22,6 +22,8 @@ from eagle_fsd.model.prompts import chat_format, encode_prompt
 from eagle_fsd.model.verify import Origin
 
 LIMITS = Limits()
+#: An answer that nobody waits for the end of.
+ENDLESS = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
 HELLO = f"{SYSTEM}{END}{USER}Hello!{END}{ASSISTANT}"
 
 
@@ -94,8 +96,13 @@ def test_requests_are_answered_in_the_order_they_came(model: EagleFSD, line: Dec
         return text
 
     async def work() -> list[str]:
+        held = threading.Event()
+        before = asyncio.create_task(line.call(lambda gone: held.wait(60)))
+        await asyncio.sleep(0)
         jobs = [line.submit(asked(model)) for _ in range(4)]
-        assert len(line) >= 3
+        assert len(line) == 5
+        held.set()
+        assert await before
         return await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
 
     assert set(run(work)) == {expected(model)}
@@ -110,7 +117,7 @@ def test_a_full_queue_refuses_at_once(model: EagleFSD, line: DecodeQueue) -> Non
 
         def fill() -> None:
             for _ in range(20):
-                jobs.append(line.submit(asked(model, max_new_tokens=200)))
+                jobs.append(line.submit(asked(model, **ENDLESS)))
 
         with pytest.raises(QueueFullError, match="4 requests are waiting"):
             fill()
@@ -124,7 +131,7 @@ def test_a_full_queue_refuses_at_once(model: EagleFSD, line: DecodeQueue) -> Non
 
 def test_a_client_that_leaves_frees_its_place(model: EagleFSD, line: DecodeQueue) -> None:
     async def work() -> None:
-        endless = asked(model, temperature=2.0, seed=1, max_new_tokens=4000)
+        endless = asked(model, **ENDLESS)
         job = line.submit(endless)
         async for _ in job.updates():
             break  # the generator is closed with the loop's next turn
@@ -139,7 +146,7 @@ def test_those_that_left_do_not_pile_up(model: EagleFSD, line: DecodeQueue) -> N
     """Behind a long answer, though many come and go."""
 
     async def work() -> None:
-        first = line.submit(asked(model, temperature=2.0, seed=1, max_new_tokens=4000))
+        first = line.submit(asked(model, **ENDLESS))
         for _ in range(50):
             line.submit(asked(model)).cancel()
         assert len(line) <= 2
@@ -223,7 +230,7 @@ def test_closing_ends_what_is_under_way(model: EagleFSD) -> None:
     queue = DecodeQueue(model, waiting=4)
 
     async def work() -> None:
-        job = queue.submit(asked(model, temperature=2.0, seed=1, max_new_tokens=4000))
+        job = queue.submit(asked(model, **ENDLESS))
         async for _ in job.updates():
             await asyncio.to_thread(queue.close)
             break

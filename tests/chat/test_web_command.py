@@ -80,7 +80,7 @@ def test_demo_serves_this_machine_alone_and_ends() -> None:
         address, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
         while True:
             try:
-                page = httpx.get(address, trust_env=False).text
+                page = httpx.get(address, trust_env=False, timeout=PATIENCE).text
                 break
             except httpx.TransportError:
                 assert time.monotonic() < until
@@ -95,7 +95,7 @@ def test_demo_serves_this_machine_alone_and_ends() -> None:
             begun = time.monotonic()
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=PATIENCE)
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 60
         assert process.returncode == 130
         assert err.splitlines()[-1] == "error: stopped"
         assert "Traceback" not in err

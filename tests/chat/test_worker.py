@@ -167,20 +167,35 @@ def test_refusals_and_failures_are_outputs(
     assert client.post("/worker_get_status").json()["queue_length"] == 0
 
 
-def test_a_full_queue_is_told_and_empties(worker: FSDWorker) -> None:
-    """Seven at once where one is answered and two may wait: some are refused, none hangs."""
+def test_a_full_queue_is_told_and_empties(
+    worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven at once where one is answered and two may wait: four are refused, none hangs."""
+    held, forward, refused = threading.Event(), worker.model.target.forward_tree, []
+
+    def wait(*arguments: Any, **options: Any) -> Any:
+        assert held.wait(60)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(worker.model.target, "forward_tree", wait)
+
+    async def post(client: httpx.AsyncClient) -> dict[str, Any]:
+        reply = (await client.post("/worker_generate", json=GREEDY, timeout=60)).json()
+        if reply["error_code"]:
+            refused.append(reply)
+            if len(refused) == 4:
+                held.set()
+        return reply
 
     async def work() -> list[dict[str, Any]]:
         transport = httpx.ASGITransport(worker_app(worker))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-            posts = [client.post("/worker_generate", json=GREEDY, timeout=60) for _ in range(7)]
-            return [reply.json() for reply in await asyncio.gather(*posts)]
+            return await asyncio.gather(*(post(client) for _ in range(7)))
 
-    replies = asyncio.run(work())
-    refused = [reply for reply in replies if reply["error_code"]]
+    replies = asyncio.run(asyncio.wait_for(work(), 120))
     assert {reply["error_code"] for reply in refused} == {42903}
     assert "2 requests are waiting" in refused[0]["text"]
-    assert 1 <= len(refused) <= 5
+    assert len(refused) == 4
     assert len({reply["text"] for reply in replies if not reply["error_code"]}) == 1
     assert worker.get_queue_length() == 0
 

@@ -104,7 +104,7 @@ def test_an_endless_loop_ends_in_time() -> None:
     begun = time.monotonic()
     found = run_program("while True: pass", seconds=1)
     assert not found.passed
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def test_threads_without_end_are_stopped() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainings import command, start, train_here
+from trainings import PATIENCE, command, start, train_here
 
 from eagle_fsd import EagleHead
 from eagle_fsd.model.checkpoint import save_head
@@ -28,7 +28,7 @@ def test_a_full_disk_is_one_line_whatever_part_of_a_checkpoint_it_meets(
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
     process = start(command(data, tmp_path / "out", target), preexec_fn=small_files)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "Traceback" not in errors
     assert "step 3 could not be written" in errors.splitlines()[-1]

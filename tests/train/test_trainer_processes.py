@@ -13,6 +13,7 @@ import pytest
 import torch
 from trainings import (
     KILLED_IN_MID_EPOCH,
+    PATIENCE,
     SMALL,
     command,
     losses,
@@ -32,7 +33,7 @@ ENDLESS = {"max_steps": 1_000_000, "epochs": 10_000, "checkpoint_every": 1_000_0
 
 def told(process: Any) -> str:
     """Standard error of a process once it has ended."""
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     return errors
 
 
@@ -62,7 +63,7 @@ def test_ctrl_c_writes_a_checkpoint_and_ends_with_status_130(
 ) -> None:
     out = tmp_path / "out"
     process = start(command(data, out, target, **ENDLESS))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (out / "metrics.jsonl").exists() or not metrics(out):
         assert process.poll() is None, told(process)
         assert time.monotonic() < deadline

@@ -10,6 +10,7 @@ import pytest
 import torch
 from trainings import (
     KILLED_IN_MID_EPOCH,
+    PATIENCE,
     command,
     losses,
     metrics,
@@ -35,7 +36,7 @@ def test_two_processes_give_the_curve_of_one_with_twice_the_batch(
     both = {"max_length": 256, "accumulate": accumulate}
     one = train_here(data, tmp_path / "one", target, batch_size=4, **both)
     process = start(command(data, tmp_path / "two", target, **both), two_processes())
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert errors.count("step 12 of 12") == 1  # only one of them talks
     two = losses(tmp_path / "two")
@@ -55,16 +56,16 @@ def test_two_processes_killed_then_resumed_end_with_the_same_weights(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     process = start(command(data, whole, target), two_processes())
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     script = tmp_path / "killed.py"
     script.write_text(KILLED_IN_MID_EPOCH)
     killed = start(command(data, out, target), [*two_processes()[:-2], str(script)])
-    killed.communicate(timeout=120)
+    killed.communicate(timeout=PATIENCE)
     assert killed.returncode not in (0, -signal.SIGKILL)  # the launcher lives and tells
     assert metrics(out)[-1]["step"] == 8
     resumed = start(command(data, out, target, "--resume"), two_processes())
-    _, errors = resumed.communicate(timeout=120)
+    _, errors = resumed.communicate(timeout=PATIENCE)
     assert resumed.returncode == 0, errors
     assert same_weights(weights(out), weights(whole))
     assert torch.equal(losses(out), losses(whole))

@@ -26,6 +26,8 @@ from eagle_fsd.train.folder import METRICS_FILE
 from eagle_fsd.train.recipe import TrainRecipe
 from eagle_fsd.train.run import train
 
+#: Seconds that a busy machine may take for any of the trainings here, its imports included.
+PATIENCE = 1200
 #: A dozen steps on a handful of chats, with nothing decoded in between.
 SMALL: dict[str, Any] = {
     "max_steps": 12,
