@@ -23,15 +23,15 @@ from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES
 from eagle_fsd.model.prompts import chat_format
 
 if TYPE_CHECKING:
-    from browsing import Watched, Window
+    from .browsing import Watched, Window
 
 
 @pytest.fixture(scope="package")
 def served() -> Iterator[tuple[Watched, str]]:
     """The page over a watched pair, and its address."""
-    from browsing import Watched
-
     from eagle_fsd.chat.web import page_app, page_server
+
+    from .browsing import Watched
 
     model = EagleFSD.from_pretrained()
     settings = replace(model.settings, threshold=0.2, min_ratio=0.0)
@@ -53,8 +53,9 @@ def served() -> Iterator[tuple[Watched, str]]:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    from browsing import CHROMIUM, DRIVER
     from selenium import webdriver
+
+    from .browsing import CHROMIUM, DRIVER
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -78,7 +79,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def backend(served: tuple[Watched, str], browser: Any) -> Watched:
     """As new, and nothing on its way from the page before."""
-    from browsing import PATIENCE
+    from .browsing import PATIENCE
 
     found = served[0]
     browser.get("about:blank")
@@ -93,6 +94,6 @@ def backend(served: tuple[Watched, str], browser: Any) -> Watched:
 
 @pytest.fixture
 def window(browser: Any, served: tuple[Watched, str], backend: Watched) -> Window:
-    from browsing import Window
+    from .browsing import Window
 
     return Window(browser, served[1])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
-from browsing import MARKS, NARROW, Watched, Window
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from eagle_fsd.chat.web_backend import Token
 from eagle_fsd.chat.web_page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
+
+from .browsing import MARKS, NARROW, Watched, Window
 
 pytestmark = MARKS
 

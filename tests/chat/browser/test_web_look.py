@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from browsing import MARKS, NARROW, WIDE, Watched, Window
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.remote.webelement import WebElement
 
@@ -15,6 +14,8 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.chat.web_backend import Token
 from eagle_fsd.chat.web_page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
+
+from .browsing import MARKS, NARROW, WIDE, Watched, Window
 
 pytestmark = MARKS
 ORIGINS = ("exact", "fuzzy", "target")

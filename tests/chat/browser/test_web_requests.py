@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 import httpx
-from browsing import MARKS, PATIENCE, Watched
 
 from eagle_fsd.chat.web_backend import Token
+
+from .browsing import MARKS, PATIENCE, Watched
 
 pytestmark = MARKS
 
