@@ -45,7 +45,8 @@ def import_fastchat(name: str) -> ModuleType:
 
     On import they send standard output and error to a log file in the working directory.
     """
-    os.environ.setdefault("LOGDIR", "")
+    # Read from the environment when it was first imported, which may have been long before.
+    importlib.import_module("fastchat.utils").LOGDIR = os.environ.get("LOGDIR", "")
     # Its list of models declares a text that is a truth value; pydantic 2 says so every time.
     warnings.filterwarnings("ignore", "Pydantic serializer warnings", UserWarning)
     streams = sys.stdout, sys.stderr

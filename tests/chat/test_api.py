@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,9 +187,22 @@ def get(app: AroundFastChat, path: str, **headers: str) -> httpx.Response:
     return asyncio.run(work())
 
 
-def test_the_list_of_models_fails_as_openais_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastchat_leaves_no_log_in_the_folder(tmp_path: Path) -> None:
+    """Nor does it where something of it was imported before."""
+    script = (
+        "import sys, fastchat.utils\n"
+        "from eagle_fsd.chat.api import import_fastchat\n"
+        "streams = sys.stdout, sys.stderr\n"
+        "import_fastchat('openai_api_server')\n"
+        "assert streams == (sys.stdout, sys.stderr)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "LOGDIR"}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_of_models_fails_as_openais_does() -> None:
     """With the controller gone, and with a wrong key."""
-    monkeypatch.setattr("fastchat.utils.LOGDIR", "")  # another test may have imported it before
     reply = get(api_app(NOWHERE), "/v1/models")
     assert reply.status_code == 503
     assert reply.json()["error"]["type"] == "server_error"

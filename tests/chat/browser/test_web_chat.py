@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-
 from eagle_fsd.chat.web_backend import Token
 from eagle_fsd.chat.web_page import SETTLE
 
-from .browsing import MARKS, PATIENCE, QUESTION, Watched, Window
+from .browsing import MARKS, PATIENCE, QUESTION, By, Keys, Watched, Window
 
 pytestmark = MARKS
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.keys import Keys
-
 from eagle_fsd.chat.web_backend import Token
 from eagle_fsd.chat.web_page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
 
-from .browsing import MARKS, NARROW, Watched, Window
+from .browsing import MARKS, NARROW, ActionChains, Keys, Watched, Window
 
 pytestmark = MARKS
 

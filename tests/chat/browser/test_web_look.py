@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.remote.webelement import WebElement
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.web_backend import Token
 from eagle_fsd.chat.web_page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
 
-from .browsing import MARKS, NARROW, WIDE, Watched, Window
+from .browsing import MARKS, NARROW, WIDE, ActionChains, Watched, WebElement, Window
 
 pytestmark = MARKS
 ORIGINS = ("exact", "fuzzy", "target")
