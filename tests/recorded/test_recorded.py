@@ -1,0 +1,41 @@
+"""The package behaves as it did when the files beside this module were recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from behavior import AREAS, HERE
+
+
+def differences(recorded: Any, found: Any, where: str = "") -> list[str]:
+    """Where two JSON values differ; numbers with a fraction may differ in the fifth digit."""
+    if isinstance(recorded, float) and isinstance(found, (int, float)):
+        same = math.isclose(recorded, found, rel_tol=1e-5, abs_tol=1e-6)
+        return [] if same else [f"{where}: {recorded} became {found}"]
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        changed = [f"{where}.{key}: only one side" for key in recorded.keys() ^ found.keys()]
+        for key in recorded.keys() & found.keys():
+            changed += differences(recorded[key], found[key], f"{where}.{key}")
+        return sorted(changed)
+    if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
+        pairs = enumerate(zip(recorded, found, strict=True))
+        return [item for at, pair in pairs for item in differences(*pair, f"{where}[{at}]")]
+    return [] if recorded == found else [f"{where}: {recorded!r} became {found!r}"]
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_behavior_is_unchanged(area: str) -> None:
+    recorded = json.loads((HERE / f"{area}.json").read_text())
+    found = json.loads(json.dumps(AREAS[area]()))
+    assert not differences(recorded, found)
+
+
+def test_a_changed_token_is_a_difference() -> None:
+    recorded = json.loads((HERE / "decoding.json").read_text())
+    changed = json.loads((HERE / "decoding.json").read_text())
+    changed["exact"][0]["tokens"][0][3] += 1
+    changed["plain"][0]["tau"] += 0.01
+    assert len(differences(recorded, changed)) == 2
