@@ -24,11 +24,11 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(RUN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-# Train the pair that ships with the package from nothing; see eagle_fsd/train/bundled.py.
+# Train the pair that ships with the package from nothing; see eagle_fsd/train/recipes/bundled.py.
 bundled: $(INSTALLED)
-	$(RUN)/python -m eagle_fsd.train.bundled --stage target --stage head
+	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head
 	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 16 --install
-	$(RUN)/python -m eagle_fsd.train.bundled --stage card
+	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
 
 clean:
 	rm -rf $(VENV) *.egg-info

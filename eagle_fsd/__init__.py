@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle_fsd.model.checkpoint import CheckpointError
-    from eagle_fsd.model.decode import EagleFSD
-    from eagle_fsd.model.head import EagleHead
+    from eagle_fsd.model.config import FSDSettings
+    from eagle_fsd.model.drafters.eagle import EagleHead
+    from eagle_fsd.model.generation import GenerateOutput, StreamChunk
     from eagle_fsd.model.loading import LoadError
-    from eagle_fsd.model.loop import GenerateOutput, StreamChunk
-    from eagle_fsd.model.settings import FSDSettings
+    from eagle_fsd.model.pipeline import EagleFSD
     from eagle_fsd.model.verify import Origin
 
 __version__ = "0.1.0"
@@ -28,13 +28,13 @@ __all__ = [
 
 _MODULES = {
     "CheckpointError": "checkpoint",
-    "EagleFSD": "decode",
-    "EagleHead": "head",
-    "FSDSettings": "settings",
-    "GenerateOutput": "loop",
+    "EagleFSD": "pipeline",
+    "EagleHead": "drafters.eagle",
+    "FSDSettings": "config",
+    "GenerateOutput": "generation",
     "LoadError": "loading",
     "Origin": "verify",
-    "StreamChunk": "loop",
+    "StreamChunk": "generation",
 }
 
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from eagle_fsd import EagleFSD, EagleHead, FSDSettings, GenerateOutput
-from eagle_fsd.model.rules import FuzzyRule
+from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Evidence
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle_fsd.chat.answering import ContextError, fit_chat, most_characters
-from eagle_fsd.chat.options import AnswerOptions, Limits
-from eagle_fsd.chat.transport import unpack
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.prompts import ChatFormat
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.session import ContextError, fit_chat, most_characters
+from eagle_fsd.chat.wire_format import unpack
+from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.chat_templates import ChatFormat
 
 #: Settings of FSD's that a request may choose; the tree is the server's.
 CHOOSABLE = ("threshold", "divergence", "min_ratio", "fallback", "selection", "divergence_on")

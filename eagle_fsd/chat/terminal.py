@@ -22,15 +22,15 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from eagle_fsd.chat.answering import Answer, fit_chat
-from eagle_fsd.chat.options import AnswerOptions
+from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.session import Answer, fit_chat
 from eagle_fsd.chat.text import Piece, harmless
-from eagle_fsd.chat.transport import NAME, clean, display, register, unpack
-from eagle_fsd.model.conversation import Conversation
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.prompts import Chat, ChatFormat
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.chat.wire_format import NAME, clean, display, register, unpack
+from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.prefix_cache import Conversation
 from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.chat_templates import Chat, ChatFormat
 
 STYLES = ("simple", "rich", "programmatic")
 ORIGIN_STYLES = {Origin.EXACT: "green", Origin.FUZZY: "bold yellow"}

@@ -18,7 +18,7 @@ from eagle_fsd.cli.generate import generate
 from eagle_fsd.cli.serve import app as serve_app
 from eagle_fsd.cli.sweep import GridCommand, sweep
 from eagle_fsd.cli.train import app as train_app
-from eagle_fsd.train.folder import TrainingError
+from eagle_fsd.train.run_folder import TrainingError
 
 #: Exit status after Ctrl-C: 128 and the signal's number, as shells have it.
 INTERRUPTED = 130

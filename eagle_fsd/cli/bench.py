@@ -12,7 +12,7 @@ from rich.table import Table
 
 from eagle_fsd.cli.console import ProgressBar, out
 from eagle_fsd.cli.options import Device, Dtype, Head, Json, Target, load_pair, with_settings
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.config import FSDSettings
 
 
 @with_settings(leave_out=("threshold", "min_ratio"))

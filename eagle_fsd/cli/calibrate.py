@@ -48,7 +48,9 @@ def calibrate(
     ] = False,
 ) -> None:
     """Find the fastest setting whose loss is within a bound, and write it as fsd.json."""
-    from eagle_fsd.evaluation.calibrate import (
+    from eagle_fsd.bundled import BUNDLED_HEAD
+    from eagle_fsd.evaluation.answer_store import write_whole
+    from eagle_fsd.evaluation.calibration import (
         Allowed,
         certify,
         chosen_settings,
@@ -56,10 +58,8 @@ def calibrate(
         verdict_table,
     )
     from eagle_fsd.evaluation.methods import EXACT, fsd_groups
-    from eagle_fsd.evaluation.store import write_whole
     from eagle_fsd.evaluation.tables import footnote
-    from eagle_fsd.model.decode import BUNDLED
-    from eagle_fsd.model.settings import SETTINGS_FILE
+    from eagle_fsd.model.config import SETTINGS_FILE
 
     if max_drop is None and max_nats is None:
         raise typer.BadParameter("say what may be lost: --max-drop 0.5, in points of accuracy")
@@ -69,7 +69,7 @@ def calibrate(
     check_grid(thresholds, divergences, min_ratios)
     if not any(thresholds):
         raise typer.BadParameter("there is nothing to choose from: name a threshold above 0")
-    beside = Path(run.head) if run.head else BUNDLED / "head"
+    beside = Path(run.head) if run.head else BUNDLED_HEAD
     if install and not beside.is_dir():
         raise typer.BadParameter(f"--install needs a head in a folder; {beside} is none")
     if run.questions == "bundled" and run.count is None:

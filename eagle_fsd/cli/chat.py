@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle_fsd.chat.options import AnswerOptions
+from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.cli.options import (
     Pair,
     with_group,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle_fsd.chat.options import AnswerOptions, Limits
+from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.console import fail, out
 from eagle_fsd.cli.options import (
     Pair,
@@ -50,8 +50,8 @@ def demo(
     same prompt exactly and with FSD, side by side.
     """
     web = web_page()
-    from eagle_fsd.chat.launch import check_free
-    from eagle_fsd.chat.web_backend import LocalBackend
+    from eagle_fsd.chat.backend import LocalBackend
+    from eagle_fsd.chat.serve.launch import check_free
 
     check_free(host, port)
     model, wording = pair.load(settings)
@@ -69,7 +69,7 @@ def demo(
 def web_page() -> ModuleType:
     """The module of the page; where gradio is missing, one line that says so, and the end."""
     try:
-        from eagle_fsd.chat import web
+        from eagle_fsd.chat.web import app as web
     except ImportError as error:
         if (error.name or "").startswith("eagle_fsd"):
             raise

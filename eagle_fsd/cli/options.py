@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle_fsd.model.options import Options
-from eagle_fsd.model.settings import FSDSettings, read_settings
+from eagle_fsd.model.config import FSDSettings, read_settings
+from eagle_fsd.utils.options import Options
 
 Target = Annotated[
     str | None, typer.Option(help="Target: a folder or Hub name.", show_default="the bundled one")
@@ -172,7 +172,7 @@ class Pair:
 
     def load(self, settings: dict[str, Any]) -> tuple[Any, Any]:
         """The model, with ``settings`` above its own, and its format of chats."""
-        from eagle_fsd.model.prompts import chat_format
+        from eagle_fsd.utils.chat_templates import chat_format
 
         model = load_pair(self.target, self.head, self.dtype, self.device, settings)
         return model, chat_format(model.tokenizer, self.template)
@@ -186,7 +186,7 @@ def load_pair(
     settings: dict[str, Any],
 ) -> Any:
     """The model that the options name, with ``settings`` above its own."""
-    from eagle_fsd.model.decode import EagleFSD
+    from eagle_fsd.model.pipeline import EagleFSD
 
     model = EagleFSD.from_pretrained(target, head, dtype=dtype, device_map=device)
     model.settings = model.settings.updated(**settings)

@@ -26,7 +26,7 @@ from eagle_fsd.cli.options import (
     with_options,
     with_settings,
 )
-from eagle_fsd.evaluation.decoding import Decoding
+from eagle_fsd.evaluation.config import Decoding
 
 Questions = Annotated[
     str,
@@ -138,11 +138,11 @@ class Run:
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
-        from eagle_fsd.evaluation.evaluate import Evaluation
-        from eagle_fsd.evaluation.judge_prompts import JudgePrompts
+        from eagle_fsd.evaluation.answer_store import folder_lock
+        from eagle_fsd.evaluation.judge.prompts import JudgePrompts
         from eagle_fsd.evaluation.methods import hugging_face
-        from eagle_fsd.evaluation.sets import find_questions
-        from eagle_fsd.evaluation.store import folder_lock
+        from eagle_fsd.evaluation.questions.sets import find_questions
+        from eagle_fsd.evaluation.runner import Evaluation
 
         decoding = Decoding.from_dict({"seed": seed, **self.decoding})
         on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
@@ -202,9 +202,9 @@ class Run:
 
     def _judge(self, evaluation: Any, report: dict[str, Any]) -> None:
         """Have the answers judged, and add what the judge thinks to the report's rows."""
-        from eagle_fsd.evaluation.judge import judge_answers
-        from eagle_fsd.evaluation.judge_client import JudgeEndpoint
-        from eagle_fsd.evaluation.judge_scores import judge_summary
+        from eagle_fsd.evaluation.judge.client import JudgeEndpoint
+        from eagle_fsd.evaluation.judge.judging import judge_answers
+        from eagle_fsd.evaluation.judge.scores import judge_summary
 
         endpoint = JudgeEndpoint(self.judge_base_url or "", self.judge_model)
         with ProgressBar("judging") as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from eagle_fsd.chat.options import AnswerOptions, Limits
+from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.console import err, fail, out
 from eagle_fsd.cli.demo import (
     BUNDLED_NAME,
@@ -69,7 +70,7 @@ def _port(default: int) -> Any:
 @app.command()
 def controller(host: Host = "127.0.0.1", port: _port(21001) = 21001) -> None:
     """The controller: workers register with it, the API asks it for one."""
-    from eagle_fsd.chat.launch import check_free, run_controller
+    from eagle_fsd.chat.serve.launch import check_free, run_controller
 
     check_free(host, port)
     run_controller(host, port)
@@ -83,7 +84,7 @@ def api(
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 1 << 20,
 ) -> None:
     """The OpenAI-compatible API. The environment's EAGLE_FSD_API_KEYS are the keys it takes."""
-    from eagle_fsd.chat.launch import check_free, run_api
+    from eagle_fsd.chat.serve.launch import check_free, run_api
 
     check_free(host, port)
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
@@ -115,7 +116,7 @@ def worker(
     names: Names = None,
 ) -> None:
     """A worker: it holds a pair and decodes. Start one on every machine."""
-    from eagle_fsd.chat.launch import check_free, run_worker
+    from eagle_fsd.chat.serve.launch import check_free, run_worker
 
     elsewhere = controller != "none" and urlsplit(controller).hostname not in LOOPBACK
     if address is None and elsewhere and host in (*LOOPBACK, *EVERYBODY):
@@ -151,9 +152,9 @@ def web(
 ) -> None:
     """The web page, over a worker that the controller knows. (eagle-fsd demo needs no worker.)"""
     page = web_page()
-    from eagle_fsd.chat.launch import check_free
-    from eagle_fsd.chat.web_backend import BackendError
-    from eagle_fsd.chat.web_remote import RemoteBackend
+    from eagle_fsd.chat.backend import BackendError
+    from eagle_fsd.chat.remote_backend import RemoteBackend
+    from eagle_fsd.chat.serve.launch import check_free
 
     check_free(host, port)
     try:
@@ -188,7 +189,7 @@ def serve_all(
     """
     if page:
         web_page()
-    from eagle_fsd.chat.launch import Cluster, ServerError, check_free
+    from eagle_fsd.chat.serve.launch import Cluster, ServerError, check_free
 
     name = (names or [_name(pair.target)])[0]
     wanted = [(host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)]
@@ -224,7 +225,7 @@ def serve_all(
             ["web", "--host", host, "--port", str(web_port), "--controller", controller_address],
             f"{_url(host, web_port)}/",
         )
-    cluster = Cluster(commands)
+    cluster = Cluster([sys.executable, "-m", "eagle_fsd.cli.child", "serve"], commands)
     try:
         cluster.start(lambda text: err.print(text, style="dim"))
         _tell(_url(host, port), controller_address, worker_address, name)

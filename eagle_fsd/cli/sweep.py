@@ -9,7 +9,7 @@ import typer
 
 from eagle_fsd.cli.many import is_number, many_values
 from eagle_fsd.cli.runs import Run, print_report, with_run
-from eagle_fsd.model.settings import DIVERGENCE_NAMES, FSDSettings
+from eagle_fsd.model.config import DIVERGENCE_NAMES, FSDSettings
 
 #: Divergences spread over decades, and where a pair agrees well the small ones decide.
 THRESHOLDS = (0.0, 0.003, 0.01, 0.05, 0.1, 0.4)

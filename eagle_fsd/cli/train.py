@@ -10,7 +10,7 @@ import typer
 
 from eagle_fsd.cli.console import ProgressBar, err, out
 from eagle_fsd.cli.options import Dtype, OptionsFile, Target, Template, with_options
-from eagle_fsd.train.recipe import TrainRecipe, read_recipe
+from eagle_fsd.train.config import TrainRecipe, read_recipe
 
 app = typer.Typer(
     help="Train a draft head for a target, from a file of chats.",
@@ -169,7 +169,7 @@ def chats_command(
     seed: Annotated[int, typer.Option(min=0, help="Of the generator.")] = 3,
 ) -> None:
     """Write generated chats of word problems: what the bundled target speaks of."""
-    from eagle_fsd.train.bundled_chats import write_chats
+    from eagle_fsd.train.recipes.chats import write_chats
 
     if to.exists():
         raise typer.BadParameter(f"{to} exists")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_fsd.bundled.problems import Problem, problems
+from eagle_fsd.bundled.quality import Quality, decode_answers, encode_problems
 from eagle_fsd.evaluation.methods import (
     EXACT,
     HF,
@@ -24,10 +26,8 @@ from eagle_fsd.evaluation.methods import (
     fsd_grid,
     synchronise,
 )
-from eagle_fsd.model.bundled.problems import Problem, problems
-from eagle_fsd.model.bundled.quality import Quality, decode_answers, encode_problems
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.environment import describe_environment
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.provenance import describe_environment
 
 #: Called after each unit of work with (done, total).
 Progress = Callable[[int, int], None]

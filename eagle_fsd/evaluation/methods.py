@@ -16,10 +16,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from eagle_fsd.model.decode import EagleFSD
+from eagle_fsd.model.acceptance import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
+from eagle_fsd.model.config import FSDSettings
 from eagle_fsd.model.loading import load_target
-from eagle_fsd.model.rules import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.verify import Origin
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.readers import score
-from eagle_fsd.evaluation.sandbox import RunResult, run_program
-from eagle_fsd.evaluation.scoring import McNemar, Mean, Proportion, Ratio
-from eagle_fsd.evaluation.store import Record
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.code_execution.sandbox import RunResult, run_program
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.scoring import score
+from eagle_fsd.evaluation.statistics import McNemar, Mean, Proportion, Ratio
 from eagle_fsd.model.verify import Origin
 
 

@@ -1,190 +1,229 @@
-"""Statistics of scores: intervals, paired tests, bounds of a loss."""
+"""Readers of answers: whether the final number, the letter, the code is right.
+
+Where an answer gives several, the last counts: models correct themselves. What a model thinks
+before ``</think>`` is no answer.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import NormalDist
+import re
+from collections.abc import Callable
+from fractions import Fraction
 
-import numpy as np
-from scipy import stats
-
-Interval = tuple[float, float]
+from eagle_fsd.evaluation.code_execution.programs import said, test_program
+from eagle_fsd.evaluation.code_execution.sandbox import RunResult, run_program
+from eagle_fsd.evaluation.questions.question import LETTERS, Question
 
 
-@dataclass(frozen=True)
-class Proportion:
-    """``right`` of ``count``, with a 95 % interval (Wilson's score interval)."""
-
-    right: int
-    count: int
-
-    @property
-    def value(self) -> float:
-        return self.right / self.count if self.count else math.nan
-
-    @property
-    def interval(self) -> Interval:
-        if not self.count:
-            return math.nan, math.nan
-        found = stats.binomtest(self.right, self.count).proportion_ci(0.95, method="wilson")
-        return float(found.low), float(found.high)
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean with a 95 % interval (Student's t); one value alone has none."""
-
-    value: float
-    count: int
-    deviation: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        count = len(values)
-        if not count:
-            return cls(math.nan, 0, math.nan)
-        deviation = float(np.std(values, ddof=1)) if count > 1 else math.nan
-        return cls(float(np.mean(values)), count, deviation)
-
-    @property
-    def interval(self) -> Interval | None:
-        if self.count < 2:
-            return None
-        half = float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
-        return self.value - half, self.value + half
-
-
-def normal_quantile(confidence: float) -> float:
-    """How many standard deviations leave ``1 - confidence`` of a normal law above them."""
-    return NormalDist().inv_cdf(confidence)
-
-
-def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> float:
-    """How large the loss may be: an upper bound of ``P(lost) - P(gained)``, from paired answers.
-
-    One-sided. It inverts Tango's score test for paired proportions (Statistics in Medicine 17,
-    1998), which is sound where few pairs differ, or none: with no loss among 100 it is 0.026.
+def score(
+    question: Question,
+    answer: str,
+    execute_code: bool = False,
+    run: Callable[[str], RunResult] = run_program,
+) -> bool | None:
+    """Whether ``answer`` is right; None where the question has no score of its own.
 
     Args:
-        lost, gained: Right before and wrong now, and the other way, of ``count`` pairs.
+        execute_code: Run the code that an answer to a ``code`` question holds. Without it such
+            questions have no score: running what a model wrote is for the user to allow.
+        run: Runs a program; :class:`~eagle_fsd.evaluation.code_execution.sandbox.Runs` remembers what came of it.
     """
-    if not count:
-        return 1.0
-    z = normal_quantile(confidence)
-
-    def too_large(loss: float) -> bool:
-        """Whether so large a loss would be seen this small more rarely than the test allows."""
-        # The likeliest P(gained) if the loss is that: the positive root of a quadratic.
-        linear = (2 * count - lost + gained) * loss - lost - gained
-        constant = -gained * loss * (1 - loss)
-        root = math.sqrt(max(0.0, linear * linear - 8 * count * constant))
-        likeliest = (root - linear) / (4 * count)
-        variance = count * (2 * likeliest + loss * (1 - loss))
-        return lost - gained - count * loss < -z * math.sqrt(max(0.0, variance))
-
-    low, high = max(-1.0, (lost - gained) / count), 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if too_large(middle) else (middle, high)
-    return high
+    if question.scored_by == "number":
+        return same_number(final_number(answer), question.answer)
+    if question.scored_by == "letter":
+        return final_letter(answer) == question.answer
+    if question.scored_by == "code" and execute_code:
+        return run(test_program(question, answer)).passed
+    return None
 
 
-#: Fewer questions say too little of how skewed their losses are.
-FEWEST_LOSSES = 30
-FEWEST_THAT_LOSE = 5
-#: Nats a token: less is rounding.
-NOTHING = 1e-4
+#: Full-width forms as ASCII, every dash that may be a minus sign as one, no-break spaces as one.
+_PLAIN_SIGNS = {
+    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
+    **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-"),
+    **dict.fromkeys((0x2009, 0x202F), "\u00a0"),
+    0xFFE5: "\u00a5",
+    0x2019: "'",
+}
+#: Mark-up that may stand in the midst of an answer, and what it comes to.
+_MARKUP = [
+    (re.compile(r"\*\*|__|`"), ""),
+    (re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}"), r" \1/\2"),
+    (re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\u00a0)(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"\\([$%#])"), r"\1"),
+]
 
 
-def mean_loss_bound(losses: Sequence[float], confidence: float = 0.95) -> float:
-    """How large the mean of ``losses`` may be: an upper bound, one-sided.
+def _without_markup(answer: str) -> str:
+    text = said(answer).translate(_PLAIN_SIGNS)
+    for pattern, plain in _MARKUP:
+        text = pattern.sub(plain, text)
+    return text
 
-    Losses of log-probability are skewed: most questions lose nothing, a few lose much, and a sample
-    that happens to miss those few looks better than it is. The bound is the larger of Student's t
-    and of Hall's transformation of t, which takes out its skewness (Hall, "On the removal of
-    skewness by transformation", JRSS B 54, 1992). It stays an approximation: of 200 questions of
-    which one in twenty loses an exponentially distributed amount, it holds 97 times in 100 at 95 %,
-    where t alone holds 85 times (the test of this function counts them). What is too rare for the
-    sample cannot be bounded by it: with fewer than :data:`FEWEST_THAT_LOSE` questions that lose
-    anything there is no bound, which is infinity.
+
+# Numbers: a fraction, mixed or not, else digits with or without separators. Neither an exponent
+# nor a part of a longer number; a hyphen that joins it to something is no minus.
+_DIGITS = (
+    r"(?:(?<!/)(?:\d+ )?\d+/\d+(?![\d/]|\.\d)"
+    r"|(?:\d{1,3}(?:,\d{2,3}){0,8},\d{3}(?!\d)|\d+)(?:\.\d+)?)"
+)
+_NUMBER_TEXT = (
+    r"(?:(?<![-\w)\]}%.])-[$€£¥₹]?|[$€£¥₹]-?)?"
+    rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+)"
+)
+_NUMBER = re.compile(_NUMBER_TEXT)
+_MARKED_NUMBER = re.compile(
+    rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?(?P<number>{_NUMBER_TEXT})"
+)
+#: What makes "#### 1. First" a heading, and "the answer is 3 + 4" the beginning of a sum.
+_HEADING = re.compile(r"[.):][ \t]+\S")
+_SUM = re.compile("\\s*[-+*/\u00d7\u00f7^]\\s*[\\d$(.\\\\]|[^\\n]*=")
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_NAMED_NUMBER = re.compile(
+    r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|equals|would be|will be|comes to)\b"
+    r"|[\s\"']*(?:\([^()\n]{0,40}\)\s*)?[:=])"
+    r"[\s:=]*(?:(?:about|approximately|exactly|therefore|thus|now|only|just)\s+)?)"
+    rf"[(\\]*(?P<number>{_NUMBER_TEXT})"
+)
+
+
+def final_number(text: str) -> str | None:
+    """The number an answer ends in, without separators and currency; None if it holds none.
+
+    The first of these that there is, and the last of its kind:
+
+    1. after ``####``, the format the questions ask for (GSM8K's own), with nothing but currency or
+       mark-up between; ``#### Step 3`` and ``#### 1. First`` are headings;
+    2. in ``\\boxed{}``;
+    3. after "answer is", "answer:" and the like, if no sum goes on behind it;
+    4. anywhere.
+
+    OpenAI's grader of GSM8K and the strict filter of lm-evaluation-harness know only the first of
+    these, and take the first ``####`` rather than the last; the harness's flexible filter is the
+    last of these alone. "20-30" ends in 30, "1,2,3" in 3, "1,234" is one number, "2 1/2" a number
+    too, and ``cm^2`` none.
+    """
+    text = _without_markup(text)
+    marked = [
+        match["number"]
+        for match in _MARKED_NUMBER.finditer(text)
+        if not _HEADING.match(text, match.end())
+    ]
+    boxed = [found[-1] for inside in _BOXED.findall(text) if (found := _NUMBER.findall(inside))]
+    named = [
+        match["number"]
+        for match in _NAMED_NUMBER.finditer(text)
+        if not _SUM.match(text, match.end())
+    ]
+    for found in (marked, boxed, named, _NUMBER.findall(text)):
+        if found:
+            return _plain(found[-1])
+    return None
+
+
+def _plain(number: str) -> str:
+    """Without currency, separators, percent sign and a full stop behind it."""
+    text = re.sub(r"[$€£¥₹,]", "", number.translate(_PLAIN_SIGNS)).strip()
+    return text.removesuffix("%").rstrip(". ")
+
+
+def number_value(text: str) -> Fraction:
+    """The value of a number as answers write it.
 
     Raises:
-        ValueError: There are fewer than :data:`FEWEST_LOSSES`.
+        ValueError: It is none.
     """
-    count = len(losses)
-    if count < FEWEST_LOSSES:
-        raise ValueError(
-            f"a bound on nats a token needs {FEWEST_LOSSES} questions at least; there are {count}"
-        )
-    values = np.asarray(losses, dtype=float)
-    if (values > NOTHING).sum() < FEWEST_THAT_LOSE:
-        return math.inf
-    mean, deviation = float(values.mean()), float(values.std(ddof=1))
-    if deviation == 0.0:
-        return mean
-    student = -float(stats.t.ppf(1 - confidence, count - 1)) / math.sqrt(count)
-    skew = float(stats.skew(values, bias=False))
-    # The w, in deviations, whose transform w + skew w^2 / 3 + skew^2 w^3 / 27 + skew / 6n is the
-    # lower quantile of t; a negative w is a mean above the sample's.
-    aim = 1 - skew * (student + skew / (6 * count))
-    hall = (
-        -3 * (math.copysign(abs(aim) ** (1 / 3), aim) - 1) / skew if abs(skew) > 1e-6 else student
-    )
-    return mean + deviation * max(student, hall)
+    plain = _plain(text)
+    sign = -1 if plain.startswith("-") else 1
+    whole, _, rest = plain.lstrip("+-").rpartition(" ")
+    try:
+        return sign * (Fraction(whole or 0) + Fraction(rest))
+    except ZeroDivisionError as error:
+        raise ValueError(f"{text!r} is no number") from error
 
 
-@dataclass(frozen=True)
-class McNemar:
-    """Two methods on the same questions: how often just one of them was right.
+def same_number(found: str | None, right: str | None) -> bool:
+    """Equal as numbers, up to one part in 10^9: ``18.00`` is ``18``, ``1/2`` is ``0.5``."""
+    if found is None or right is None:
+        return False
+    try:
+        first, second = number_value(found), number_value(right)
+    except ValueError:
+        return False
+    return abs(first - second) <= Fraction(1, 10**9) * max(abs(first), abs(second), 1)
 
-    Attributes:
-        lost: Right under the first, wrong under the second. gained: The other way.
-        p_value: Two-sided and exact: how likely so uneven a split is where neither is better.
+
+# Letters: alone, and not the beginning of "C++", "e-mail", "D'Artagnan", "e.g.".
+_ALONE = r"(?![\w+#]|-\w|'\w|\.\w\.)"
+_OPENING = r"[\s(\[{$\"'<>*_\\]*"
+#: After "is": a small "a" that a word follows is an article.
+_CHOICE = rf"(?P<letter>[{LETTERS}]|[b-e]|a(?=\s*(?:[)\].:,;}}\"'$*\\]|\n|\Z))){_ALONE}"
+_ANSWER = r"(?i:\b(?:answers?|(?:correct|right|best)\s+(?:choice|option|letter))\b)"
+_NAMED_LETTERS = [
+    # "The answer to this is most likely option (B)"
+    re.compile(
+        rf"{_ANSWER}[^.:=>\n]{{0,80}}?"
+        r"(?i:\s(?:is|are|was|(?:would|should|must|will|has to|seems to)\s+be)\b|[:=>]|\s-\s)"
+        r"(?i:[\s:]*\b(?:most|probably|likely|definitely|clearly|therefore|thus|simply|surely"
+        r"|actually|indeed|the|choice|option|letter|answer)\b)*:?"
+        rf"{_OPENING}{_CHOICE}"
+    ),
+    # "Answer (B)", "Answer B"
+    re.compile(
+        rf"{_ANSWER}\s*(?=[(\[][{LETTERS}{LETTERS.lower()}][)\]]|[B-E]|A\s*(?:[.,;:]|\n|\Z|is\b))"
+        rf"[(\[]?(?P<letter>[{LETTERS}{LETTERS.lower()}]){_ALONE}"
+        r"(?![)\]]?\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)"
+    ),
+    # "B is the correct answer"
+    re.compile(
+        rf"(?<![\w'])(?P<letter>[{LETTERS}])[)\]]?\s+(?i:(?:is|seems|must\s+be|would\s+be)\s+"
+        r"(?:\w+ly\s+)?(?:the\s+)?(?:most\s+|only\s+)?(?:correct|right|best|answer)\b)"
+    ),
+]
+_BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
+_ONLY_A_LETTER = re.compile(
+    rf"[\s(\[{{$\"'*\\]*([{LETTERS}{LETTERS.lower()}])[\s)\]}}$\"'.:,;*\\]*"
+)
+_LINE_LETTER = re.compile(rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)", re.MULTILINE)
+_VERB = re.compile(r"\s*(?:is|are|was|has|does|can)(?:\b|n't)")
+#: A capital "A" that a word follows is an article, unless the word goes on about a choice.
+_LONE_LETTER = re.compile(
+    rf"(?<![\w'+.-])(?<!\bnot )([{LETTERS}]){_ALONE}"
+    r"(?<!A(?=\s+(?!(?:is|are|because|since|as|and|or|but|fits|seems|would|has|for|which|over)\b)"
+    r"[\w\"']))"
+)
+
+
+def final_letter(text: str) -> str | None:
+    """The letter an answer chooses, a capital; None if it chooses none.
+
+    The first of these that there is, and the last of its kind:
+
+    1. in ``\\boxed{}``;
+    2. named as the answer: "Answer: B", the format the questions ask for, "the answer is (b)",
+       "B is the correct choice";
+    3. alone, as the whole answer or a line of it;
+    4. at the head of the answer, as in "B) bank", where no other line begins like that;
+    5. a capital anywhere that stands alone.
+
+    An article is no choice: "the answer is a model" has none. OpenAI's simple-evals reads "Answer:
+    B" alone; lm-evaluation-harness's filters read "answer is (B)", and else any letter in
+    brackets.
     """
-
-    lost: int
-    gained: int
-    p_value: float
-
-    @classmethod
-    def of(cls, first: Sequence[bool], second: Sequence[bool]) -> McNemar:
-        pairs = list(zip(first, second, strict=True))
-        lost = sum(a and not b for a, b in pairs)
-        gained = sum(b and not a for a, b in pairs)
-        total = lost + gained
-        return cls(lost, gained, float(stats.binomtest(lost, total).pvalue) if total else 1.0)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as much, from paired sums, with a 95 % interval (the delta method on its log).
-
-    Attributes:
-        value: NaN where there is nothing to compare.
-    """
-
-    value: float
-    interval: Interval | None
-
-    @classmethod
-    def of_speeds(cls, own: np.ndarray, other: np.ndarray) -> Ratio:
-        """Speed over speed.
-
-        Args:
-            own, other: ``[N, 2]`` seconds and tokens of the same N questions.
-        """
-        sums = own.sum(0), other.sum(0)
-        if len(own) == 0 or not all(part.all() for part in sums):
-            return cls(math.nan, None)
-        (seconds, tokens), (other_seconds, other_tokens) = sums
-        value = float(tokens / seconds * other_seconds / other_tokens)
-        if len(own) < 2:
-            return cls(value, None)
-        # What each question does to the logarithm of the ratio.
-        parts = own / sums[0], other / sums[1]
-        moved = parts[0][:, 1] - parts[0][:, 0] - parts[1][:, 1] + parts[1][:, 0]
-        deviation = float(np.std(moved, ddof=1)) * math.sqrt(len(own))
-        half = float(stats.t.ppf(0.975, len(own) - 1)) * deviation
-        return cls(value, (value * math.exp(-half), value * math.exp(half)))
+    text = _without_markup(text)
+    if boxed := [match["letter"] for match in _BOXED_LETTER.finditer(text)]:
+        return boxed[-1].upper()
+    named = [match for pattern in _NAMED_LETTERS for match in pattern.finditer(text)]
+    if named:
+        return max(named, key=lambda match: match.start("letter"))["letter"].upper()
+    for part in (text, *reversed(text.split("\n"))):
+        if only := _ONLY_A_LETTER.fullmatch(part):
+            return only[1].upper()
+    heads = list(_LINE_LETTER.finditer(text))
+    if len({head[1] for head in heads}) == 1:
+        first = heads[0]
+        if not text[: first.start()].strip() and not _VERB.match(text, first.end()):
+            return first[1]
+    alone = _LONE_LETTER.findall(text)
+    return alone[-1] if alone else None

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.evaluation.decoding import Decoding
+from eagle_fsd.evaluation.config import Decoding
 from eagle_fsd.evaluation.methods import BASELINES
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.scoring import loss_bound
-from eagle_fsd.evaluation.sets import spread
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import spread
+from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import Row
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.prompts import ChatFormat, encode_prompt
-from eagle_fsd.model.watch import Onlooker
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.probe import Onlooker
+from eagle_fsd.utils.chat_templates import ChatFormat, encode_prompt
 
 #: Answers of exact decoding that divergences are taken from.
 WATCHED = 50

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.config import SETTINGS_FILE
+from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.loading import one_line
-from eagle_fsd.model.settings import SETTINGS_FILE
 from eagle_fsd.model.target import Target
 
 log = logging.getLogger(__name__)

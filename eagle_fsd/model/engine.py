@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.cache import additive_mask
-from eagle_fsd.model.conversation import Conversation
-from eagle_fsd.model.head import EagleHead
-from eagle_fsd.model.rules import FuzzyRule
+from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.prefix_cache import Conversation
 from eagle_fsd.model.sampling import History, Sampler
-from eagle_fsd.model.settings import FSDSettings
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node

@@ -137,7 +137,7 @@ def verify(
             when it is in the tree; ``"stop"``: it is emitted and the path ends, as in the paper's
             chain algorithm.
         selection: ``"longest"``, ``"target"`` or ``"sample"``, as in
-            :class:`~eagle_fsd.model.settings.FSDSettings`.
+            :class:`~eagle_fsd.model.config.FSDSettings`.
 
     Raises:
         ValueError: ``selection`` keeps one child a node, and the rule judges whole paths.

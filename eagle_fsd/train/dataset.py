@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.model.prompts import ChatFormat
 from eagle_fsd.train.chats import ChatFile
 from eagle_fsd.train.encoding import encode_chat
+from eagle_fsd.utils.chat_templates import ChatFormat
 
 #: Batches sorted by length together, so that little is padded and order stays random.
 SORTED_TOGETHER = 32

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.model.prompts import ChatFormat
 from eagle_fsd.train.chats import Chat
+from eagle_fsd.utils.chat_templates import ChatFormat
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from transformers import DynamicCache
 
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.head import EagleHead
-from eagle_fsd.train.recipe import LossWeights
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.train.config import LossWeights
 
 #: Positions whose distributions over the vocabulary are in memory at a time.
 READOUT_ROWS = 1024

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.model.environment import describe_environment
+from eagle_fsd.utils.provenance import describe_environment
 
 RECORD_FILE = "training.json"
 

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.train.chats import Chat, ChatFile
 from eagle_fsd.train.run import Source
+from eagle_fsd.utils.chat_templates import chat_format
 
 
 def regenerate(

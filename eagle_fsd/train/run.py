@@ -14,20 +14,20 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.checkpoint import load_head, save_head
-from eagle_fsd.model.decode import BUNDLED
 from eagle_fsd.model.loading import load_target, load_tokenizer
-from eagle_fsd.model.prompts import chat_format
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.card import write_card
 from eagle_fsd.train.chats import ChatFile
+from eagle_fsd.train.config import TrainRecipe
 from eagle_fsd.train.curves import draw_curves
 from eagle_fsd.train.dataset import ChatDataset
 from eagle_fsd.train.features import FeatureStore
-from eagle_fsd.train.folder import RunFolder
-from eagle_fsd.train.recipe import TrainRecipe
 from eagle_fsd.train.record import write_record
+from eagle_fsd.train.run_folder import RunFolder
 from eagle_fsd.train.trainer import Listener, Trainer
+from eagle_fsd.utils.chat_templates import chat_format
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Source:
             LoadError: Files are missing or damaged.
             ValueError: There is no such template, dtype or device.
         """
-        name = str(target or BUNDLED / "target")
+        name = str(target or BUNDLED_TARGET)
         tokenizer = load_tokenizer(name, token)
         chat_format(tokenizer, template)  # an unknown template is told before anything is loaded
         model: PreTrainedModel = load_target(name, dtype, device, token=token)
@@ -99,7 +99,7 @@ class Source:
         return {
             "data": str(path),
             "bytes": Path(path).stat().st_size,
-            "target": self.name if self.name != str(BUNDLED / "target") else "bundled",
+            "target": self.name if self.name != str(BUNDLED_TARGET) else "bundled",
             "template": self.template,
             "max_length": min(limit, self.target.context),
         }

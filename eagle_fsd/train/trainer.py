@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from eagle_fsd.model.checkpoint import EMBEDDING
-from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.chats import FAULTS_KEPT
+from eagle_fsd.train.config import TrainRecipe
 from eagle_fsd.train.dataset import (
     NOTHING,
     Batch,
@@ -34,9 +35,8 @@ from eagle_fsd.train.dataset import (
     count_batches,
 )
 from eagle_fsd.train.features import FeatureStore, batch_features
-from eagle_fsd.train.folder import RunFolder, TrainingError, step_of
 from eagle_fsd.train.losses import HeadLosses
-from eagle_fsd.train.recipe import TrainRecipe
+from eagle_fsd.train.run_folder import RunFolder, TrainingError, step_of
 from eagle_fsd.train.validate import decode_validation, validation_losses, validation_prompts
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.decode import EagleFSD
-from eagle_fsd.model.head import EagleHead
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.probe import Onlooker, Seen
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.watch import Onlooker, Seen
 from eagle_fsd.train.dataset import Batch
 from eagle_fsd.train.features import batch_features
 from eagle_fsd.train.losses import HeadLosses

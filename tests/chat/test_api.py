@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_fsd.chat import api_worker
-from eagle_fsd.chat.api import AroundFastChat, api_app
-from eagle_fsd.chat.api_reply import Reply, usage_of
-from eagle_fsd.chat.api_requests import Extras
+from eagle_fsd.chat.serve.api import upstream as api_worker
+from eagle_fsd.chat.serve.api.app import AroundFastChat, api_app
+from eagle_fsd.chat.serve.api.replies import Reply, usage_of
+from eagle_fsd.chat.serve.api.requests import Extras
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -191,7 +191,7 @@ def test_fastchat_leaves_no_log_in_the_folder(tmp_path: Path) -> None:
     """Nor does it where something of it was imported before."""
     script = (
         "import sys, fastchat.utils\n"
-        "from eagle_fsd.chat.api import import_fastchat\n"
+        "from eagle_fsd.chat.serve.api.app import import_fastchat\n"
         "streams = sys.stdout, sys.stderr\n"
         "import_fastchat('openai_api_server')\n"
         "assert streams == (sys.stdout, sys.stderr)\n"

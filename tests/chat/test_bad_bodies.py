@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_serve import EXACT, HELLO, NAME, Servers, shared_servers
 
-from eagle_fsd.chat import api
-from eagle_fsd.chat.api_requests import ApiError
 from eagle_fsd.chat.requests import DEEPEST, LONGEST_MESSAGE, RequestError, read_json
-from eagle_fsd.chat.transport import ASSISTANT, END, ROLE, SYSTEM, TEXT, USER
+from eagle_fsd.chat.serve.api import app as api
+from eagle_fsd.chat.serve.api.requests import ApiError
+from eagle_fsd.chat.wire_format import ASSISTANT, END, ROLE, SYSTEM, TEXT, USER
 
 #: Seconds that anything may take, on a busy machine too; a hang is what takes longer.
 PROMPT = 180.0

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.chat.text import Piece, TextStream
-from eagle_fsd.model.decode import BUNDLED
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.model.verify import Origin
 
-TOKENIZER = load_tokenizer(BUNDLED / "target")
+TOKENIZER = load_tokenizer(BUNDLED_TARGET)
 
 
 def said(text: str, stop: list[str], step: int = 1) -> tuple[list[str], bool]:

@@ -29,7 +29,8 @@ from test_serve import (
     shared_servers,
 )
 
-from eagle_fsd.chat import api_reply, api_worker
+from eagle_fsd.chat.serve.api import replies as api_reply
+from eagle_fsd.chat.serve.api import upstream as api_worker
 
 CLIENTS = 32
 MB = 2**20
@@ -266,9 +267,12 @@ def test_servers_end_with_whoever_started_them() -> None:
     """Though it is killed with SIGKILL, and could tell them nothing."""
     (port,) = free_ports(1)
     script = (
-        "from eagle_fsd.chat.launch import Cluster\n"
+        "import sys\n"
+        "from eagle_fsd.chat.serve.launch import Cluster\n"
         f"probe = 'http://127.0.0.1:{port}/test_connection'\n"
-        f"cluster = Cluster({{'controller': (['controller', '--port', '{port}'], probe)}})\n"
+        "program = [sys.executable, '-m', 'eagle_fsd.cli.child', 'serve']\n"
+        f"command = ['controller', '--port', '{port}']\n"
+        "cluster = Cluster(program, {'controller': (command, probe)})\n"
         "cluster.start()\n"
         "print('up', flush=True)\n"
         "cluster.wait()\n"

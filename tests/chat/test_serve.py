@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model.prompts import chat_format, encode_prompt
+from eagle_fsd.utils.chat_templates import chat_format, encode_prompt
 
 #: Seconds that a busy machine may take for anything.
 PATIENCE = 180

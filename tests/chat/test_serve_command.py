@@ -10,11 +10,11 @@ import pytest
 import requests
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat import launch
-from eagle_fsd.chat.launch import ServerError
-from eagle_fsd.chat.options import Limits
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.serve import launch
+from eagle_fsd.chat.serve.launch import ServerError
 from eagle_fsd.cli import serve
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.utils.chat_templates import chat_format
 
 Run = Callable[..., tuple[int, str, str]]
 

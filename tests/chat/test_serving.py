@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat import answering
-from eagle_fsd.chat.answering import fit_chat
-from eagle_fsd.chat.options import Limits
+from eagle_fsd.chat import session as answering
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, Job, QueueFullError, Update
 from eagle_fsd.chat.requests import RequestError, read_request
-from eagle_fsd.chat.serving import DecodeQueue, DecodingError, Job, QueueFullError, Update
-from eagle_fsd.chat.transport import ASSISTANT, END, SYSTEM, USER, clean, unpack
-from eagle_fsd.model.prompts import chat_format, encode_prompt
+from eagle_fsd.chat.session import fit_chat
+from eagle_fsd.chat.wire_format import ASSISTANT, END, SYSTEM, USER, clean, unpack
 from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.chat_templates import chat_format, encode_prompt
 
 LIMITS = Limits()
 #: An answer that nobody waits for the end of.

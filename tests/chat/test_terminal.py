@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eagle_fsd import EagleFSD, FSDSettings
 from eagle_fsd.chat import terminal
-from eagle_fsd.chat.options import AnswerOptions
+from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.terminal import (
     END_OF_MESSAGE,
     ChatSession,
@@ -22,8 +22,8 @@ from eagle_fsd.chat.terminal import (
     chat,
 )
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.model.prompts import FastChatFormat, chat_format, encode_prompt
 from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.chat_templates import FastChatFormat, chat_format, encode_prompt
 
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 CTRL_C = "\x03"

@@ -29,8 +29,8 @@ def test_without_gradio_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     # Other tests may have imported it: forget that, for this one.
-    monkeypatch.delitem(sys.modules, "eagle_fsd.chat.web", raising=False)
-    monkeypatch.delattr("eagle_fsd.chat.web", raising=False)
+    monkeypatch.delitem(sys.modules, "eagle_fsd.chat.web.app", raising=False)
+    monkeypatch.delattr("eagle_fsd.chat.web.app", raising=False)
     status, out, err = run(*command)
     assert status == 1
     assert out == ""
@@ -42,7 +42,11 @@ def test_everything_else_works_without_gradio() -> None:
     code = (
         "import sys; sys.modules['gradio'] = None\n"
         "import eagle_fsd, eagle_fsd.cli\n"
-        "from eagle_fsd.chat import web_backend, web_guard, web_page, web_remote, web_text\n"
+        "from eagle_fsd.chat import backend as web_backend\n"
+        "from eagle_fsd.chat.web import guard as web_guard\n"
+        "from eagle_fsd.chat.web import page as web_page\n"
+        "from eagle_fsd.chat import remote_backend as web_remote\n"
+        "from eagle_fsd.chat.web import rendering as web_text\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
-from eagle_fsd.chat.web_guard import PageGuard
+from eagle_fsd.chat.web.guard import PageGuard
 
 PAGE = """<!doctype html><html><head>
 <meta property="og:image" content="https://elsewhere.example/picture.jpg"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD, FSDSettings
-from eagle_fsd.chat.options import AnswerOptions, Limits
-from eagle_fsd.chat.serving import DecodeQueue
-from eagle_fsd.chat.transport import unpack
-from eagle_fsd.chat.web_backend import About, BackendError, LocalBackend, Token, Update, request
-from eagle_fsd.chat.web_page import LONGEST_MESSAGE, MOST_EXCHANGES, Exchange, Page, View, Visit
-from eagle_fsd.chat.web_text import WAITING, notice_html
-from eagle_fsd.model.prompts import chat_format, encode_prompt
+from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Token, Update, request
+from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.decode_queue import DecodeQueue
+from eagle_fsd.chat.web.page import LONGEST_MESSAGE, MOST_EXCHANGES, Exchange, Page, View, Visit
+from eagle_fsd.chat.web.rendering import WAITING, notice_html
+from eagle_fsd.chat.wire_format import unpack
+from eagle_fsd.utils.chat_templates import chat_format, encode_prompt
 
 CHOSEN = {
     "threshold": 0.2,
@@ -326,7 +326,7 @@ def test_old_exchanges_are_forgotten(visit: Visit) -> None:
 def test_plain_decoding_is_measured_on_the_same_prompt(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_fsd.chat.web_page.SETTLE", 0.0)
+    monkeypatch.setattr("eagle_fsd.chat.web.page.SETTLE", 0.0)
     backend = Script("x", " y")
     page = Page(backend, AnswerOptions())
     # Nothing was answered yet. (gradio blanks the page for an event that draws nothing.)

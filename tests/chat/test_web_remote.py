@@ -15,11 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat.options import Limits
+from eagle_fsd.chat.backend import BackendError, LocalBackend, Update, request
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.remote_backend import RemoteBackend, add_page_routes
 from eagle_fsd.chat.requests import RequestError, read_json
-from eagle_fsd.chat.web_backend import BackendError, LocalBackend, Update, request
-from eagle_fsd.chat.web_remote import RemoteBackend, add_page_routes
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.utils.chat_templates import chat_format
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 

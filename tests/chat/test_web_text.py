@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from eagle_fsd import FSDSettings
-from eagle_fsd.chat import web_text as text
-from eagle_fsd.chat.web_backend import Token
+from eagle_fsd.chat.backend import Token
+from eagle_fsd.chat.web import rendering as text
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 SETTINGS = FSDSettings(threshold=0.2)

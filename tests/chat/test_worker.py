@@ -17,11 +17,11 @@ from fastchat.conversation import Conversation, SeparatorStyle
 from fastchat.serve.base_model_worker import BaseModelWorker
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat import worker as worker_module
-from eagle_fsd.chat.options import Limits
-from eagle_fsd.chat.transport import ASSISTANT, END, USER
-from eagle_fsd.chat.worker import FSDWorker, worker_app
-from eagle_fsd.model.prompts import chat_format, encode_prompt
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.serve import worker as worker_module
+from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.chat.wire_format import ASSISTANT, END, USER
+from eagle_fsd.utils.chat_templates import chat_format, encode_prompt
 
 HELLO = f"{USER}Hello!{END}{ASSISTANT}"
 GREEDY = {"prompt": HELLO, "temperature": 0, "max_new_tokens": 64, "fsd": {"threshold": 0}}

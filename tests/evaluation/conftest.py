@@ -13,7 +13,7 @@ from judging import (
     write_lines,
 )
 
-from eagle_fsd.evaluation.store import Record
+from eagle_fsd.evaluation.answer_store import Record
 
 
 @pytest.fixture

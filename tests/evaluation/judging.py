@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.judge_client import THREAD_NAME, JudgeEndpoint
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.store import Record
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.judge.client import THREAD_NAME, JudgeEndpoint
+from eagle_fsd.evaluation.questions.question import Question
 
 #: Seconds after which what should have happened long since counts as not happening.
 WAIT = 100

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd.evaluation.calibrate import Allowed, certify, fastest
+from eagle_fsd.evaluation.calibration import Allowed, certify, fastest
 from eagle_fsd.evaluation.methods import fsd_groups
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.scoring import loss_bound, mean_loss_bound
-from eagle_fsd.model.settings import FSDSettings, read_settings
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.statistics import loss_bound, mean_loss_bound
+from eagle_fsd.model.config import FSDSettings, read_settings
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.answers import Answerer, answer_log_likelihood
-from eagle_fsd.evaluation.decoding import Decoding
+from eagle_fsd.evaluation.answer_store import Session
+from eagle_fsd.evaluation.answering import Answerer, answer_log_likelihood
+from eagle_fsd.evaluation.config import Decoding
 from eagle_fsd.evaluation.methods import (
     EXACT,
     HF,
@@ -30,13 +31,12 @@ from eagle_fsd.evaluation.methods import (
     fsd_grid,
     fsd_groups,
 )
-from eagle_fsd.evaluation.questions import Question
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import QuestionSetError, find_questions
 from eagle_fsd.evaluation.report import Summary, summarise
-from eagle_fsd.evaluation.sets import QuestionSetError, find_questions
-from eagle_fsd.evaluation.store import Session
 from eagle_fsd.evaluation.tables import main_table, markdown
-from eagle_fsd.model.prompts import ChatFormat, chat_format, encode_prompt
-from eagle_fsd.model.settings import FSDSettings
+from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.utils.chat_templates import ChatFormat, chat_format, encode_prompt
 
 #: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
 Command = Callable[..., tuple[int, str, str]]
@@ -466,7 +466,7 @@ def test_a_download_is_whole_and_right_or_not_at_all(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says where to put the file instead."""
-    from eagle_fsd.evaluation import sets
+    from eagle_fsd.evaluation.questions import sets
 
     source = tmp_path / "source.jsonl"
     if fault == "changed":

@@ -33,7 +33,7 @@ AS_USERS_DO = ("-m", "eagle_fsd.cli")
 #: for each other's imports on one core only.
 WHEN_TOLD = """
 import sys
-import accelerate, eagle_fsd.evaluation.evaluate
+import accelerate, eagle_fsd.evaluation.runner
 from eagle_fsd.cli import main
 if sys.stdin.readline():
     main()
@@ -211,7 +211,7 @@ def test_two_processes_write_the_files_of_one(
 KILLED_AT_THE_FIFTH = """
 import os, signal
 from eagle_fsd.cli import main
-from eagle_fsd.evaluation.store import AnswerStore
+from eagle_fsd.evaluation.answer_store import AnswerStore
 whole, written = AnswerStore.append, []
 def append(store, record):
     whole(store, record)

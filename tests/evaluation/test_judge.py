@@ -24,12 +24,12 @@ from judging import (
     write_lines,
 )
 
-from eagle_fsd.evaluation.judge import Judgment, judge_answers, judgment_file
-from eagle_fsd.evaluation.judge_client import JudgeEndpoint
-from eagle_fsd.evaluation.judge_prompts import JudgeError
-from eagle_fsd.evaluation.judge_scores import judge_summary
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.store import CHOICE_LISTS, AnswerStore, Record
+from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint
+from eagle_fsd.evaluation.judge.judging import Judgment, judge_answers, judgment_file
+from eagle_fsd.evaluation.judge.prompts import JudgeError
+from eagle_fsd.evaluation.judge.scores import judge_summary
+from eagle_fsd.evaluation.questions.question import Question
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 

@@ -23,11 +23,11 @@ from judging import (
 )
 
 import eagle_fsd
-from eagle_fsd.evaluation.judge import judge_answers, judgment_file
-from eagle_fsd.evaluation.judge_client import JudgeEndpoint
-from eagle_fsd.evaluation.judge_prompts import JudgeError
-from eagle_fsd.evaluation.questions import Question
-from eagle_fsd.evaluation.store import Record
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint
+from eagle_fsd.evaluation.judge.judging import judge_answers, judgment_file
+from eagle_fsd.evaluation.judge.prompts import JudgeError
+from eagle_fsd.evaluation.questions.question import Question
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -149,9 +149,9 @@ import json, sys, types
 package = types.ModuleType("eagle_fsd")
 package.__path__ = [sys.argv[1]]
 sys.modules["eagle_fsd"] = package
-from eagle_fsd.evaluation.judge import judge_answers
-from eagle_fsd.evaluation.judge_client import JudgeEndpoint
-from eagle_fsd.evaluation.questions import Question
+from eagle_fsd.evaluation.judge.judging import judge_answers
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint
+from eagle_fsd.evaluation.questions.question import Question
 
 url, out, answers = sys.argv[2:]
 questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]

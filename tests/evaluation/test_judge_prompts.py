@@ -11,9 +11,10 @@ from judging import (
 )
 from published import published
 
-from eagle_fsd.evaluation.judge_prompts import JudgeError, JudgePrompts, rating
-from eagle_fsd.evaluation.questions import Question, read_questions
-from eagle_fsd.evaluation.sets import SETS, QuestionSetError
+from eagle_fsd.evaluation.judge.prompts import JudgeError, JudgePrompts, rating
+from eagle_fsd.evaluation.questions.formats import read_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import SETS, QuestionSetError
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -72,7 +73,8 @@ def test_prompts_are_no_question_sets() -> None:
 
 
 def test_prompts_that_cannot_be_had(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_fsd.evaluation import judge_prompts, sets
+    from eagle_fsd.evaluation.judge import prompts as judge_prompts
+    from eagle_fsd.evaluation.questions import sets
 
     (judge_data / "judge_prompts.jsonl").unlink()
     nowhere = sets.QuestionSet("judge_prompts.jsonl", (judge_data / "nowhere").as_uri(), "0" * 64)

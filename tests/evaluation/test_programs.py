@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from published import published
 
-from eagle_fsd.evaluation.programs import test_program as program_of
-from eagle_fsd.evaluation.questions import Question, read_questions
-from eagle_fsd.evaluation.readers import (
+from eagle_fsd.evaluation.code_execution.programs import test_program as program_of
+from eagle_fsd.evaluation.code_execution.sandbox import Runs, run_program
+from eagle_fsd.evaluation.questions.formats import read_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.scoring import (
     score,
 )
-from eagle_fsd.evaluation.sandbox import Runs, run_program
 
 PROMPT = '''from typing import List
 

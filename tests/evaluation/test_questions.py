@@ -13,13 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published import published
 
-from eagle_fsd.evaluation.questions import (
-    Question,
-    QuestionError,
-    bundled_questions,
-    read_questions,
-)
-from eagle_fsd.evaluation.sets import QuestionSetError, find_questions, spread
+from eagle_fsd.evaluation.questions.formats import QuestionError, bundled_questions, read_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import QuestionSetError, find_questions, spread
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published import published
 
-from eagle_fsd.evaluation.programs import test_program as program_of
-from eagle_fsd.evaluation.questions import Question, read_questions
-from eagle_fsd.evaluation.readers import (
+from eagle_fsd.evaluation.code_execution.programs import test_program as program_of
+from eagle_fsd.evaluation.questions.formats import read_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.scoring import (
     LETTERS,
     final_letter,
     final_number,

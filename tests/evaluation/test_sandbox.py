@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.evaluation.sandbox import run_program
+from eagle_fsd.evaluation.code_execution.sandbox import run_program
 
 
 def test_a_program_that_comes_to_its_end_passes() -> None:

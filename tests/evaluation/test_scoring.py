@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eagle_fsd.evaluation.scoring import (
+from eagle_fsd.evaluation.statistics import (
     McNemar,
     Mean,
     Proportion,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd.evaluation.store import (
+from eagle_fsd.evaluation.answer_store import (
     CHOICE_LISTS,
     AnswerStore,
     Session,

@@ -15,16 +15,16 @@ import torch
 from PIL import Image
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.decoding import Decoding
+from eagle_fsd.evaluation.config import Decoding
 from eagle_fsd.evaluation.methods import RULES
-from eagle_fsd.evaluation.questions import bundled_questions
+from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.sweep import (
     Divergences,
     conclusions,
     pareto_front,
     watch_divergences,
 )
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.utils.chat_templates import chat_format
 
 Command = Callable[..., tuple[int, str, str]]
 

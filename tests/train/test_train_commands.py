@@ -131,9 +131,9 @@ def test_a_rate_of_nothing_keeps_the_head_it_began_with(
 
 
 def test_a_head_of_another_target_is_refused(run, target: Path, data: Path, tmp_path: Path) -> None:
-    from eagle_fsd.model.decode import BUNDLED
+    from eagle_fsd.bundled import BUNDLED_HEAD
 
-    head = str(BUNDLED / "head")
+    head = str(BUNDLED_HEAD)
     status, _, errors = run(*command(data, tmp_path / "out", target, "--head", head))
     assert status == 1
     assert errors.count("\n") == 1

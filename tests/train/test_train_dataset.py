@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainings import chat, write_chats
 
-from eagle_fsd.model.decode import BUNDLED
+from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.model.prompts import TokenizerFormat
 from eagle_fsd.train.chats import ChatFile
 from eagle_fsd.train.dataset import (
     NOTHING,
@@ -24,6 +23,7 @@ from eagle_fsd.train.dataset import (
     SharedBatches,
     collate,
 )
+from eagle_fsd.utils.chat_templates import TokenizerFormat
 
 COUNTS = st.integers(0, 300)
 SIZES = st.integers(1, 9)
@@ -161,7 +161,7 @@ def test_to_moves_everything_and_keeps_the_rest() -> None:
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> ChatDataset:
     file = write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 6)
-    tokenizer = load_tokenizer(BUNDLED / "target")
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
     return ChatDataset(ChatFile(file), tokenizer, TokenizerFormat(tokenizer), limit=60)
 
 
@@ -182,7 +182,7 @@ def test_chats_are_encoded_when_asked_for(dataset: ChatDataset) -> None:
 
 def test_a_chat_that_cannot_be_worded_is_named_by_its_line(tmp_path: Path) -> None:
     file = write_chats(tmp_path / "chats.jsonl", 4)
-    tokenizer = load_tokenizer(BUNDLED / "target")
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
     tokenizer.chat_template = "{{ raise_exception('too long') if messages | length > 2 }}x"
     data = ChatDataset(ChatFile(file), tokenizer, TokenizerFormat(tokenizer), limit=60)
     example = data[1]

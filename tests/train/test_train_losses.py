@@ -15,9 +15,9 @@ from eagle_fsd import EagleHead
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.target import Target
 from eagle_fsd.train import losses as module
+from eagle_fsd.train.config import DIVERGENCE_LOSSES, LossWeights
 from eagle_fsd.train.features import compute_features
 from eagle_fsd.train.losses import HeadLosses, unroll
-from eagle_fsd.train.recipe import DIVERGENCE_LOSSES, LossWeights
 
 ROWS, LENGTH = 2, 11  # of chats and of tokens
 STEPS = 4

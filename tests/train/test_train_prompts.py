@@ -17,9 +17,9 @@ from wordings import (
     wording,
 )
 
-from eagle_fsd.model.prompts import chat_format
 from eagle_fsd.train.chats import Chat
 from eagle_fsd.train.encoding import EncodedChat, encode_chat, spoken_spans
+from eagle_fsd.utils.chat_templates import chat_format
 
 #: The user's turns hold what the assistant says and what templates put around it, short of tokens.
 ANSWERS = ["It is 4.", "Yes: It is 4. And\n\nmore, it is 16!", "I do not know."]

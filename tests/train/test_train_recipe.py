@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainings import command
 
-from eagle_fsd.train.recipe import DIVERGENCE_LOSSES, TrainRecipe, read_recipe
+from eagle_fsd.train.config import DIVERGENCE_LOSSES, TrainRecipe, read_recipe
 
 
 def test_defaults_are_eagles() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from trainings import train_here
 
-from eagle_fsd.model.bundled.problems import problems
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.bundled.problems import problems
 from eagle_fsd.train.chats import Chat, ChatFile
 from eagle_fsd.train.regenerate import regenerate
 from eagle_fsd.train.run import Source
+from eagle_fsd.utils.chat_templates import chat_format
 
 COUNT = 7
 BATCH = 3

@@ -18,11 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainings import losses, metrics, same_weights, train_here, weights, write_chats
 
 from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.model.prompts import TokenizerFormat
 from eagle_fsd.train.chats import ChatFile
 from eagle_fsd.train.encoding import encode_chat
-from eagle_fsd.train.folder import RunFolder, TrainingError
+from eagle_fsd.train.run_folder import RunFolder, TrainingError
 from eagle_fsd.train.trainer import Trainer
+from eagle_fsd.utils.chat_templates import TokenizerFormat
 
 
 class Killed(BaseException):

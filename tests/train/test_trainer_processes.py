@@ -24,8 +24,8 @@ from trainings import (
     weights,
 )
 
-from eagle_fsd.train.folder import RunFolder
-from eagle_fsd.train.recipe import TrainRecipe
+from eagle_fsd.train.config import TrainRecipe
+from eagle_fsd.train.run_folder import RunFolder
 
 #: More steps than any test waits for.
 ENDLESS = {"max_steps": 1_000_000, "epochs": 10_000, "checkpoint_every": 1_000_000}

@@ -21,10 +21,10 @@ from pairs import tiny_target
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle_fsd.model.decode import BUNDLED
-from eagle_fsd.train.folder import METRICS_FILE
-from eagle_fsd.train.recipe import TrainRecipe
+from eagle_fsd.bundled import BUNDLED, BUNDLED_TARGET
+from eagle_fsd.train.config import TrainRecipe
 from eagle_fsd.train.run import train
+from eagle_fsd.train.run_folder import METRICS_FILE
 
 #: Seconds that a busy machine may take for any of the trainings here, its imports included.
 PATIENCE = 1200
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 #: The command, killed for good once it has told its eighth step: the third of an epoch of five.
 KILLED_IN_MID_EPOCH = """
 import os, signal
-from eagle_fsd.train.folder import RunFolder
+from eagle_fsd.train.run_folder import RunFolder
 whole = RunFolder.append_metrics
 def append(folder, line):
     whole(folder, line)
@@ -60,7 +60,7 @@ def write_target(folder: Path, **changes: Any) -> Path:
     tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2, **changes).save_pretrained(folder)
     for file in BUNDLED.glob("target/*token*"):
         shutil.copy(file, folder)
-    shutil.copy(BUNDLED / "target" / "chat_template.jinja", folder)
+    shutil.copy(BUNDLED_TARGET / "chat_template.jinja", folder)
     return folder
 
 

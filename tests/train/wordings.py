@@ -15,9 +15,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd.model.decode import BUNDLED
+from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.model.prompts import ChatFormat, FastChatFormat, TokenizerFormat
+from eagle_fsd.utils.chat_templates import ChatFormat, FastChatFormat, TokenizerFormat
 
 HEADERS = (
     "{{ bos_token }}{% for m in messages %}"
@@ -44,7 +44,7 @@ Wording = tuple[PreTrainedTokenizerFast, ChatFormat, str]
 def wording(name: str) -> Wording:
     """One of :data:`WORDINGS`."""
     if name == "bundled":
-        tokenizer = load_tokenizer(BUNDLED / "target")
+        tokenizer = load_tokenizer(BUNDLED_TARGET)
         return tokenizer, TokenizerFormat(tokenizer), "<|end|>"
     if name.startswith("headers"):
         return templated(HEADERS, ("<|begin|>", "<|start|>", "<|stop|>", "<|eot|>"), "<|eot|>")

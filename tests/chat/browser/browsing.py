@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from eagle_fsd.chat.web_backend import BackendError, LocalBackend, Token, Update
+from eagle_fsd.chat.backend import BackendError, LocalBackend, Token, Update
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat.options import Limits
-from eagle_fsd.chat.web_backend import LocalBackend
+from eagle_fsd.chat.backend import LocalBackend
+from eagle_fsd.chat.config import Limits
 from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES
-from eagle_fsd.model.prompts import chat_format
+from eagle_fsd.utils.chat_templates import chat_format
 
 if TYPE_CHECKING:
     from .browsing import Watched, Window
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="package")
 def served() -> Iterator[tuple[Watched, str]]:
     """The page over a watched pair, and its address."""
-    from eagle_fsd.chat.web import page_app, page_server
+    from eagle_fsd.chat.web.app import page_app, page_server
 
     from .browsing import Watched
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from eagle_fsd.chat.web_backend import Token
-from eagle_fsd.chat.web_page import SETTLE
+from eagle_fsd.chat.backend import Token
+from eagle_fsd.chat.web.page import SETTLE
 
 from .browsing import MARKS, PATIENCE, QUESTION, By, Keys, Watched, Window
 

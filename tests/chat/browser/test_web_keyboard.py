@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from eagle_fsd.chat.web_backend import Token
-from eagle_fsd.chat.web_page import SETTLE
+from eagle_fsd.chat.backend import Token
+from eagle_fsd.chat.web.page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
 
 from .browsing import MARKS, NARROW, ActionChains, Keys, Watched, Window

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.chat.web_backend import Token
-from eagle_fsd.chat.web_page import SETTLE
+from eagle_fsd.chat.backend import Token
+from eagle_fsd.chat.web.page import SETTLE
 from eagle_fsd.cli.demo import EXAMPLES
 
 from .browsing import MARKS, NARROW, WIDE, ActionChains, Watched, WebElement, Window

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from eagle_fsd.chat.web_backend import Token
+from eagle_fsd.chat.backend import Token
 
 from .browsing import MARKS, PATIENCE, Watched
 

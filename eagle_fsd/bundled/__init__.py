@@ -1,0 +1,12 @@
+"""The pair that ships with the package: a small target, a draft head, and their world of problems.
+
+``target`` and ``head`` hold the weights; :mod:`eagle_fsd.bundled.problems` generates the word
+problems that both are trained on and measured with. Nothing here imports the rest of the package.
+Start with ``target/README.md`` and ``head/README.md``, the model cards.
+"""
+
+from pathlib import Path
+
+BUNDLED = Path(__file__).parent
+BUNDLED_TARGET = BUNDLED / "target"
+BUNDLED_HEAD = BUNDLED / "head"
