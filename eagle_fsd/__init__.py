@@ -1,4 +1,10 @@
-"""Fuzzy Speculative Decoding on EAGLE-2 draft trees."""
+"""Fuzzy Speculative Decoding (FSD) on EAGLE-2 draft trees.
+
+Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and its draft head, ``generate``
+and ``stream`` decode. ``model`` holds the decoder, ``train`` trains draft heads, ``evaluation``
+measures speed and quality, ``chat`` holds the terminal chat, the web page and the servers, ``cli``
+is the command line, ``bundled`` a small pair that needs no download, and ``utils`` shared helpers.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +13,68 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle_fsd.model.checkpoint import CheckpointError
-    from eagle_fsd.model.config import FSDSettings
+    from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
     from eagle_fsd.model.drafters.eagle import EagleHead
-    from eagle_fsd.model.generation import GenerateOutput, StreamChunk
+    from eagle_fsd.model.engine import TokenDetail
+    from eagle_fsd.model.generation import GenerateOutput, Generation, StreamChunk
     from eagle_fsd.model.loading import LoadError
-    from eagle_fsd.model.pipeline import EagleFSD
-    from eagle_fsd.model.verify import Origin
+    from eagle_fsd.model.pipeline import DecodeOptions, EagleFSD
+    from eagle_fsd.model.prefix_cache import PrefixCache
+    from eagle_fsd.model.stats import DecodeStats
+    from eagle_fsd.model.verify import AcceptanceRule, Origin
+    from eagle_fsd.utils.options import OptionsError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+#: The module that defines each public name. Modules are imported on first use, because torch and
+#: transformers take seconds to import and ``eagle-fsd --help`` does not need them.
+_MODULES = {
+    "AcceptanceConfig": "model.config",
+    "AcceptanceRule": "model.verify",
+    "CheckpointError": "model.checkpoint",
+    "DecodeOptions": "model.pipeline",
+    "DecodeStats": "model.stats",
+    "EagleFSD": "model.pipeline",
+    "EagleHead": "model.drafters.eagle",
+    "GenerateOutput": "model.generation",
+    "Generation": "model.generation",
+    "LoadError": "model.loading",
+    "OptionsError": "utils.options",
+    "Origin": "model.verify",
+    "PrefixCache": "model.prefix_cache",
+    "SamplingConfig": "model.config",
+    "StreamChunk": "model.generation",
+    "TokenDetail": "model.engine",
+    "TreeConfig": "model.config",
+}
 __all__ = [
+    "AcceptanceConfig",
+    "AcceptanceRule",
     "CheckpointError",
+    "DecodeOptions",
+    "DecodeStats",
     "EagleFSD",
     "EagleHead",
-    "FSDSettings",
     "GenerateOutput",
+    "Generation",
     "LoadError",
+    "OptionsError",
     "Origin",
+    "PrefixCache",
+    "SamplingConfig",
     "StreamChunk",
+    "TokenDetail",
+    "TreeConfig",
 ]
-
-_MODULES = {
-    "CheckpointError": "checkpoint",
-    "EagleFSD": "pipeline",
-    "EagleHead": "drafters.eagle",
-    "FSDSettings": "config",
-    "GenerateOutput": "generation",
-    "LoadError": "loading",
-    "Origin": "verify",
-    "StreamChunk": "generation",
-}
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are asked for.
-
-    torch and transformers take seconds to import, which ``eagle-fsd --help`` has no use for.
-    """
+    """Import a public name on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.model.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

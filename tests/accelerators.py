@@ -1,11 +1,11 @@
-"""Accelerate's state, which it keeps in classes."""
+"""Reset the state that Accelerate keeps in class attributes."""
 
 from __future__ import annotations
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
-def forget_accelerator() -> None:
-    """Accelerate keeps its state in classes; every training of a test begins anew."""
+def reset_accelerator_state() -> None:
+    """Forget every Accelerate setting, so that one test's training does not configure the next."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()

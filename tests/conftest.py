@@ -1,26 +1,33 @@
-"""What all tests share: the command line as a function, and Hypothesis profiles.
+"""Setup that all tests share: threads, Hypothesis profiles, and the command line as a function.
 
-``repeatable`` (default) draws the same examples on every run, so a failure is never chance;
-``pytest --hypothesis-profile explore`` looks further, at random.
+The Hypothesis profile ``repeatable`` (the default) draws the same examples in every run.
+``pytest --hypothesis-profile explore`` draws more of them, at random.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 
+# Libraries read these when they are imported, and tests' child processes inherit them.
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would slow it down
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 import pytest
-from accelerators import forget_accelerator
+from accelerators import reset_accelerator_state
 from hypothesis import settings
 
-from eagle_fsd import cli
+from eagle_fsd.cli import main
 
-# A shell's background job ignores Ctrl-C, and so would the programs that tests send it to.
+# A shell ignores Ctrl-C in background jobs; the programs that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: a first call into torch, or a busy machine, is not a failure.
+# No deadline: importing torch, or a busy machine, may delay an example.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("repeatable")
@@ -30,15 +37,15 @@ settings.load_profile("repeatable")
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Call ``eagle-fsd`` in this process: (status, standard output, standard error)."""
+    """Call ``eagle-fsd`` in this process; returns exit status, standard output, standard error."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        forget_accelerator()
+        reset_accelerator_state()
         monkeypatch.setattr(sys, "argv", ["eagle-fsd", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
         try:
-            cli.main()
+            main()
             status = 0
         except SystemExit as exit_:
             status = int(exit_.code or 0)

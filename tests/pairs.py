@@ -1,10 +1,11 @@
-"""What the tests decode with: tiny seeded targets and heads, prompts, reference answers, rules.
+"""Tiny seeded targets and draft heads, prompts, reference answers and rules shared by the tests.
 
-The models are randomly initialised and float32; nothing comes from files or the Hub.
+The models are randomly initialized and float32; nothing is read from files or from the Hub.
 
-Two kinds of pair. :func:`tiny_pair` is a random target under an untrained head: next to nothing is
-accepted at ``T = 0``, everything at a large ``T``. :func:`kindred_pair` is built so that the head
-is right most of the time without any training, for tests in which acceptance matters.
+There are two kinds of pairs. :func:`random_pair` is a random target with an untrained head: at
+``T = 0`` almost no drafted token is accepted, at a large ``T`` every one is. :func:`aligned_pair`
+is constructed so that the head is right most of the time without any training, for tests in which
+acceptance matters.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from transformers import (
     Qwen3Config,
 )
 
-from eagle_fsd import EagleFSD, EagleHead, FSDSettings, GenerateOutput
+from eagle_fsd import EagleFSD, EagleHead, GenerateOutput, TreeConfig
 from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import Evidence
+from eagle_fsd.model.verify import VerificationInputs
 
-#: Every device there is to test on.
+#: Every device that this machine can test on.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-VOCABULARY = 96
-FUZZY = 10.0  # above every divergence of these pairs: whatever is drafted passes
-NEW = 24  # how many tokens :func:`reference` answers with
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+VOCAB_SIZE = 96
+#: A threshold above every divergence of these pairs: all drafted tokens are accepted.
+ACCEPT_ALL = 10.0
+#: Length of the answers of :func:`reference`.
+NEW_TOKENS = 24
+MODEL_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -61,75 +64,77 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama-grouped-llama3-rope": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama-grouped-llama3-rope": lambda: LlamaConfig(**MODEL_SIZES, rope_parameters=LLAMA3_ROPE),
     "llama-linear-rope-tied": lambda: LlamaConfig(
-        **{**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 1},
+        **{**MODEL_SIZES, "num_hidden_layers": 3, "num_key_value_heads": 1},
         rope_parameters=LINEAR_ROPE,
         tie_word_embeddings=True,
         head_dim=16,
     ),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
-    "mistral-no-window": lambda: MistralConfig(**SIZES, sliding_window=None),
-    "mistral-wide-window": lambda: MistralConfig(**SIZES, sliding_window=128),
+    "qwen2": lambda: Qwen2Config(**MODEL_SIZES),
+    "qwen3": lambda: Qwen3Config(**MODEL_SIZES, head_dim=16),
+    "mistral-no-window": lambda: MistralConfig(**MODEL_SIZES, sliding_window=None),
+    "mistral-wide-window": lambda: MistralConfig(**MODEL_SIZES, sliding_window=128),
 }
-#: The one that tests of everything but the architecture use.
-PLAIN = "llama-grouped-llama3-rope"
-#: With these seeds no prompt of the tests leads greedy decoding into repeating one token.
+#: The architecture of tests that are not about architectures.
+DEFAULT_ARCHITECTURE = "llama-grouped-llama3-rope"
+#: With these seeds greedy decoding of the test prompts never falls into repeating one token.
 SEEDS = {**dict.fromkeys(ARCHITECTURES, 3), "qwen3": 1}
 
 
 def tiny_target(
-    architecture: str = PLAIN,
+    architecture: str = DEFAULT_ARCHITECTURE,
     seed: int | None = None,
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> PreTrainedModel:
-    """A fresh target. Every parameter is random, biases and norms too, and large enough that
-    greedy output wanders instead of repeating one token."""
+    """Create a random target. Biases and norms are random too, and all parameters are large enough
+    for greedy output to vary instead of repeating one token."""
     config = ARCHITECTURES[architecture]()
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    randomise(model, SEEDS[architecture] if seed is None else seed)
+    randomize(model, SEEDS[architecture] if seed is None else seed)
     return model.to(dtype).eval()
 
 
 def untrained_head(model: PreTrainedModel, seed: int = 7, bias: bool = True) -> EagleHead:
-    """A random head of the target's family, not attached yet."""
+    """Create a random head of the target's family that is not attached to the target yet."""
     head = EagleHead(model.config, bias=bias)
-    randomise(head, seed)
+    randomize(head, seed)
     return head.to(model.dtype).eval()
 
 
 @lru_cache
-def shared_pair(architecture: str = PLAIN, device: str = "cpu") -> EagleFSD:
-    """One :func:`tiny_pair` for all tests that only decode with it."""
-    return tiny_pair(architecture, device)
+def random_pair(architecture: str = DEFAULT_ARCHITECTURE, device: str = "cpu") -> EagleFSD:
+    """Return the :func:`new_random_pair` shared by all tests that only decode with it."""
+    return new_random_pair(architecture, device)
 
 
-def tiny_pair(architecture: str = PLAIN, device: str = "cpu", **settings: Any) -> EagleFSD:
-    """A fresh random target under an untrained head."""
+def new_random_pair(
+    architecture: str = DEFAULT_ARCHITECTURE, device: str = "cpu", **tree: int
+) -> EagleFSD:
+    """Create a random target with an untrained head."""
     model = tiny_target(architecture).to(device)
-    return EagleFSD(model, untrained_head(model), small_tree(**settings))
+    return EagleFSD(model, untrained_head(model), small_tree(**tree))
 
 
-def small_tree(**settings: Any) -> FSDSettings:
-    """Lossless settings with a tree that costs little, and whatever is given above them."""
-    return FSDSettings(**{"total_tokens": 12, "depth": 3, "top_k": 3, **settings})
+def small_tree(**changes: int) -> TreeConfig:
+    """Return a tree that is cheap to draft, with ``changes`` applied."""
+    return TreeConfig(**{"total_tokens": 12, "depth": 3, "top_k": 3, **changes})
 
 
 @lru_cache
-def kindred_pair(
-    architecture: str = PLAIN, cycle: int = VOCABULARY, context: float = 0.08
+def aligned_pair(
+    architecture: str = DEFAULT_ARCHITECTURE, cycle: int = VOCAB_SIZE, context: float = 0.08
 ) -> EagleFSD:
-    """A target whose next token depends mostly on the current one, and a head that knows it.
+    """Return a target whose next token depends mostly on the current one, and a head to match.
 
     The target's attention is scaled by ``context`` and the layers above the first do nothing else,
     so the head, a copy of the first layer fed mostly with the embedding, is a good guess but not a
-    perfect one. The output projection sends every token to its successor in a cycle of ``cycle``
-    tokens: a long one makes varied text, a short one makes it repeat itself.
+    perfect one. The output projection maps every token to its successor in a cycle of ``cycle``
+    tokens: a long cycle gives varied output, a short one repetitive output.
     """
     model = tiny_target(architecture, tie_word_embeddings=False)
     base, size = model.base_model, model.config.hidden_size
@@ -149,7 +154,7 @@ def kindred_pair(
             noise = torch.randn(layer.self_attn.o_proj.weight.shape, generator=generator)
             layer.self_attn.o_proj.weight.copy_(context * noise)
     head = EagleHead(model.config, bias=False)
-    randomise(head, 7)
+    randomize(head, 7)
     first = {name: item for name, item in base.layers[0].state_dict().items() if "attn" not in name}
     del first["input_layernorm.weight"]
     head.layers[0].load_state_dict(first, strict=False)
@@ -160,8 +165,8 @@ def kindred_pair(
     return EagleFSD(model, head, small_tree())
 
 
-def randomise(module: torch.nn.Module, seed: int) -> None:
-    """Draw every parameter anew."""
+def randomize(module: torch.nn.Module, seed: int) -> None:
+    """Draw every parameter of ``module`` anew."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -173,14 +178,14 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise)
 
 
-def prompt(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
-    """``[1, length]`` random ids. 0 is left out: it is the padding of :func:`left_padded`."""
+def prompt(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    """Return ``[1, length]`` random ids without 0, the padding of :func:`left_padded`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, vocabulary, (1, length), generator=generator)
+    return torch.randint(1, vocab_size, (1, length), generator=generator)
 
 
 def left_padded(*prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts of ``[1, S]`` to ``[B, longest]`` ids and their attention mask."""
+    """Combine prompts of ``[1, S]`` into ``[B, longest]`` ids and their attention mask."""
     width = max(item.shape[1] for item in prompts)
     ids = [torch.nn.functional.pad(item, (width - item.shape[1], 0)) for item in prompts]
     mask = [torch.arange(width)[None] >= width - item.shape[1] for item in prompts]
@@ -189,37 +194,37 @@ def left_padded(*prompts: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache
 def batch() -> tuple[Tensor, Tensor]:
-    """Prompts of one, two, seven and twenty tokens, padded on the left."""
+    """Return prompts of one, two, seven and twenty tokens, padded on the left, and their mask."""
     return left_padded(prompt(7, 1), prompt(1, 2), prompt(20, 3), prompt(2, 4))
 
 
 def greedy_reference(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, new: int = 32, **options: Any
 ) -> Tensor:
-    """What Hugging Face's own greedy ``generate`` returns: ``[B, S + new]``."""
+    """Return ``[B, S + new]``, the output of Hugging Face's own greedy ``generate``."""
     mask = torch.ones_like(ids) if mask is None else mask
     options.setdefault("pad_token_id", 0)
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
 
 
 @lru_cache
-def reference(architecture: str, kindred: bool = False) -> Tensor:
-    """Hugging Face's greedy answer to :func:`batch`; varied, so that equality means something."""
-    pair = kindred_pair(architecture) if kindred else shared_pair(architecture)
+def reference(architecture: str = DEFAULT_ARCHITECTURE, aligned: bool = False) -> Tensor:
+    """Return Hugging Face's greedy answer to :func:`batch`, checked not to be trivial."""
+    pair = aligned_pair(architecture) if aligned else random_pair(architecture)
     ids, mask = batch()
-    sequences = greedy_reference(pair.model, ids, mask, new=NEW)
+    sequences = greedy_reference(pair.model, ids, mask, new=NEW_TOKENS)
     for row in sequences[:, ids.shape[1] :]:
         assert row.unique().numel() >= 8, "the reference repeats itself"
     return sequences
 
 
 def answers(out: GenerateOutput) -> Tensor:
-    """``[B, new]``."""
+    """Return the new tokens, ``[B, new]``."""
     return out.sequences[:, -out.origins.shape[1] :]
 
 
 def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits ``[S, V]`` and features ``[S, H]`` of one sequence (``[S]``), no cache, no mask."""
+    """Return logits ``[S, V]`` and features ``[S, H]`` of ``ids`` ``[S]``, without a cache."""
     with torch.no_grad():
         output = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
     return output.logits[0], output.hidden_states[-1][0]
@@ -228,10 +233,9 @@ def plain_logits(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def hand_made_tree(
     tokens: list[int], parents: list[int], rows: int = 1, shift: int = 0, device: str = "cpu"
 ) -> DraftTree:
-    """A tree of given ``tokens`` and ``parents`` (the root is its own), with no draft behind it.
+    """Build a tree without draft distributions; the root is its own parent.
 
-    Args:
-        rows: Copies of it, row ``b`` with ``b * shift`` added to every token.
+    Row ``b`` of ``rows`` has ``b * shift`` added to every token.
     """
     depths, ancestors = [0], torch.eye(len(tokens), dtype=torch.bool)
     for node in range(1, len(tokens)):
@@ -239,18 +243,18 @@ def hand_made_tree(
         ancestors[node] |= ancestors[parents[node]]
     added = shift * torch.arange(rows)[:, None]
     return DraftTree(
-        tokens=((torch.tensor([tokens]) + added) % VOCABULARY).to(device),
+        tokens=((torch.tensor([tokens]) + added) % VOCAB_SIZE).to(device),
         parents=torch.tensor([parents] * rows, device=device),
         depths=torch.tensor([depths] * rows, device=device),
         ancestors=ancestors.expand(rows, -1, -1).to(device),
         draft_rows=torch.full((rows, len(tokens)), -1, device=device),
-        draft_log_probs=torch.empty(rows, 0, VOCABULARY, device=device),
+        draft_log_probs=torch.empty(rows, 0, VOCAB_SIZE, device=device),
         max_depth=max(depths),
     )
 
 
 def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
-    """The tokens from the root of row ``row`` down to ``node``, both included."""
+    """Return the tokens from the root of row ``row`` down to ``node``, both included."""
     tokens = [int(tree.tokens[row, node])]
     while node:
         node = int(tree.parents[row, node])
@@ -258,29 +262,29 @@ def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
     return tokens
 
 
-class Recorder(FuzzyRule):
-    """Lets everything pass and keeps what it was shown."""
+class RecordingRule(FuzzyRule):
+    """Accept everything and record the inputs of every step in ``steps``."""
 
-    def gate(self, evidence: Evidence) -> Tensor:
-        self.shown.append(evidence)
-        return super().gate(evidence)
+    steps: list[VerificationInputs]
 
-    @classmethod
-    def make(cls) -> Recorder:
-        rule = cls(FUZZY)
-        object.__setattr__(rule, "shown", [])
-        return rule
+    def __init__(self) -> None:
+        super().__init__(ACCEPT_ALL)
+        object.__setattr__(self, "steps", [])  # the rule itself is frozen
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        self.steps.append(inputs)
+        return super().gate(inputs)
 
 
-def by_row_and_last_token(row: int, ids: Tensor) -> list[int]:
-    """Which tokens may follow: depends on the prompt's number and on the last token."""
-    return [token for token in range(VOCABULARY) if (token + int(ids[-1]) + row) % 3]
+def allowed_tokens(row: int, ids: Tensor) -> list[int]:
+    """Constrain decoding by the index of the prompt and the last token."""
+    return [token for token in range(VOCAB_SIZE) if (token + int(ids[-1]) + row) % 3]
 
 
 @lru_cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character a token, so that any text and any stop string can be written."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    """Return a tokenizer of single characters, which can encode any text and any stop string."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB_SIZE]
     core = Tokenizer(models.BPE(vocab={item: i for i, item in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

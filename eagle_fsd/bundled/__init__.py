@@ -1,7 +1,7 @@
-"""The pair that ships with the package: a small target, a draft head, and their world of problems.
+"""The bundled pair: a small target, a draft head, and a generator of problems for them.
 
-``target`` and ``head`` hold the weights; :mod:`eagle_fsd.bundled.problems` generates the word
-problems that both are trained on and measured with. Nothing here imports the rest of the package.
+``target`` and ``head`` contain the weights; :mod:`eagle_fsd.bundled.problems` generates the word
+problems that both are trained on and evaluated with. Nothing here imports the rest of the package.
 Start with ``target/README.md`` and ``head/README.md``, the model cards.
 """
 

@@ -1,15 +1,14 @@
-"""Seeded generator of the bundled pair's world: word problems and a little small talk.
+"""Generate the word problems and small talk that the bundled pair is trained on.
 
-The pair that ships with the package is trained on these chats and measured on problems it has
-never seen. The generator lives beside the pair, not with the trainer, because decoding, training
-and evaluation all need it and only ``model`` is known to all three.
+The generator is part of this package, not of training, because training, evaluation and the tests
+all use it.
 
-A problem is a chain of two to five arithmetic steps on one quantity. Every sentence of the
-question and of the worked answer is drawn from a small grammar, so the same step is told in many
-ways: the wording of an answer is free where its numbers are not. That is what makes the problems
-a fair test of fuzzy verification, which should give way on the first and hold on the second.
+A problem is a chain of two to five arithmetic steps on one quantity. All sentences of the question
+and of the worked answer are drawn from a small grammar, so that the same step is phrased in many
+ways: the wording of an answer is free, its numbers are not. This makes the problems a fair test of
+fuzzy verification, which should relax the wording and preserve the numbers.
 
-Grammar: ``[a|b|c]`` picks one alternative (nesting allowed), ``{field}`` is filled afterwards.
+Templates: ``[a|b|c]`` selects one alternative (brackets may be nested), then ``{field}`` is filled.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from typing import Literal
 Split = Literal["train", "test"]
 Message = dict[str, str]
 
-#: One question in this many belongs to the test split; the choice is a hash of its text.
-TEST_SHARE = 10
-#: No intermediate result exceeds this: the pair is small, and three digits are enough of a test.
-LARGEST = 200
-STEPS = (2, 5)
+#: One question in this many belongs to the test split.
+TEST_INTERVAL = 10
+#: The largest result. Intermediate results can exceed it slightly.
+MAX_RESULT = 200
+#: Bounds of the number of equations in an answer.
+MIN_STEPS, MAX_STEPS = 2, 5
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
@@ -38,10 +38,10 @@ class Problem:
     """One word problem.
 
     Attributes:
-        question: What the user asks.
+        question: The user's message.
         answer: A worked answer whose last line is ``#### N``.
         final: The number ``N``.
-        steps: How many equations the answer holds, two to five.
+        steps: The number of equations in the answer, from two to five.
     """
 
     question: str
@@ -52,6 +52,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Person:
+    """A name and its pronouns."""
+
     name: str
     he: str
     his: str
@@ -59,10 +61,12 @@ class _Person:
 
 @dataclass(frozen=True)
 class _Thing:
-    things: str  # plural
-    box: str  # what they come in
+    """A kind of object: its plural, its container (singular and plural), and how it is obtained."""
+
+    things: str
+    box: str
     boxes: str
-    action: str  # how one comes by them
+    action: str
 
 
 def _people(names: str, he: str, his: str) -> list[_Person]:
@@ -123,7 +127,16 @@ on a trip|at the station|in the village|at a party|at the club|at the bakery""".
 
 
 class _Story:
-    """A problem under construction: the running quantity and the sentences told so far."""
+    """A problem under construction.
+
+    Attributes:
+        rng: Source of all random choices.
+        fields: Values of the template fields.
+        unit: The unit of the quantity.
+        quantity: The current result.
+        question: Sentences of the question.
+        answer: Sentences of the answer.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -142,32 +155,34 @@ class _Story:
         }
         self.unit = thing.things
         self.quantity = 0
-        self.told: list[str] = []
-        self.worked: list[str] = []
+        self.question: list[str] = []
+        self.answer: list[str] = []
 
     def say(self, template: str, **numbers: int) -> str:
+        """Expand a template."""
         while match := _CHOICE.search(template):
             choice = self.rng.choice(match.group(1).split("|"))
             template = template[: match.start()] + choice + template[match.end() :]
         return " ".join(template.format(**self.fields, **numbers).split())
 
     def tell(self, template: str, **numbers: int) -> None:
+        """Add a sentence to the question."""
         sentence = self.say(template, **numbers)
-        self.told.append(sentence[0].upper() + sentence[1:])
+        self.question.append(sentence[0].upper() + sentence[1:])
 
     def work(self, reason: str, left: int, sign: str, right: int, unit: str | None = None) -> int:
-        """Add a worked sentence and return the result of ``left sign right``."""
+        """Add an equation to the answer and return the result of ``left sign right``."""
         result = {
             "+": left + right,
             "-": left - right,
             "*": left * right,
             "/": left // right,
         }[sign]
-        opener = _FIRST if not self.worked else _NEXT
+        opener = _FIRST if not self.answer else _NEXT
         link = "[, so we have|, which makes|, and that gives|, so it becomes|:|, giving]"
         tail = f"[ {unit or self.unit}|]"
         equation = f"{left} {sign} {right} = {result}"
-        self.worked.append(self.say(f"{opener} {reason}{link} {equation}{tail}."))
+        self.answer.append(self.say(f"{opener} {reason}{link} {equation}{tail}."))
         return result
 
 
@@ -176,7 +191,7 @@ _NEXT = "[Then|Next,|After that,|Now|From there,|In the next step,]"
 _THEN = "[Then|Next,|After that,|Later|Soon after,|A little later,|The next day]"
 
 
-# Opening steps: they set the quantity. Each returns how many equations it used.
+# Opening steps set the quantity. Every step returns the number of equations it adds to the answer.
 def _start_plain(story: _Story) -> int:
     story.quantity = story.rng.randint(5, 60)
     story.tell(
@@ -222,9 +237,9 @@ def _start_two_days(story: _Story) -> int:
     return 1
 
 
-# Middle steps: they change the quantity, or return 0 when it does not allow them.
+# Middle steps change the quantity, or return 0 if its value does not permit them.
 def _gain(story: _Story) -> int:
-    k = story.rng.randint(2, min(60, max(2, LARGEST - story.quantity)))
+    k = story.rng.randint(2, min(60, max(2, MAX_RESULT - story.quantity)))
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [gets {{k}} more|finds {{k}} more|receives {{k}} more|"
         "is given {k} more] {things}[ from {friend}|].",
@@ -259,7 +274,7 @@ _TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
 
 def _multiply(story: _Story) -> int:
-    fits = [k for k in _TIMES if story.quantity * k <= LARGEST]
+    fits = [k for k in _TIMES if story.quantity * k <= MAX_RESULT]
     if not fits:
         return 0
     k = story.rng.choice(fits)
@@ -295,7 +310,7 @@ def _share(story: _Story) -> int:
 
 def _gain_boxes(story: _Story) -> int:
     a, b = story.rng.randint(2, 9), story.rng.randint(2, 9)
-    if story.quantity + a * b > LARGEST:
+    if story.quantity + a * b > MAX_RESULT:
         return 0
     story.tell(
         f"{_THEN} [{{name}}|{{he}}] [{{buys}}|gets] {{a}} more {{boxes}} [of|with] {{b}} {{things}}"
@@ -316,7 +331,8 @@ def _gain_boxes(story: _Story) -> int:
     return 2
 
 
-# Closing steps: they turn the quantity into what is asked for.
+# Closing steps turn the quantity into the result and ask for it. A step that does not fit adds no
+# sentence to the question.
 def _close_count(story: _Story) -> int:
     story.tell(
         "[How many {things} does {name} have [now|in the end|at the end]|"
@@ -327,7 +343,7 @@ def _close_count(story: _Story) -> int:
 
 
 def _close_sell(story: _Story) -> int:
-    fits = [p for p in range(2, 10) if story.quantity * p <= LARGEST]
+    fits = [p for p in range(2, 10) if story.quantity * p <= MAX_RESULT]
     if not fits:
         return 0
     price = story.rng.choice(fits)
@@ -353,7 +369,7 @@ def _close_together(story: _Story) -> int:
     k = story.rng.randint(2, 30)
     more = story.rng.random() < 0.5 or story.quantity <= k + 1
     other = story.quantity + k if more else story.quantity - k
-    if story.quantity + other > LARGEST:
+    if story.quantity + other > MAX_RESULT:
         return 0
     word = "more" if more else "fewer"
     story.tell(
@@ -376,6 +392,7 @@ _Step = Callable[[_Story], int]
 _STARTS: list[_Step] = [_start_plain, _start_boxes, _start_boxes, _start_two_days]
 _MIDDLES: list[_Step] = [_gain, _gain, _lose, _lose, _lose, _multiply, _share, _share, _gain_boxes]
 _CLOSES: list[_Step] = [_close_count, _close_count, _close_count, _close_sell, _close_together]
+_CLOSE_EQUATIONS: dict[_Step, int] = {_close_count: 0, _close_sell: 1, _close_together: 2}
 _CONCLUSION = (
     "[So|Therefore,|Thus,|In the end,|All told,]"
     " [the answer is|the result is|we get|the final number is] {n}[ {unit}|]."
@@ -383,13 +400,17 @@ _CONCLUSION = (
 
 
 def generate_problem(rng: random.Random) -> Problem:
-    """Draw one problem from ``rng``, of either split."""
+    """Generate one problem of either split.
+
+    Args:
+        rng: The source of randomness.
+    """
     while True:
         story = _Story(rng)
-        wanted = rng.randint(*STEPS)
+        wanted = rng.randint(MIN_STEPS, MAX_STEPS)
         steps = rng.choice(_STARTS)(story)
         close = rng.choice(_CLOSES)
-        reserved = {_close_count: 0, _close_sell: 1, _close_together: 2}[close]
+        reserved = _CLOSE_EQUATIONS[close]
         for _ in range(20):
             if steps >= wanted - reserved:
                 break
@@ -397,23 +418,35 @@ def generate_problem(rng: random.Random) -> Problem:
             if step is _gain_boxes and steps + 2 > wanted - reserved:
                 continue
             steps += step(story)
-        before = len(story.told)
+        before = len(story.question)
         steps += close(story)
-        if steps != wanted or len(story.told) == before or story.quantity > LARGEST:
+        if steps != wanted or len(story.question) == before or story.quantity > MAX_RESULT:
             continue
         conclusion = story.say(_CONCLUSION.replace("{unit}", story.unit), n=story.quantity)
-        answer = " ".join([*story.worked, conclusion]) + f"\n#### {story.quantity}"
-        return Problem(" ".join(story.told), answer, story.quantity, steps)
+        answer = " ".join([*story.answer, conclusion]) + f"\n#### {story.quantity}"
+        return Problem(" ".join(story.question), answer, story.quantity, steps)
 
 
 def split_of(question: str) -> Split:
-    """The split a question belongs to: a hash of its text, so the two can never overlap."""
+    """Return the split of a question.
+
+    A hash of the text determines the split, so that the two splits cannot overlap.
+
+    Args:
+        question: The question's text.
+    """
     digest = hashlib.sha256(question.encode()).digest()
-    return "test" if digest[0] % TEST_SHARE == 0 else "train"
+    return "test" if digest[0] % TEST_INTERVAL == 0 else "train"
 
 
 def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """``count`` different problems of one split, the same for the same ``seed``."""
+    """Generate distinct problems.
+
+    Args:
+        split: The split that the problems belong to.
+        count: Number of problems.
+        seed: Seed of the generator. A larger count with the same seed extends the list.
+    """
     rng = random.Random(f"{split}-{seed}")
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -423,7 +456,7 @@ def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
     return list(found.values())
 
 
-# Small talk: (what the user may say, what the answer may be).
+# Small talk: templates of the user's message and of the answer.
 SMALL_TALK: list[tuple[str, str]] = [
     (
         "[hello|Hello!|hi|Hi there|hey|good morning|Good evening]",
@@ -472,14 +505,28 @@ SMALL_TALK: list[tuple[str, str]] = [
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """One (user, assistant) exchange of small talk."""
+    """Generate an exchange of small talk.
+
+    Args:
+        rng: The source of randomness.
+
+    Returns:
+        The user's message and the answer.
+    """
     story = _Story(rng)
     user, assistant = rng.choice(SMALL_TALK)
     return story.say(user), story.say(assistant)
 
 
 def chat_messages(*exchanges: tuple[str, str]) -> list[Message]:
-    """The exchanges as ``[{"role": ..., "content": ...}]``."""
+    """Convert exchanges to the messages of a chat.
+
+    Args:
+        *exchanges: Pairs of a user's message and the answer.
+
+    Returns:
+        Messages ``{"role": ..., "content": ...}``.
+    """
     return [
         {"role": role, "content": text}
         for exchange in exchanges
@@ -488,7 +535,15 @@ def chat_messages(*exchanges: tuple[str, str]) -> list[Message]:
 
 
 def chats(split: Split, seed: int = 0) -> Iterator[list[Message]]:
-    """Endless chats of one split: mostly one problem, some of several turns, some small talk."""
+    """Generate an endless stream of chats: mostly one problem, some several turns or small talk.
+
+    Args:
+        split: The split that the problems belong to.
+        seed: Seed of the generator.
+
+    Yields:
+        The messages of a chat.
+    """
     rng = random.Random(f"chats-{split}-{seed}")
     while True:
         kinds = rng.choices(["p", "pp", "sp", "s", "ps", "pps", "ppp"], [70, 9, 7, 5, 4, 2, 3])[0]
@@ -502,9 +557,3 @@ def chats(split: Split, seed: int = 0) -> Iterator[list[Message]]:
                 problem = generate_problem(rng)
             exchanges.append((problem.question, problem.answer))
         yield chat_messages(*exchanges)
-
-
-def final_number(text: str) -> int | None:
-    """The number after the last ``####`` of an answer, or None where there is none."""
-    found = re.findall(r"####\s*(-?\d[\d,]*)", text)
-    return int(found[-1].replace(",", "")) if found else None

@@ -1,66 +1,57 @@
-"""What the web page asks and is told, and the pair in this process that answers it.
+"""What generates the answers of the web page.
 
-The page knows a :class:`Backend` alone: :class:`LocalBackend` here, or a running worker
-(:mod:`eagle_fsd.chat.remote_backend`). Requests are FastChat's to a worker, so that the same reader
-checks and bounds them (:func:`eagle_fsd.chat.requests.read_request`).
+The page depends on the :class:`Backend` protocol only. :class:`LocalBackend` decodes in this
+process; :class:`~eagle_fsd.chat.remote_backend.RemoteBackend` asks a running worker. Both take the
+request parameters that FastChat sends to a worker, which are validated in one place:
+:func:`eagle_fsd.chat.requests.read_request`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.chat.decode_queue import DecodeQueue, QueueFullError
-from eagle_fsd.chat.requests import CHOOSABLE, AnswerRequest, RequestError, read_request
-from eagle_fsd.chat.session import Answer
+from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError
+from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.requests import read_request
+from eagle_fsd.chat.session import AnswerRequest
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.chat.wire_format import clean, template
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.prefix_cache import Conversation
-from eagle_fsd.utils.chat_templates import Chat, ChatFormat
+from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 
-log = logging.getLogger(__name__)
-
-#: Likeliest tokens of the target's that are told of every token.
-ALTERNATIVES = 3
+#: Most likely target tokens reported for each token.
+NUM_ALTERNATIVES = 3
 WARM_UP_TOKENS = 16
-#: Seconds between two updates: a browser need not draw every step, and drawing slows decoding.
-REFRESH = 0.08
-#: Seconds between two signs of life while a request waits, so that one who left is noticed.
-SIGN_OF_LIFE = 0.25
+#: Minimum seconds between two updates: rendering every step would slow decoding down.
+UPDATE_INTERVAL = 0.08
+#: Seconds between empty updates while a request waits, so that disconnects are noticed.
+HEARTBEAT_INTERVAL = 0.25
 
 
 class BackendError(RuntimeError):
-    """No answer, and why: fit for the page."""
+    """No answer, or only a part of one; the message is fit for the user."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """What the page shows of one token.
+    """A token as the page shows it.
 
     Attributes:
-        text: What it completes; empty where it completes no character.
+        id: Its id.
+        text: The text that it completes; may be empty.
         origin: ``"exact"``, ``"fuzzy"`` or ``"target"``.
-        divergence: Between target and draft where it stands; None where there was no draft.
-        probability: The target's, from 0 to 1.
-        top: The target's likeliest tokens there, with their probabilities.
+        divergence: Divergence of target and draft at its position, in nats; None without a draft.
+        probability: The target's probability of the token, in [0, 1].
+        top: The most likely target tokens at its position, with their probabilities.
     """
 
     id: int
@@ -73,220 +64,173 @@ class Token:
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of an answer; without tokens it is a sign of life.
+    """The increment of a streamed answer; one without tokens and stats is a heartbeat.
 
     Attributes:
-        figures: Of the answer so far: ``tau``, ``tokens_per_second``, ``tokens``,
-            ``fuzzy_tokens``, ``dropped`` (messages that the context had no room for), ...; empty
-            while it waits.
-        finish_reason: ``"stop"`` or ``"length"`` with the last one.
+        tokens: The new tokens.
+        stats: Statistics of the answer so far: ``tau``, ``tokens_per_second``, ``tokens``,
+            ``fuzzy_tokens``, ``dropped`` (messages dropped to fit the context), ...
+        finish_reason: ``"stop"`` or ``"length"`` with the last update.
     """
 
     tokens: Sequence[Token] = ()
-    figures: Mapping[str, float] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the update as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Update:
+        """Rebuild an update from :meth:`as_dict`."""
         tokens = [Token(**item) for item in values["tokens"]]
-        return cls(tokens, values["figures"], values["finish_reason"])
+        return cls(tokens, values["stats"], values["finish_reason"])
 
 
 @dataclass(frozen=True)
 class About:
-    """What a backend is and grants.
+    """A backend's properties.
 
     Attributes:
-        settings: FSD's, where a request has none of its own.
+        name: Name of the pair.
+        acceptance: Acceptance options of requests that set none.
+        limits: Limits of requests.
     """
 
     name: str
-    settings: FSDSettings
+    acceptance: AcceptanceConfig
     limits: Limits
 
 
 class Backend(Protocol):
-    """Who answers the page."""
+    """A source of answers."""
 
     about: About
 
-    def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
-        """The answer to a request, as it comes; closing the iterator ends the decoding.
+    def stream(
+        self, params: Mapping[str, Any], method: str = "fsd"
+    ) -> AsyncGenerator[Update, None]:
+        """Stream the answer to a request; closing the iterator cancels the decoding.
 
         Args:
-            params: As :func:`request` makes them; they are checked and bounded here.
-            plain: Decode without the draft head.
+            params: Request parameters from :func:`request_params`, validated by the backend.
+            method: ``"fsd"``, or ``"ar"`` for autoregressive decoding without the draft head.
 
         Raises:
-            BackendError: There is no answer, or it broke off.
+            BackendError: The request is invalid, or decoding failed.
         """
 
 
-def request(
-    chat: Chat, options: Mapping[str, Any], fsd: Mapping[str, Any] | None = None
+def request_params(
+    chat: Chat, options: AnswerOptions | None = None, acceptance: AcceptanceConfig | None = None
 ) -> dict[str, Any]:
-    """The parameters of a request: ``chat``, the assistant to speak next, and how to answer it."""
-    conversation = template()
-    conversation.messages = []
-    user, assistant = conversation.roles
-    for message in chat:
-        role = user if message["role"] == "user" else assistant
-        conversation.append_message(role, clean(message["content"]))
-    conversation.append_message(assistant, None)
-    params = {"prompt": conversation.get_prompt(), "logprobs": ALTERNATIVES, **options}
-    return params if fsd is None else {**params, "fsd": dict(fsd)}
+    """Build the parameters of a request, as a FastChat worker takes them.
 
-
-def choosable(settings: FSDSettings) -> dict[str, Any]:
-    """Those of ``settings`` that a request may choose."""
-    return {name: getattr(settings, name) for name in CHOOSABLE}
+    Args:
+        chat: Messages, the last one from the user.
+        options: Answer options; default: the worker's.
+        acceptance: Acceptance options; default: the pair's.
+    """
+    params: dict[str, Any] = {"prompt": encode_chat(chat), "logprobs": NUM_ALTERNATIVES}
+    if options is not None:
+        params |= options.model_dump(exclude_none=True)
+    if acceptance is not None:
+        params["fsd"] = acceptance.model_dump()
+    return params
 
 
 class LocalBackend:
-    """A pair in this process, in the line of a :class:`DecodeQueue`.
+    """A pair in this process.
 
     Args:
-        name: What the page calls the pair.
-        queue, read: Who decodes, and who reads requests: a worker's. Default: our own.
+        model: The pair.
+        chat_template: How chats become prompts.
+        limits: Limits of requests.
+        name: Name of the pair on the page.
+        queue: Queue to decode in; default: a new one.
+        read: Reads and validates request parameters; default: in a thread of this backend.
     """
 
     def __init__(
         self,
         model: EagleFSD,
-        wording: ChatFormat,
+        chat_template: ChatTemplate,
         limits: Limits,
         name: str,
         queue: DecodeQueue | None = None,
         read: Callable[[dict[str, Any]], Awaitable[AnswerRequest]] | None = None,
     ) -> None:
-        self.model, self.wording = model, wording
-        self.about = About(name, model.settings, limits)
-        # (An empty queue is false.)
+        self.model, self.chat_template = model, chat_template
+        self.about = About(name, model.acceptance, limits)
         self.queue = DecodeQueue(model, limits.queue) if queue is None else queue
-        self._read = read or self._read_here
-        # A tokenizer is one thread's at a time; a long prompt is not to hold up the event loop.
+        self._read = read or self._read_in_thread
+        # A tokenizer is not thread-safe, and a long prompt would block the event loop.
         self._reader = ThreadPoolExecutor(1, "read")
-        # The caches of the last answer, touched by the thread that decodes alone.
-        self._conversation = Conversation()
 
-    async def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
+    async def stream(
+        self, params: Mapping[str, Any], method: str = "fsd"
+    ) -> AsyncGenerator[Update, None]:
         """See :meth:`Backend.stream`."""
-        loop = asyncio.get_running_loop()
-        updates: asyncio.Queue[Update | None] = asyncio.Queue()
-        begun = time.monotonic()
-
-        def work(gone: Callable[[], bool]) -> None:
-            self.queue.watch("begun", {"waited": time.monotonic() - begun})
-            for update in self._answer(asked, plain, gone):
-                with contextlib.suppress(RuntimeError):  # the loop is closed: its server is gone
-                    loop.call_soon_threadsafe(updates.put_nowait, update)
-
+        pieces: list[Piece] = []
+        sent = -math.inf
         try:
             self.queue.check_room()
-            asked = await self._read(dict(params))
-        except (RequestError, QueueFullError) as error:
+            request = replace(await self._read(dict(params)), method=method)
+            updates = self.queue.submit(request).updates(heartbeat=HEARTBEAT_INTERVAL)
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    if update is None:
+                        yield Update()
+                        continue
+                    pieces += update.pieces
+                    now = time.monotonic()
+                    if now - sent < UPDATE_INTERVAL and update.finish_reason is None:
+                        continue
+                    tokens = [self._token(piece) for piece in pieces]
+                    stats = {
+                        **update.stats,
+                        "tokens": update.usage["completion_tokens"],
+                        "dropped": request.dropped,
+                    }
+                    yield Update(tokens, stats, update.finish_reason)
+                    pieces, sent = [], now
+        except (RequestError, QueueFullError, DecodingError) as error:
             raise BackendError(str(error)) from error
-        done = asyncio.ensure_future(self.queue.call(work))
-        done.add_done_callback(lambda _: updates.put_nowait(None))
-        try:
-            async for update in until_none(updates):
-                yield update
-            await done
-        except QueueFullError as error:
-            raise BackendError(str(error)) from error
-        except Exception as error:
-            log.exception("a request failed")
-            message = " ".join(str(error).split())
-            raise BackendError(f"decoding failed: {message}") from error
-        finally:
-            done.cancel()
 
-    async def _read_here(self, params: dict[str, Any]) -> AnswerRequest:
+    async def _read_in_thread(self, params: dict[str, Any]) -> AnswerRequest:
         return await asyncio.get_running_loop().run_in_executor(
-            self._reader, read_request, params, self.model, self.wording, self.about.limits
+            self._reader, read_request, params, self.model, self.chat_template, self.about.limits
         )
-
-    def _answer(
-        self, asked: AnswerRequest, plain: bool, gone: Callable[[], bool]
-    ) -> Iterator[Update]:
-        """Runs in the thread that decodes."""
-        answer = Answer(
-            self.model,
-            asked.ids,
-            asked.options,
-            asked.stop,
-            asked.stop_token_ids,
-            asked.settings,
-            plain,
-            # What plain decoding leaves in the caches lacks the head's half.
-            conversation=None if plain else self._conversation,
-            details=asked.details,
-        )
-        watch, before, now, told = self.queue.watch, 0, time.monotonic(), 0.0
-        pending: list[Piece] = []
-        try:
-            for pieces in answer:
-                pending += pieces
-                seconds, now = time.monotonic() - now, time.monotonic()
-                watch("step", {"seconds": seconds, "tokens": answer.new_tokens - before})
-                before = answer.new_tokens
-                if gone():
-                    watch("cancelled", answer.figures())
-                    return
-                if now - told >= REFRESH or answer.finish_reason is not None:
-                    yield self._update(answer, pending, asked.dropped)
-                    told, pending = now, []
-        except Exception:
-            self._conversation = Conversation()
-            watch("failed", {})
-            raise
-        watch("ended", {**answer.figures(), **answer.usage()})
-
-    def _update(self, answer: Answer, pieces: Iterable[Piece], dropped: int) -> Update:
-        figures = {**answer.figures(), "tokens": answer.new_tokens, "dropped": dropped}
-        return Update([self._token(piece) for piece in pieces], figures, answer.finish_reason)
 
     def _token(self, piece: Piece) -> Token:
-        detail, decode = piece.detail, self.model.tokenizer.decode
-        name = piece.origin.name.lower()
-        if detail is None:
-            return Token(piece.token, piece.text, name)
-        top = [(decode([token]), math.exp(value)) for token, value in detail.top]
-        probability = math.exp(detail.log_prob)
-        return Token(piece.token, piece.text, name, detail.divergence, probability, top)
+        token = Token(piece.token, piece.text, piece.origin.name.lower())
+        if piece.detail is None:
+            return token
+        decode = self.model.tokenizer.decode
+        return replace(
+            token,
+            divergence=piece.detail.divergence,
+            probability=math.exp(piece.detail.log_prob),
+            top=[(str(decode([id_])), math.exp(value)) for id_, value in piece.detail.top],
+        )
 
     def warm_up(self) -> None:
-        """Decode a few tokens both ways, so that no answer is measured with what is done once.
+        """Decode a few tokens with both methods, so that one-time costs slow no answer.
 
-        Not from within an event loop: for whoever starts a server.
+        Must not be called from within an event loop.
         """
+        options = AnswerOptions(max_new_tokens=WARM_UP_TOKENS)
+        params = request_params([{"role": "user", "content": "Hello"}], options)
 
-        def work(_: Callable[[], bool]) -> None:
-            ids = self.model.tokenizer("Hello", return_tensors="pt").input_ids
-            for plain in (False, True):
-                options = AnswerOptions(max_new_tokens=WARM_UP_TOKENS)
-                for _ in Answer(self.model, ids, options, plain=plain, details=ALTERNATIVES):
+        async def decode() -> None:
+            for method in ("fsd", "ar"):
+                async for _ in self.stream(params, method):
                     pass
 
-        asyncio.run(self.queue.call(work))
+        asyncio.run(decode())
 
     def close(self) -> None:
         """Stop decoding."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self.queue.close()
-
-
-async def until_none(updates: asyncio.Queue[Update | None]) -> AsyncIterator[Update]:
-    """What is put in, and a sign of life wherever nothing comes for a while."""
-    while True:
-        try:
-            update = await asyncio.wait_for(updates.get(), SIGN_OF_LIFE)
-        except asyncio.TimeoutError:
-            yield Update()
-            continue
-        if update is None:
-            return
-        yield update

@@ -1,31 +1,58 @@
-"""The options of answers and servers, declared once."""
+"""Options of answers and limits of servers.
+
+Imports neither torch nor transformers, so that the command line can be parsed without them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic import Field
 
-from eagle_fsd.utils.options import Options, number
-
-
-@dataclass(frozen=True)
-class AnswerOptions(Options):
-    """How an answer is drawn."""
-
-    max_new_tokens: int = number(512, 1, 1_048_576, "tokens of an answer at most")
-    temperature: float = number(0.0, 0.0, 2.0, "0 is greedy")
-    top_p: float = number(1.0, 1e-6, 1.0, "nucleus sampling; 1 is off")
-    top_k: int = number(0, 0, 1_048_576, "sample from the k likeliest; 0 is off")
-    repetition_penalty: float = number(1.0, 0.01, 10.0, "of tokens said before, as a factor")
-    presence_penalty: float = number(0.0, -2.0, 2.0, "of tokens the answer has")
-    frequency_penalty: float = number(0.0, -2.0, 2.0, "of tokens the answer has, each time")
-    seed: int | None = number(None, 0, 2**63 - 1, "makes sampling repeatable", whole=True)
+from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.utils.options import Options
 
 
-@dataclass(frozen=True)
+class AnswerOptions(SamplingConfig):
+    """How an answer is sampled and how long it may get."""
+
+    max_new_tokens: int = Field(
+        default=512, ge=1, le=1_048_576, description="Maximum number of tokens in an answer."
+    )
+    repetition_penalty: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=10.0,
+        description="Divides the logits of tokens that occurred before (multiplies negative ones);"
+        " 1 is off.",
+    )
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from the logits of tokens that the answer contains.",
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from a token's logit for each of its occurrences in the answer.",
+    )
+
+
 class Limits(Options):
-    """What a server grants a request."""
+    """Limits of what a server accepts."""
 
-    queue: int = number(64, 1, 100_000, "requests that may wait; one more gets 429")
-    max_new_tokens: int = number(4096, 1, 1_048_576, "tokens of an answer at most")
-    max_threshold: float = number(0.5, 0.0, 1e9, "largest T that a request may set")
-    max_body: int = number(1_048_576, 1024, 2**31, "bytes of a request at most")
+    queue: int = Field(
+        default=64,
+        ge=1,
+        le=100_000,
+        description="Maximum number of waiting requests; further ones get status 429.",
+    )
+    max_new_tokens: int = Field(
+        default=4096, ge=1, le=1_048_576, description="Maximum number of tokens in an answer."
+    )
+    max_threshold: float = Field(
+        default=0.5, ge=0.0, le=1e9, description="Largest threshold that a request may set."
+    )
+    max_body: int = Field(
+        default=1_048_576, ge=1024, le=2**31, description="Maximum size of a request in bytes."
+    )

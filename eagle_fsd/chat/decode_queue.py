@@ -1,8 +1,8 @@
-"""One model, many clients: requests wait in line and are decoded one at a time.
+"""Share one model among many clients: requests wait in a queue and are decoded one at a time.
 
-A thread of its own decodes; what it says goes to each request's :class:`Job`, which the server's
-event loop reads. A client that leaves cancels its job, and the next step does not happen. This is
-the seam behind which batches of requests can be decoded some day.
+:class:`DecodeQueue` owns a decoding thread. A server's event loop submits a request and reads the
+updates of the returned :class:`Job`. When a client disconnects, its job is cancelled and ends after
+its current step. Batched decoding could be implemented behind the same interface.
 """
 
 from __future__ import annotations
@@ -13,176 +13,243 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from eagle_fsd.chat.requests import AnswerRequest
-from eagle_fsd.chat.session import Answer
+from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.prefix_cache import Conversation
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
+Outcome = Literal["ended", "cancelled", "failed"]
+#: Work for the decoding thread; its argument returns whether the call was cancelled.
+Work = Callable[[Callable[[], bool]], Any]
+
 
 class QueueFullError(RuntimeError):
-    """As many requests are waiting as may."""
+    """The request queue is full or closed."""
 
 
 class DecodingError(RuntimeError):
-    """Decoding failed; the message is fit for the client."""
+    """Decoding failed; the message may be shown to the client."""
+
+
+class DecodeObserver:
+    """Receive the events of a queue; the methods do nothing and may be overridden.
+
+    They are called by the decoding thread. For requests that were cancelled while they waited, the
+    event loop may call :meth:`request_finished`.
+    """
+
+    def request_started(self, waited: float) -> None:
+        """Called when a request is taken from the queue.
+
+        Args:
+            waited: Seconds it spent in the queue.
+        """
+
+    def step_finished(self, seconds: float, tokens: int) -> None:
+        """Called when a decoding step is complete.
+
+        Args:
+            seconds: Duration of the step.
+            tokens: Number of tokens that it emitted.
+        """
+
+    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+        """Called when a request ends, is cancelled or fails.
+
+        Args:
+            outcome: ``"ended"``, ``"cancelled"`` or ``"failed"``.
+            stats: The answer's :meth:`~eagle_fsd.chat.session.Answer.stats` and, if it ended, its
+                usage. Empty if the request failed or never started.
+        """
 
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of an answer.
+    """The increment of a streamed answer.
 
     Attributes:
-        text: All of it so far. pieces: What is new in it.
-        figures: How it was decoded, with the last update only.
+        text: The whole text so far.
+        pieces: The new pieces.
+        usage: Token counts in OpenAI's format.
+        finish_reason: ``"stop"`` or ``"length"`` in the last update, else None.
+        stats: The answer's statistics so far.
     """
 
     text: str
     pieces: list[Piece]
     usage: dict[str, int]
     finish_reason: str | None
-    figures: dict[str, Any] | None = None
+    stats: dict[str, Any]
 
 
 class Job:
-    """A request in line, or being answered: iterate for its updates, or cancel it."""
+    """A request that is waiting or being decoded.
+
+    Args:
+        request: The request.
+        loop: The event loop that reads the updates.
+
+    Attributes:
+        cancelled: Whether the job was cancelled.
+        submitted: Time of submission, from ``time.monotonic()``.
+    """
 
     def __init__(self, request: AnswerRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self._loop = request, loop
         self._updates: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
         self.cancelled = False
-        self.begun = time.monotonic()
+        self.submitted = time.monotonic()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the request."""
         self.cancelled = True
 
-    async def updates(self) -> AsyncIterator[Update]:
-        """Until the answer is complete; leaving early cancels.
+    async def updates(self, heartbeat: float | None = None) -> AsyncGenerator[Update | None, None]:
+        """Iterate over the updates of the answer; closing the iterator cancels the job.
+
+        Args:
+            heartbeat: Yield None whenever no update arrives for this many seconds; default: never.
 
         Raises:
-            DecodingError: It failed.
+            DecodingError: Decoding failed.
         """
-        said = self.request.echo
+        text = self.request.echo
         try:
-            while (update := await self._updates.get()) is not None:
+            while True:
+                try:
+                    update = await asyncio.wait_for(self._updates.get(), heartbeat)
+                except asyncio.TimeoutError:
+                    yield None
+                    continue
+                if update is None:
+                    return
                 if isinstance(update, Exception):
                     raise update
-                said += "".join(piece.text for piece in update.pieces)
-                yield replace(update, text=said)
+                text += "".join(piece.text for piece in update.pieces)
+                yield replace(update, text=text)
         finally:
             self.cancel()
 
-    def tell(self, update: Update | Exception | None) -> None:
-        """Called by the thread that decodes.
+    def publish(self, update: Update | Exception | None) -> None:
+        """Send an update from the decoding thread to the event loop.
 
-        The text is put together where it is read: a client that stops reading is not to hold a
-        copy of it for every step.
+        Args:
+            update: An update, an error, or None at the end. An update's text is left empty, because
+                :meth:`updates` adds it: otherwise a slow reader would accumulate a copy per step.
         """
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
-        except RuntimeError:  # the loop is closed: its server is gone
+        except RuntimeError:  # the loop is closed
             self.cancel()
 
 
 class Call:
-    """Other work that needs the model, in the same line."""
+    """Other work that needs the model and waits in the same queue.
 
-    def __init__(
-        self, work: Callable[[Callable[[], bool]], Any], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.work, self._loop = work, loop
+    Args:
+        work: The function to run.
+        loop: The event loop that awaits the result.
+
+    Attributes:
+        result: The future of the result.
+        cancelled: Whether the call was cancelled.
+    """
+
+    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop) -> None:
+        self._work, self._loop = work, loop
         self.result: asyncio.Future[Any] = loop.create_future()
         self.cancelled = False
 
     def cancel(self) -> None:
+        """Cancel the call and its future."""
         self.cancelled = True
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.result.cancel)
 
     def run(self) -> Callable[[], None]:
-        """Called by the thread that decodes; what it returns tells the outcome."""
+        """Do the work in the decoding thread; return a function that publishes its outcome."""
         try:
-            found, failure = self.work(lambda: self.cancelled), None
-        except Exception as error:  # the client's, not the line's
-            found, failure = None, error
-        return lambda: self.tell(found, failure)
+            value, error = self._work(lambda: self.cancelled), None
+        except Exception as caught:  # reported to the caller; the queue continues
+            value, error = None, caught
 
-    def tell(self, found: Any, failure: Exception | None) -> None:
-        """Called by the thread that decodes."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: its server is gone
-            self._loop.call_soon_threadsafe(self._tell, found, failure)
+        def resolve() -> None:
+            if self.result.cancelled():
+                return
+            if error is None:
+                self.result.set_result(value)
+            else:
+                self.result.set_exception(error)
 
-    def _tell(self, found: Any, failure: Exception | None) -> None:
-        if self.result.cancelled():
-            return
-        if failure is None:
-            self.result.set_result(found)
-        else:
-            self.result.set_exception(failure)
+        def publish() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(resolve)
+
+        return publish
 
 
 class DecodeQueue:
-    """The line of requests, and the thread that answers them in the order they came.
+    """A queue of requests, and the thread that decodes them in order of arrival.
 
     Args:
-        waiting: How many may wait beside the one that is being answered.
-        watch: Told of every step's seconds and tokens, and of every answer that ended.
+        model: The pair that decodes.
+        max_waiting: Maximum number of waiting requests, not counting the one being decoded.
+        observer: Receives the queue's events; default: events are ignored.
     """
 
     def __init__(
-        self,
-        model: EagleFSD,
-        waiting: int,
-        watch: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+        self, model: EagleFSD, max_waiting: int, observer: DecodeObserver | None = None
     ) -> None:
-        self.model, self.waiting, self.watch = model, waiting, watch
-        self._line: deque[Job | Call] = deque()
+        self.model, self.max_waiting = model, max_waiting
+        self.observer = observer or DecodeObserver()
+        self._waiting: deque[Job | Call] = deque()
         self._changed = threading.Condition()
         self._current: Job | Call | None = None
         self._closed = False
-        # The caches of the last answer: a chat that goes on pays for its new tokens only.
-        self._conversation = Conversation()
+        # The KV caches of the last answer: the next turn of a chat only adds its own tokens.
+        self._prefix_cache = PrefixCache()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        """Requests waiting or being answered."""
+        """Return the number of requests that are waiting or being decoded."""
         with self._changed:
-            return self._in_line() + (self._current is not None)
+            return self._count_waiting() + (self._current is not None)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that decodes is there."""
+        """Whether the decoding thread is running."""
         return self._thread.is_alive() and not self._closed
 
-    def _in_line(self) -> int:
-        return sum(not job.cancelled for job in self._line)
-
     def submit(self, request: AnswerRequest) -> Job:
-        """Put a request in line; call from the event loop that will read its updates.
+        """Add a request; call this from the event loop that will read its updates.
+
+        Args:
+            request: The request.
 
         Raises:
-            QueueFullError: Too many wait.
+            QueueFullError: The queue is full or closed.
         """
         job = Job(request, asyncio.get_running_loop())
         self._enqueue(job)
         return job
 
-    async def call(self, work: Callable[[Callable[[], bool]], Any]) -> Any:
-        """The result of ``work``, done in its turn by the thread that decodes.
+    async def call(self, work: Work) -> Any:
+        """Do other work in the decoding thread when its turn comes, and return its result.
 
         Args:
-            work: Is handed a function that says whether nobody waits for it any more.
+            work: The function to run. Its argument is a function that returns whether the call was
+                cancelled.
 
         Raises:
-            QueueFullError: Too many wait.
+            QueueFullError: The queue is full or closed.
         """
         call = Call(work, asyncio.get_running_loop())
         self._enqueue(call)
@@ -192,101 +259,99 @@ class DecodeQueue:
             call.cancelled = True
 
     def check_room(self) -> None:
-        """Whether one more may wait: to know before work is spent on it.
+        """Check that the queue has room for one more request.
 
         Raises:
-            QueueFullError: None may.
+            QueueFullError: The queue is full or closed.
         """
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
-            # While none is decoded, the first in line is about to be: it is not one that waits.
-            if self._in_line() + (self._current is not None) > self.waiting:
-                raise QueueFullError(f"{self.waiting} requests are waiting: try again later")
-
-    def _enqueue(self, item: Job | Call) -> None:
-        with self._changed:
-            self.check_room()
-            # Those that left are not to pile up behind a long answer.
-            line, self._line = self._line, deque()
-            for waiting in line:
-                if waiting.cancelled:
-                    self._book_left(waiting)
-                else:
-                    self._line.append(waiting)
-            self._line.append(item)
-            self._changed.notify()
+            # While nothing is being decoded, the first request in the queue is about to start.
+            unfinished = self._count_waiting() + (self._current is not None)
+            if unfinished > self.max_waiting:
+                raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Answer nobody any more; what is being decoded ends with its step."""
+        """Stop serving; the request being decoded is cancelled after its current step.
+
+        Args:
+            timeout: Seconds to wait for that step.
+        """
         with self._changed:
             self._closed = True
-            for job in self._line:
-                job.cancel()
+            for item in self._waiting:
+                item.cancel()
             if self._current is not None:
                 self._current.cancel()
             self._changed.notify()
         self._thread.join(timeout)
 
+    def _count_waiting(self) -> int:
+        return sum(not item.cancelled for item in self._waiting)
+
+    def _enqueue(self, item: Job | Call) -> None:
+        with self._changed:
+            self.check_room()
+            # Cancelled requests must not pile up behind a long answer.
+            kept = deque(other for other in self._waiting if not other.cancelled)
+            for other in self._waiting:
+                if other.cancelled:
+                    self._report_cancelled(other)
+            self._waiting = kept
+            self._waiting.append(item)
+            self._changed.notify()
+
     def _next(self) -> Job | Call | None:
+        """Wait for the next request; None once the queue is closed."""
         with self._changed:
             while True:
-                while self._line:
-                    job = self._line.popleft()
-                    if not job.cancelled:
-                        self._current = job
-                        return job
-                    self._book_left(job)
+                while self._waiting:
+                    item = self._waiting.popleft()
+                    if not item.cancelled:
+                        self._current = item
+                        return item
+                    self._report_cancelled(item)
                 if self._closed:
                     return None
                 self._changed.wait()
 
-    def _book_left(self, item: Job | Call) -> None:
-        """One that left before it was its turn."""
+    def _report_cancelled(self, item: Job | Call) -> None:
+        """Report a request that was cancelled while it waited."""
         if isinstance(item, Job):
-            self.watch("cancelled", {})
+            self.observer.request_finished("cancelled", {})
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            tell = job.run() if isinstance(job, Call) else self._outcome(job)
+        while (item := self._next()) is not None:
+            publish = item.run() if isinstance(item, Call) else self._decode(item)
             with self._changed:
                 self._current = None
-            tell()  # now that its place is free: whoever is told may count on that
+            publish()  # only now, so that a client that sees the end can submit again
 
-    def _outcome(self, job: Job) -> Callable[[], None]:
-        """Answer a request; what is returned tells its end."""
+    def _decode(self, job: Job) -> Callable[[], None]:
+        """Decode a request; return a function that publishes its end."""
         end: DecodingError | None = None
         try:
             self._answer(job)
-        except Exception as error:  # whatever it is, the next client is to be served
+        except Exception as error:  # of any kind: the next request must be served
             log.exception("a request failed")
-            self._conversation = Conversation()
-            end = DecodingError(f"decoding failed: {' '.join(str(error).split())}")
-            self.watch("failed", {})
-        return lambda: job.tell(end)
+            self._prefix_cache = PrefixCache()
+            end = DecodingError(f"decoding failed: {one_line(error)}")
+            self.observer.request_finished("failed", {})
+        return lambda: job.publish(end)
 
     def _answer(self, job: Job) -> None:
-        request = job.request
-        self.watch("begun", {"waited": time.monotonic() - job.begun})
-        answer = Answer(
-            self.model,
-            request.ids,
-            request.options,
-            request.stop,
-            request.stop_token_ids,
-            request.settings,
-            conversation=self._conversation,
-            details=request.details,
-        )
-        begun, before = time.monotonic(), 0
+        self.observer.request_started(time.monotonic() - job.submitted)
+        # Without the draft head only the target's half of the caches would be kept up to date.
+        cache = self._prefix_cache if job.request.method == "fsd" else None
+        answer = Answer(self.model, job.request, cache)
+        step_began, tokens = time.monotonic(), 0
         for pieces in answer:
             now = time.monotonic()
-            self.watch("step", {"seconds": now - begun, "tokens": answer.new_tokens - before})
-            begun, before = now, answer.new_tokens
+            self.observer.step_finished(now - step_began, answer.new_tokens - tokens)
+            step_began, tokens = now, answer.new_tokens
             if job.cancelled:
-                self.watch("cancelled", answer.figures())
+                self.observer.request_finished("cancelled", answer.stats())
                 return
-            last = answer.finish_reason is not None
-            figures = answer.figures() if last else None
-            job.tell(Update("", pieces, answer.usage(), answer.finish_reason, figures))
-        self.watch("ended", {**answer.figures(), **answer.usage()})
+            job.publish(Update("", pieces, answer.usage(), answer.finish_reason, answer.stats()))
+        self.observer.request_finished("ended", {**answer.stats(), **answer.usage()})

@@ -1,34 +1,29 @@
-"""The web page over a running worker: what the page needs of it, there and back.
+"""The web page over a running worker.
 
-FastChat's stream carries text; the page wants every token with its origin and divergence. So a
-worker has two routes beside FastChat's (:func:`add_page_routes`), and :class:`RemoteBackend` asks
-the controller for a worker and then that worker, as FastChat's own web server does.
+FastChat's protocol streams text, but the page needs every token with its origin and divergence. A
+worker therefore has two routes beside FastChat's (:func:`add_page_routes`). :class:`RemoteBackend`
+asks the controller for a worker's address and then that worker, as FastChat's own web server does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from eagle_fsd.chat.backend import (
-    About,
-    Backend,
-    BackendError,
-    LocalBackend,
-    Update,
-)
+from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Update
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.requests import RequestError
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.utils.text import one_line
 
-ABOUT, STREAM = "/page_about", "/page_stream"
-#: Seconds to connect, and to wait for a line: the worker sends signs of life.
+ABOUT_ROUTE, STREAM_ROUTE = "/page_about", "/page_stream"
+#: Seconds to connect, and to wait for a line; heartbeats come more often.
 TIMEOUT = httpx.Timeout(10.0, read=30.0)
 
 
@@ -37,28 +32,35 @@ def add_page_routes(
     backend: LocalBackend,
     read_body: Callable[[Request], Awaitable[dict[str, Any]]],
 ) -> None:
-    """Give a worker's application what :class:`RemoteBackend` asks for.
+    """Add the routes that :class:`RemoteBackend` requests to a worker's application.
 
     Args:
-        read_body: The worker's own way to read a request's JSON object, bounded.
+        app: The worker's application.
+        backend: The worker's pair.
+        read_body: Reads a request's JSON object, up to the worker's size limit.
     """
     about = backend.about
 
-    @app.get(ABOUT)
+    @app.get(ABOUT_ROUTE)
     async def page_about() -> dict[str, Any]:
-        settings = about.settings.as_dict()
-        return {"name": about.name, "settings": settings, "limits": about.limits.as_dict()}
+        return {
+            "name": about.name,
+            "acceptance": about.acceptance.model_dump(),
+            "limits": about.limits.model_dump(),
+        }
 
-    @app.post(STREAM)
+    @app.post(STREAM_ROUTE)
     async def page_stream(request: Request) -> Response:
         body = await read_body(request)
-        params = body.get("params")
+        params, method = body.get("params"), body.get("method", "fsd")
         if not isinstance(params, dict):
-            raise RequestError("the request is not the page's", RequestError.INVALID)
+            raise RequestError("params must be an object", RequestError.INVALID)
+        if method not in ("fsd", "ar"):
+            raise RequestError(f"method must be one of fsd, ar; got {method!r}")
 
         async def lines() -> AsyncIterator[bytes]:
             try:
-                async for update in backend.stream(params, body.get("plain") is True):
+                async for update in backend.stream(params, method):
                     yield json.dumps(update.as_dict()).encode() + b"\n"
             except BackendError as error:
                 yield json.dumps({"error": str(error)}).encode() + b"\n"
@@ -66,86 +68,109 @@ def add_page_routes(
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
-class RemoteBackend(Backend):
-    """A worker that the controller knows.
+class RemoteBackend:
+    """A worker registered with a FastChat controller; see :meth:`connect`.
 
     Args:
-        controller: Its address. model: What the model is called there; default: the first.
-
-    Raises:
-        BackendError: The controller or a worker does not answer, or knows nothing of the page.
+        controller: URL of the controller.
+        model: Name of the model at the controller.
+        about: The worker's properties.
     """
 
-    def __init__(self, controller: str, model: str | None = None) -> None:
-        self.controller, self.model = controller.rstrip("/"), model
-        self.about = asyncio.run(self._ask())
+    def __init__(self, controller: str, model: str, about: About) -> None:
+        self.controller, self.model, self.about = controller, model, about
 
-    async def _ask(self) -> About:
+    @classmethod
+    def connect(cls, controller: str, model: str | None = None) -> RemoteBackend:
+        """Find a worker through a controller. Must not be called from within an event loop.
+
+        Args:
+            controller: URL of the controller.
+            model: Name of the model at the controller; default: the first one.
+
+        Raises:
+            BackendError: No worker can be reached, or it does not support the page.
+        """
+        return asyncio.run(cls._connect(controller.rstrip("/"), model))
+
+    @classmethod
+    async def _connect(cls, controller: str, model: str | None) -> RemoteBackend:
         async with _client() as client:
             try:
-                worker = await self._worker(client)
-                reply = await client.get(worker + ABOUT)
+                model = model or await _first_model(client, controller)
+                worker = await _worker_address(client, controller, model)
+                reply = await client.get(worker + ABOUT_ROUTE)
                 reply.raise_for_status()
-                about = reply.json()
-                return About(
-                    about["name"],
-                    FSDSettings.from_dict(about["settings"]),
-                    Limits.from_dict(about["limits"]),
-                )
             except httpx.HTTPStatusError as error:
-                raise BackendError(f"the worker {worker} has nothing for the web page") from error
+                message = f"the worker at {worker} does not support the web page"
+                raise BackendError(message) from error
             except httpx.HTTPError as error:
-                raise BackendError(self._unreachable(error)) from error
+                raise _unreachable(controller, error) from error
+        values = reply.json()
+        acceptance = AcceptanceConfig.from_dict(values["acceptance"])
+        about = About(values["name"], acceptance, Limits.from_dict(values["limits"]))
+        return cls(controller, model, about)
 
-    async def _worker(self, client: httpx.AsyncClient) -> str:
-        """Address of the worker whose turn it is."""
-        if self.model is None:
-            await client.post(f"{self.controller}/refresh_all_workers")
-            names = await self._told(client, "list_models", "models")
-            if not names:
-                raise BackendError(f"the controller {self.controller} knows no worker")
-            self.model = sorted(names)[0]
-        address = await self._told(client, "get_worker_address", "address", model=self.model)
-        if not address:
-            raise BackendError(f"the controller {self.controller} knows no worker of {self.model}")
-        return address
-
-    async def _told(self, client: httpx.AsyncClient, route: str, name: str, **body: str) -> Any:
-        """What the controller says under ``name``."""
-        reply = await client.post(f"{self.controller}/{route}", json=body)
-        try:
-            return reply.json()[name]
-        except (ValueError, LookupError, TypeError) as error:
-            raise BackendError(f"{self.controller} is no controller") from error
-
-    def _unreachable(self, error: Exception) -> str:
-        return f"no worker answers through {self.controller}: {error or type(error).__name__}"
-
-    async def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
-        """See :meth:`Backend.stream`."""
-        body = {"params": dict(params), "plain": plain}
+    async def stream(
+        self, params: Mapping[str, Any], method: str = "fsd"
+    ) -> AsyncGenerator[Update, None]:
+        """See :meth:`eagle_fsd.chat.backend.Backend.stream`."""
+        body = {"params": dict(params), "method": method}
         async with _client() as client:
             try:
-                worker = await self._worker(client)
-                async with client.stream("POST", worker + STREAM, json=body) as reply:
+                worker = await _worker_address(client, self.controller, self.model)
+                async with client.stream("POST", worker + STREAM_ROUTE, json=body) as reply:
                     if not reply.is_success:
                         await reply.aread()
-                        raise BackendError(_refusal(reply))
+                        raise BackendError(_rejection(reply))
                     async for line in reply.aiter_lines():
-                        found = json.loads(line)
-                        if "error" in found:
-                            raise BackendError(found["error"])
-                        yield Update.from_dict(found)
+                        values = json.loads(line)
+                        if "error" in values:
+                            raise BackendError(values["error"])
+                        yield Update.from_dict(values)
             except httpx.HTTPError as error:
-                raise BackendError(self._unreachable(error)) from error
+                raise _unreachable(self.controller, error) from error
 
 
-def _refusal(reply: httpx.Response) -> str:
-    """Why a worker refuses a request, in its own words where there are any."""
+async def _first_model(client: httpx.AsyncClient, controller: str) -> str:
+    await client.post(f"{controller}/refresh_all_workers")
+    names = await _ask_controller(client, controller, "list_models", "models")
+    if not names:
+        raise BackendError(f"no worker is registered at the controller {controller}")
+    return str(min(names))
+
+
+async def _worker_address(client: httpx.AsyncClient, controller: str, model: str) -> str:
+    """Ask the controller which worker to use next."""
+    address = await _ask_controller(
+        client, controller, "get_worker_address", "address", model=model
+    )
+    if not address:
+        message = f"no worker for {model} is registered at the controller {controller}"
+        raise BackendError(message)
+    return str(address)
+
+
+async def _ask_controller(
+    client: httpx.AsyncClient, controller: str, route: str, field: str, **body: str
+) -> Any:
+    reply = await client.post(f"{controller}/{route}", json=body)
+    try:
+        return reply.json()[field]
+    except (ValueError, LookupError, TypeError) as error:
+        raise BackendError(f"{controller} is not a FastChat controller") from error
+
+
+def _unreachable(controller: str, error: Exception) -> BackendError:
+    return BackendError(f"no worker can be reached through {controller}: {one_line(error)}")
+
+
+def _rejection(reply: httpx.Response) -> str:
+    """Return a worker's error message, or its HTTP status."""
     try:
         return str(reply.json()["text"])
     except (ValueError, KeyError, TypeError):
-        return f"the worker answers with status {reply.status_code}"
+        return f"the worker returned HTTP status {reply.status_code}"
 
 
 def _client() -> httpx.AsyncClient:

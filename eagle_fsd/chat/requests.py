@@ -1,242 +1,185 @@
-"""A request as it comes over the network, checked and bounded before anything is decoded."""
+"""Validate the parameters of a request and tokenize its prompt, before anything is decoded."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.chat.session import ContextError, fit_chat, most_characters
-from eagle_fsd.chat.wire_format import unpack
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
+from eagle_fsd.chat.wire_format import decode_chat
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatFormat
+from eagle_fsd.utils.chat_templates import ChatTemplate
+from eagle_fsd.utils.options import OptionsError
 
-#: Settings of FSD's that a request may choose; the tree is the server's.
-CHOOSABLE = ("threshold", "divergence", "min_ratio", "fallback", "selection", "divergence_on")
-#: OpenAI's bound on alternatives a token.
-MOST_ALTERNATIVES = 20
-MOST_STOPS = 16
-LONGEST_STOP = 256
-#: Lists and objects within one another in a request.
-DEEPEST = 32
-#: Seconds that a client may take to send a request.
-BODY_SECONDS = 30.0
-#: Characters of an error's message: it may quote the request.
-LONGEST_MESSAGE = 500
-#: Temperatures below are greedy: logits divided by one overflow.
-COLDEST = 1e-3
+#: Maximum number of alternatives per token, as in OpenAI's API.
+MAX_ALTERNATIVES = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+#: Lower temperatures become greedy decoding: dividing the logits by them would overflow.
+MIN_TEMPERATURE = 1e-3
 
 
-class RequestError(ValueError):
-    """A request asks for something that is not to be had.
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
-    Attributes:
-        code: FastChat's, of ``fastchat.constants.ErrorCode``.
+
+class WorkerParams(AnswerOptions):
+    """Parameters of a worker request: those that FastChat's API server sends, and ``fsd``.
+
+    Unknown parameters are ignored.
     """
 
-    INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
+    model_config = ConfigDict(extra="ignore")
 
-    def __init__(self, message: str, code: int = OUT_OF_RANGE) -> None:
-        super().__init__(shortened(message))
-        self.code = code
+    stop: list[str] = Field(default=[], description="Strings that end the answer.")
+    stop_token_ids: list[int] = Field(default=[], description="Tokens that end the answer.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_ALTERNATIVES,
+        description="Report log-probabilities, with this many alternatives per token.",
+    )
+    echo: bool = Field(default=False, description="Begin the answer with a raw prompt.")
+    fsd: dict[str, Any] = Field(
+        default={}, description="Acceptance options that override the server's."
+    )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_variants(cls, params: dict[str, Any]) -> dict[str, Any]:
+        params = dict(params)
+        if params.get("top_k") == -1:  # FastChat's value for disabling top-k
+            params["top_k"] = 0
+        if params.get("top_p") == 0:  # some clients request greedy decoding this way
+            params |= {"top_p": 1.0, "temperature": 0.0}
+        if isinstance(params.get("logprobs"), bool):
+            params["logprobs"] = 0 if params["logprobs"] else None
+        return params
 
-def shortened(message: str) -> str:
-    """``message`` as one that tells an error may be: a request's megabyte is not sent back."""
-    if len(message) <= LONGEST_MESSAGE:
-        return message
-    return f"{message[: LONGEST_MESSAGE - 4]} ..."
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, stop: Any) -> Any:
+        strings = [stop] if isinstance(stop, str) else stop
+        valid = isinstance(strings, list) and len(strings) <= MAX_STOP_STRINGS
+        if not valid or not all(
+            isinstance(item, str) and len(item) <= MAX_STOP_LENGTH for item in strings
+        ):
+            raise ValueError(
+                f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings, each of at"
+                f" most {MAX_STOP_LENGTH} characters; got {stop!r}"
+            )
+        return strings
 
+    @field_validator("fsd", mode="before")
+    @classmethod
+    def _check_fsd(cls, fsd: Any) -> Any:
+        if not isinstance(fsd, dict):
+            raise ValueError(f"fsd must be an object; got {fsd!r}")
+        return _without_nulls(fsd)
 
-def announces_more(content_length: str, most: int) -> bool:
-    """Whether that header tells of a body larger than it may be, which need not be read then."""
-    digits = content_length.strip()
-    return digits.isdecimal() and (len(digits) > 18 or int(digits) > most)
+    def answer_options(self, limits: Limits) -> AnswerOptions:
+        """Return the options of the answer, reduced to a server's limits.
 
-
-def read_json(data: bytes) -> dict[str, Any]:
-    """The object that a request's body holds: numbers finite, text whole, nesting bounded.
-
-    Raises:
-        RequestError: It holds something else.
-    """
-    try:
-        value = json.loads(data, parse_constant=_finite, parse_float=_finite)
-    except RecursionError as error:
-        raise RequestError("the request is nested too deeply", RequestError.INVALID) from error
-    except ValueError as error:
-        raise RequestError("the request is not JSON", RequestError.INVALID) from error
-    if not isinstance(value, dict):
-        raise RequestError("the request is not a JSON object", RequestError.INVALID)
-    level: list[Any] = [value]
-    for _ in range(DEEPEST):
-        level = [inner for item in level for inner in _inside(item)]
-    if level:
-        raise RequestError("the request is nested too deeply", RequestError.INVALID)
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # no tokenizer and no answer can hold that
-        message = "the request holds half a character (a lone surrogate)"
-        raise RequestError(message, RequestError.INVALID) from error
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no number of JSON's")
-    return value
-
-
-def _inside(value: Any) -> Sequence[Any]:
-    """The lists and objects in a list or an object."""
-    items = value.values() if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, (dict, list))]
-
-
-@dataclass(frozen=True)
-class AnswerRequest:
-    """What is to be answered, and how.
-
-    Attributes:
-        ids: ``[1, S]``.
-        settings: FSD's, the request's own above the server's.
-        details: Alternatives a token whose log-probabilities are asked for; None: none are.
-        echo: The raw prompt, where the answer is to begin with it.
-        dropped: Messages left out because the chat outgrew the context.
-    """
-
-    ids: Tensor
-    options: AnswerOptions
-    settings: FSDSettings
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    details: int | None = None
-    echo: str = ""
-    dropped: int = 0
+        Args:
+            limits: The server's limits.
+        """
+        names = set(AnswerOptions.model_fields)
+        options = AnswerOptions.from_dict(self.model_dump(include=names))
+        greedy = options.temperature < MIN_TEMPERATURE
+        return options.updated(
+            max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens),
+            temperature=0.0 if greedy else options.temperature,
+        )
 
 
 def read_request(
-    params: Mapping[str, Any], model: EagleFSD, wording: ChatFormat, limits: Limits
+    params: Mapping[str, Any], model: EagleFSD, chat_template: ChatTemplate, limits: Limits
 ) -> AnswerRequest:
-    """The parameters FastChat's API server sends a worker, and ours (``fsd``, ``seed``), checked.
+    """Validate the parameters of a worker request and tokenize its prompt.
+
+    Args:
+        params: The ``prompt`` and the fields of :class:`WorkerParams`; null is the same as absent.
+        model: The pair; its acceptance options are the defaults.
+        chat_template: How a chat encoded in the prompt is formatted.
+        limits: The server's limits.
 
     Raises:
-        RequestError: Something is missing, of another type, or out of its bounds.
+        RequestError: A parameter is missing, of the wrong type or out of bounds, or the prompt does
+            not fit the context.
     """
     prompt = params.get("prompt")
     if not isinstance(prompt, str) or not prompt:
-        raise RequestError("the prompt must be a text, and not empty", RequestError.INVALID)
-    chat = unpack(prompt)
-    stop = _stops(params.get("stop"))
-    ends = _token_ids(params.get("stop_token_ids"), model.target.vocabulary)
-    dropped = 0
+        raise RequestError("prompt must be a non-empty string", RequestError.INVALID)
+    given = _without_nulls(params)
+    given.setdefault("max_new_tokens", limits.max_new_tokens)
+    try:
+        parsed = WorkerParams.from_dict(given)
+    except OptionsError as error:
+        raise RequestError(str(error)) from error
+    acceptance = _acceptance(parsed.fsd, model.acceptance, limits)
+    last_token = model.target.vocab_size - 1
+    if not all(0 <= token <= last_token for token in parsed.stop_token_ids):
+        raise RequestError(f"stop_token_ids must be token ids in [0, {last_token}]")
+    stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
+    chat, dropped = decode_chat(prompt), 0
     try:
         if chat is None:
-            ids = _raw_ids(prompt, model)
-            if ids.shape[1] >= model.target.context:
-                raise ContextError(
-                    f"the prompt's {ids.shape[1]} tokens fill the context of"
-                    f" {model.target.context} tokens"
-                )
+            ids = _encode_raw(prompt, model)
         else:
-            ids, dropped = fit_chat(model, wording, chat)
-            stop, ends = (*stop, *wording.stop), (*ends, *wording.stop_token_ids)
-    except ContextError as error:
+            ids, dropped = fit_chat(model, chat_template, chat)
+            stop += chat_template.stop
+            stop_token_ids += chat_template.stop_token_ids
+    except ContextLengthError as error:
         raise RequestError(str(error), RequestError.CONTEXT) from error
-    except ValueError as error:  # the template refuses the chat
+    except ValueError as error:  # the template rejects the chat
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
-    echo = prompt if params.get("echo") and chat is None else ""
-    options, settings = _options(params, limits), _settings(params.get("fsd"), model, limits)
-    details = _details(params.get("logprobs"))
-    return AnswerRequest(ids, options, settings, stop, ends, details, echo, dropped)
-
-
-def _raw_ids(prompt: str, model: EagleFSD) -> Tensor:
-    most = most_characters(model.target.context)
-    if len(prompt) > most:  # not worth the tokenizer's time
-        raise ContextError(
-            f"the prompt's {len(prompt)} characters are more than the {most} that may be tried:"
-            f" the context is {model.target.context} tokens"
-        )
-    return model.tokenizer(prompt, return_tensors="pt").input_ids
-
-
-def _options(params: Mapping[str, Any], limits: Limits) -> AnswerOptions:
-    given = {
-        item.name: params[item.name]
-        for item in fields(AnswerOptions)
-        if params.get(item.name) is not None
-    }
-    given.setdefault("max_new_tokens", limits.max_new_tokens)
-    if given.get("top_k") == -1:  # off, in FastChat's words
-        given["top_k"] = 0
-    if given.get("top_p") == 0:  # "greedy", to some clients
-        given["top_p"], given["temperature"] = 1.0, 0.0
-    try:
-        options = AnswerOptions.from_dict(given)
-    except (ValueError, TypeError) as error:
-        raise RequestError(str(error)) from error
-    cold = options.temperature < COLDEST
-    return options.updated(
-        max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens),
-        temperature=0.0 if cold else options.temperature,
+    return AnswerRequest(
+        ids,
+        parsed.answer_options(limits),
+        acceptance,
+        stop,
+        stop_token_ids,
+        details=parsed.logprobs,
+        echo=prompt if parsed.echo and chat is None else "",
+        dropped=dropped,
     )
 
 
-def _settings(given: Any, model: EagleFSD, limits: Limits) -> FSDSettings:
-    if given is None:
-        return model.settings
-    if not isinstance(given, Mapping):
-        raise RequestError("fsd must be an object of settings", RequestError.INVALID)
-    unknown = sorted(set(map(str, given)) - set(CHOOSABLE))
-    if unknown:
+def _acceptance(
+    given: Mapping[str, Any], default: AcceptanceConfig, limits: Limits
+) -> AcceptanceConfig:
+    """Return the server's acceptance options with those of a request."""
+    try:
+        acceptance = AcceptanceConfig.from_dict({**default.model_dump(), **given})
+    except OptionsError as error:
+        raise RequestError(f"fsd: {error}") from error
+    bound = max(limits.max_threshold, default.threshold)
+    if acceptance.threshold > bound:
         raise RequestError(
-            f"fsd has no setting {', '.join(unknown)}; a request may set {', '.join(CHOOSABLE)}"
+            f"fsd: threshold must be at most {bound:g} on this server; got {acceptance.threshold:g}"
         )
-    try:
-        settings = model.settings.updated(**given)
-    except (ValueError, TypeError) as error:
-        raise RequestError(str(error)) from error
-    bound = max(limits.max_threshold, model.settings.threshold)
-    if settings.threshold > bound:
-        raise RequestError(f"threshold must be at most {bound:g} here; got {settings.threshold:g}")
-    return settings
+    return acceptance
 
 
-def _details(asked: Any) -> int | None:
-    if asked is None or asked is False:
-        return None
-    if isinstance(asked, bool):
-        return 0
-    if not isinstance(asked, int) or not 0 <= asked <= MOST_ALTERNATIVES:
-        raise RequestError(f"logprobs must be between 0 and {MOST_ALTERNATIVES}; got {asked!r}")
-    return asked
-
-
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given or []
-    if not isinstance(stops, Sequence) or not all(isinstance(item, str) for item in stops):
-        raise RequestError("stop must be a text or a list of texts", RequestError.INVALID)
-    if len(stops) > MOST_STOPS or any(len(item) > LONGEST_STOP for item in stops):
-        raise RequestError(f"stop may hold {MOST_STOPS} texts of {LONGEST_STOP} characters at most")
-    return tuple(stops)
-
-
-def _token_ids(given: Any, vocabulary: int) -> tuple[int, ...]:
-    ids = given or []
-    valid = isinstance(ids, Sequence) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocabulary
-        for item in ids
-    )
-    if not valid:
-        raise RequestError("stop_token_ids must be a list of the vocabulary's ids")
-    return tuple(ids)
+def _encode_raw(prompt: str, model: EagleFSD) -> Tensor:
+    """Tokenize a raw prompt, which must leave room for at least one new token."""
+    context = model.target.context_length
+    if len(prompt) > max_chars(context):
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} characters, more than the {max_chars(context)} that are"
+            f" tokenized; the context length is {context} tokens"
+        )
+    ids: Tensor = model.tokenizer(prompt, return_tensors="pt").input_ids
+    if ids.shape[1] >= context:
+        raise ContextLengthError(
+            f"the prompt's {ids.shape[1]} tokens fill the context of {context} tokens"
+        )
+    return ids

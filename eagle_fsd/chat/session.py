@@ -1,10 +1,14 @@
-"""One answer to one chat or prompt: what the terminal, the worker and the web page all show."""
+"""Generate one answer as a stream; terminal chat, worker and web page share this code.
+
+Start with :class:`Answer`. :func:`fit_chat` turns a chat into a prompt that fits the context.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,165 +17,209 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.text import Piece, TextStream
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.prefix_cache import Conversation
-from eagle_fsd.utils.chat_templates import Chat, ChatFormat, encode_prompt
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
-#: Tokens an answer gets at least: older turns make room for them.
-LEAST_ANSWER = 64
-#: Characters that a token may stand for on average: text that is longer is not even tokenized.
-CHARACTERS_A_TOKEN = 32
+#: Minimum number of tokens to leave for an answer; older messages are dropped to make room.
+MIN_ANSWER_TOKENS = 64
+#: Upper bound on the average number of characters per token. Longer text cannot fit the context and
+#: is not tokenized, which would take seconds for megabytes.
+MAX_CHARS_PER_TOKEN = 32
 
 
-class ContextError(ValueError):
+class ContextLengthError(ValueError):
     """The prompt leaves no room for an answer."""
 
 
 class PenaltyProcessor(LogitsProcessor):
-    """OpenAI's presence and frequency penalties: of the answer's tokens alone.
+    """OpenAI's presence and frequency penalties, which count the answer's tokens only.
 
     Args:
-        prompt: How many tokens of each row are the prompt.
+        prompt_length: Tokens at the beginning of each row that belong to the prompt.
+        presence: Subtracted from the logits of tokens that occurred.
+        frequency: Subtracted for each occurrence.
     """
 
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``[B, S]`` tokens so far and ``[B, V]`` logits to penalised logits."""
-        said = input_ids[:, self.prompt :]
+        """Return the penalized logits.
+
+        Args:
+            input_ids: ``[B, S]`` tokens so far.
+            scores: ``[B, V]`` logits.
+        """
+        answer = input_ids[:, self.prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(
-            1, said, torch.ones_like(said, dtype=scores.dtype)
+            1, answer, torch.ones_like(answer, dtype=scores.dtype)
         )
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-def most_characters(tokens: int) -> int:
-    """Characters of a text that may be tried to fit into so many tokens."""
-    return tokens * CHARACTERS_A_TOKEN
+def max_chars(tokens: int) -> int:
+    """Return the maximum number of characters worth tokenizing.
+
+    Args:
+        tokens: Maximum number of tokens of the text.
+    """
+    return tokens * MAX_CHARS_PER_TOKEN
 
 
-def fit_chat(model: EagleFSD, wording: ChatFormat, chat: Chat) -> tuple[Tensor, int]:
-    """Ids ``[1, S]`` of a chat that leave room for an answer, and how many messages were dropped.
+def fit_chat(model: EagleFSD, chat_template: ChatTemplate, chat: Chat) -> tuple[Tensor, int]:
+    """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
-    The oldest turns go first, a question with its answer; what the system says stays, and so does
-    the last question.
+    A question is dropped together with its answer. System messages and the last question stay.
+
+    Args:
+        model: The pair; its context length is the limit.
+        chat_template: How the chat is formatted.
+        chat: The messages.
+
+    Returns:
+        ``[1, S]`` token ids and the number of dropped messages.
 
     Raises:
-        ContextError: The last question alone does not fit.
+        ContextLengthError: The system messages and the last question do not fit.
+        ValueError: The template rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
-    context = model.target.context
-    room = context - min(LEAST_ANSWER, context // 4)
-    later_questions = (at for at in range(1, len(turns)) if turns[at]["role"] == "user")
-    cuts = [0, *later_questions]
+    context = model.target.context_length
+    room = context - min(MIN_ANSWER_TOKENS, context // 4)
+    cuts = [0, *(at for at in range(1, len(turns)) if turns[at]["role"] == "user")]
+    encoded: dict[int, Tensor] = {}
 
-    def length(messages: Chat) -> int:
+    def chars(messages: Chat) -> int:
         return sum(len(message["content"]) for message in messages)
 
-    def fits(cut: int) -> bool:
-        tried[cut] = encode_prompt([*system, *turns[cut:]], model.tokenizer, wording)
-        return tried[cut].shape[1] <= room
+    def worth_encoding(cut: int) -> bool:
+        return chars(turns[cut:]) <= max_chars(room) - chars(system)
 
-    # A client may send any number of turns: cuts are tried by halves, not one after the other.
-    tried: dict[int, Tensor] = {}
-    left = most_characters(room) - length(system)
-    place = bisect_left(cuts, True, key=lambda cut: length(turns[cut:]) <= left)
-    if place < len(cuts) and not fits(cuts[place]):
-        place = bisect_left(cuts, True, place + 1, key=fits)
-    if place < len(cuts):
-        return tried[cuts[place]], cuts[place]
-    if cuts[-1] in tried:
-        size = f"{tried[cuts[-1]].shape[1]} tokens"
+    def fits(cut: int) -> bool:
+        encoded[cut] = encode_prompt([*system, *turns[cut:]], model.tokenizer, chat_template)
+        return encoded[cut].shape[1] <= room
+
+    # Binary search: a client may send thousands of turns.
+    index = bisect_left(cuts, True, key=worth_encoding)
+    if index < len(cuts) and not fits(cuts[index]):
+        index = bisect_left(cuts, True, lo=index + 1, key=fits)
+    if index < len(cuts):
+        return encoded[cuts[index]], cuts[index]
+    if cuts[-1] in encoded:
+        size = f"{encoded[cuts[-1]].shape[1]} tokens"
     else:
-        size = f"{length([*system, *turns[cuts[-1] :]])} characters"
-    raise ContextError(
-        f"the prompt's {size} leave no room for an answer: the context is {context} tokens"
+        size = f"{chars([*system, *turns[cuts[-1] :]])} characters"
+    raise ContextLengthError(
+        f"the prompt's {size} leave no room for an answer; the context length is {context} tokens"
     )
 
 
-class Answer:
-    """An answer on its way: iterate for its pieces; afterwards, or at any time, its figures.
-
-    Args:
-        ids: ``[1, S]``, shorter than the target's context.
-        stop: Texts that end the answer; they are not part of it.
-        stop_token_ids: Tokens that end it, beside the target's own.
-        settings: FSD's, in the place of the model's.
-        plain: Decode without the draft head.
-        conversation: Keeps the caches for the next turn.
-        details: Of every token its log-probability, divergence, and so many alternatives.
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A validated request for one answer.
 
     Attributes:
-        text: What was said so far. finish_reason: ``"stop"`` or ``"length"`` at the end, else None.
+        ids: ``[1, S]`` prompt.
+        options: Sampling, penalties and the answer's maximum length.
+        acceptance: Acceptance options; default: the model's.
+        stop: Strings that end the answer; they are not part of it.
+        stop_token_ids: Tokens that end the answer, in addition to the target's end-of-sequence
+            tokens.
+        details: Number of alternatives to report with each token's log-probability; None: report
+            neither.
+        method: ``"fsd"``, or ``"ar"`` to decode without the draft head.
+        echo: The raw prompt, if the answer begins with it, else an empty string.
+        dropped: Number of messages that were dropped to fit the context.
+    """
+
+    ids: Tensor
+    options: AnswerOptions
+    acceptance: AcceptanceConfig | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    details: int | None = None
+    method: str = "fsd"
+    echo: str = ""
+    dropped: int = 0
+
+
+class Answer:
+    """An answer that is being generated; iterate over it to decode.
+
+    Args:
+        model: The pair.
+        request: The request.
+        prefix_cache: Keeps the KV caches for the next turn of the chat.
+
+    Attributes:
+        prompt_tokens: Number of tokens in the prompt.
+        new_tokens: Number of tokens generated so far.
+        text: The answer so far.
+        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete, else None.
+        generation: The underlying decoding.
 
     Raises:
-        ValueError, FloatingPointError: As :meth:`EagleFSD.stream` does.
+        ContextLengthError: The prompt fills the context.
+        ValueError: As in :meth:`EagleFSD.stream`.
     """
 
     def __init__(
-        self,
-        model: EagleFSD,
-        ids: Tensor,
-        options: AnswerOptions,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        settings: FSDSettings | None = None,
-        plain: bool = False,
-        conversation: Conversation | None = None,
-        details: int | None = None,
+        self, model: EagleFSD, request: AnswerRequest, prefix_cache: PrefixCache | None = None
     ) -> None:
-        if ids.shape[1] >= model.target.context:
-            raise ContextError(
+        ids, options = request.ids, request.options
+        if ids.shape[1] >= model.target.context_length:
+            raise ContextLengthError(
                 f"the prompt's {ids.shape[1]} tokens fill the context of"
-                f" {model.target.context} tokens"
+                f" {model.target.context_length} tokens"
             )
-        self.prompt_tokens = ids.shape[1]
+        self.prompt_tokens, self.new_tokens = ids.shape[1], 0
         self.text = ""
         self.finish_reason: str | None = None
-        self._ends = {*model.end_tokens, *stop_token_ids}
-        self._stream = TextStream(model.tokenizer, stop)
-        self.decoding = model.stream(
+        self._end_tokens = {*model.eos_token_ids, *request.stop_token_ids}
+        self._stream = TextStream(model.tokenizer, request.stop)
+        self.generation = model.stream(
             ids.to(model.target.device),
             torch.ones_like(ids),
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=min(options.top_k, model.target.vocabulary),
-            settings=settings,
-            method="ar" if plain else "fsd",
-            eos_token_id=sorted(self._ends),
-            logits_processor=_processors(options, ids.shape[1]),
-            seed=options.seed,
-            conversation=conversation,
-            details=details,
+            sampling=options.updated(top_k=min(options.top_k, model.target.vocab_size)),
+            acceptance=request.acceptance,
+            method=request.method,
+            eos_token_id=sorted(self._end_tokens),
+            logits_processor=_penalties(options, self.prompt_tokens),
+            prefix_cache=prefix_cache,
+            details=request.details,
         )
 
     def __iter__(self) -> Iterator[list[Piece]]:
-        """What each step of decoding makes certain; the last one has what was held back."""
-        for chunk in self.decoding:
+        """Decode step by step.
+
+        Yields:
+            The pieces that each step completes, possibly none; the last list includes all that were
+            held back.
+
+        Raises:
+            FloatingPointError: As in :meth:`EagleFSD.stream`.
+        """
+        for chunk in self.generation:
+            self.new_tokens += len(chunk.tokens)
             pieces = self._stream.push(chunk.tokens, chunk.origins, chunk.details)
             if self._stream.stopped:
                 self.finish_reason = "stop"
             elif chunk.finished:
-                pieces += self._stream.finish()
-                self.finish_reason = "stop" if chunk.tokens[-1] in self._ends else "length"
+                pieces += self._stream.flush()
+                self.finish_reason = "stop" if chunk.tokens[-1] in self._end_tokens else "length"
             self.text += "".join(piece.text for piece in pieces)
             yield pieces
             if self.finish_reason is not None:
                 return
 
-    @property
-    def new_tokens(self) -> int:
-        return self.decoding.stats.tokens
-
-    def figures(self) -> dict[str, Any]:
-        """How it was decoded: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
-        stats = self.decoding.stats
-        origins = stats.as_dict()["origins"]
-        speed = stats.tokens_per_second
+    def stats(self) -> dict[str, Any]:
+        """Return decoding statistics: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
+        stats = self.generation.stats
+        origins, speed = stats.origins[0], stats.tokens_per_second
         return {
             "tau": stats.tau,
             "steps": stats.steps,
@@ -183,7 +231,7 @@ class Answer:
         }
 
     def usage(self) -> dict[str, int]:
-        """As OpenAI counts."""
+        """Return token counts in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
@@ -191,10 +239,12 @@ class Answer:
         }
 
 
-def _processors(options: AnswerOptions, prompt: int) -> list[LogitsProcessor]:
-    found: list[LogitsProcessor] = []
+def _penalties(options: AnswerOptions, prompt_length: int) -> list[LogitsProcessor]:
+    processors: list[LogitsProcessor] = []
     if options.repetition_penalty != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
     if options.presence_penalty or options.frequency_penalty:
-        found.append(PenaltyProcessor(prompt, options.presence_penalty, options.frequency_penalty))
-    return found
+        processors.append(
+            PenaltyProcessor(prompt_length, options.presence_penalty, options.frequency_penalty)
+        )
+    return processors

@@ -1,4 +1,9 @@
-"""FastChat's terminal chat, decoding with FSD: its loop and its commands, our model and display."""
+"""Terminal chat: FastChat's loop and commands, decoding with FSD.
+
+Start with :func:`run_chat`, which runs FastChat's loop on a :class:`ChatSession`. The display
+classes extend FastChat's styles with colored tokens, statistics, and commands that set decoding
+options.
+"""
 
 from __future__ import annotations
 
@@ -8,81 +13,105 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from fastchat.conversation import get_conv_template
 from fastchat.serve import cli as fastchat_cli
 from fastchat.serve import inference
+from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.session import Answer, fit_chat
-from eagle_fsd.chat.text import Piece, harmless
-from eagle_fsd.chat.wire_format import NAME, clean, display, register, unpack
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.session import Answer, AnswerRequest, fit_chat
+from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.wire_format import (
+    TEMPLATE_NAME,
+    decode_chat,
+    register_template,
+    strip_markers,
+)
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.prefix_cache import Conversation
-from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import Chat, ChatFormat
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
+from eagle_fsd.utils.options import Options, OptionsError, validation_message
+from eagle_fsd.utils.terminal import origin_text
+from eagle_fsd.utils.text import escape_control_chars
+
+Config = TypeVar("Config", bound=Options)
 
 STYLES = ("simple", "rich", "programmatic")
-ORIGIN_STYLES = {Origin.EXACT: "green", Origin.FUZZY: "bold yellow"}
-#: Ends a message of the programmatic style; FastChat's.
+#: End of a message in FastChat's programmatic style.
 END_OF_MESSAGE = " __END_OF_A_MESSAGE_47582648__\n"
+FASTCHAT_COMMANDS = ("!!exit", "!!reset", "!!remove", "!!regen", "!!save", "!!load")
+
+
+def _command(option: str) -> str:
+    return "!!" + option.replace("_", "-")
+
+
+#: Commands and the fields that they set. ``!!tree-top-k`` sets the tree's ``top_k``.
+ACCEPTANCE_COMMANDS = {_command(name): name for name in AcceptanceConfig.model_fields}
+TREE_COMMANDS = {
+    _command("tree_top_k" if name == "top_k" else name): name for name in TreeConfig.model_fields
+}
 
 
 @dataclass
 class ChatSession:
-    """A pair, and what is kept between the turns of one chat with it.
+    """A pair and the state of one chat with it.
 
     Attributes:
-        notes: Where what is not the chat itself is printed.
-        answer: The last one.
+        model: The pair. Commands change its tree and acceptance options.
+        chat_template: How the chat is formatted.
+        options: How answers are sampled.
+        show_origins: Whether to color tokens by their origin.
+        notes: Console for output that is not part of the chat.
+        prefix_cache: The KV caches kept between turns.
+        answer: The last answer.
     """
 
     model: EagleFSD
-    wording: ChatFormat
+    chat_template: ChatTemplate
     options: AnswerOptions
-    settings: FSDSettings
     show_origins: bool = False
     notes: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
-    conversation: Conversation = field(default_factory=Conversation)
+    prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     answer: Answer | None = None
 
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
     ) -> Iterator[dict[str, Any]]:
-        """What FastChat's loop shows: the text so far, and the pieces that are new in it.
+        """Generate an answer; FastChat's loop calls this.
 
         Args:
-            prompt: A chat in transport, or one that another template of FastChat's has worded
-                (that of a file of old). stop, stop_token_ids: That template's.
+            prompt: A chat encoded by :mod:`~eagle_fsd.chat.wire_format`, or a prompt formatted by
+                another FastChat template that a loaded file names.
+            stop: Stop strings of that other template.
+            stop_token_ids: Stop tokens of that other template.
+
+        Yields:
+            FastChat's outputs, with the new pieces as ``pieces``.
         """
-        chat = unpack(prompt)
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        ends = list(stop_token_ids or ())
+        chat = decode_chat(prompt)
+        stop = [stop] if isinstance(stop, str) else stop or ()
         try:
             if chat is None:
                 ids = self.model.tokenizer(prompt, return_tensors="pt").input_ids
             else:
-                ids = self._fitting(chat)
-                stops, ends = [*self.wording.stop], [*self.wording.stop_token_ids]
-            self.answer = answer = Answer(
-                self.model,
-                ids,
-                self.options,
-                stops,
-                ends,
-                self.settings,
-                conversation=self.conversation,
+                ids = self._fit(chat)
+                stop, stop_token_ids = self.chat_template.stop, self.chat_template.stop_token_ids
+            request = AnswerRequest(
+                ids, self.options, stop=stop, stop_token_ids=stop_token_ids or ()
             )
+            self.answer = answer = Answer(self.model, request, self.prefix_cache)
         except ValueError as error:
             self.answer = None
             self.note(str(error))
@@ -96,162 +125,199 @@ class ChatSession:
                 "finish_reason": answer.finish_reason,
             }
 
-    def _fitting(self, chat: Chat) -> Tensor:
-        """Ids of as many of the last turns as the context has room for."""
-        ids, dropped = fit_chat(self.model, self.wording, chat)
+    def _fit(self, chat: Chat) -> Tensor:
+        ids, dropped = fit_chat(self.model, self.chat_template, chat)
         if dropped:
-            self.note(f"the chat outgrew the context: its {dropped} oldest messages are left out")
+            self.note(f"the chat exceeds the context; its {dropped} oldest messages are left out")
         return ids
 
-    def set(self, name: str, value: str) -> str:
-        """Change a setting of FSD's in mid-chat; what to tell the user of it."""
-        name = name.replace("-", "_")
+    def set_option(self, command: str, value: str) -> str | None:
+        """Set or show an option of the tree or of acceptance.
+
+        Args:
+            command: A command such as ``!!min-ratio``. Underscores are read as hyphens.
+            value: The new value; empty to show the current one.
+
+        Returns:
+            The message to print; None if there is no such command.
+        """
+        command = command.replace("_", "-")
         try:
-            if value:
-                kind = next(
-                    item.metadata["kind"] for item in fields(FSDSettings) if item.name == name
-                )
-                self.settings = self.settings.updated(**{name: kind(value)})
-        except (ValueError, TypeError) as error:
+            if command in ACCEPTANCE_COMMANDS:
+                name = ACCEPTANCE_COMMANDS[command]
+                self.model.acceptance = _with_value(self.model.acceptance, name, value)
+                current = getattr(self.model.acceptance, name)
+            elif command in TREE_COMMANDS:
+                name = TREE_COMMANDS[command]
+                self.model.tree = _with_value(self.model.tree, name, value)
+                current = getattr(self.model.tree, name)
+            else:
+                return None
+        except OptionsError as error:
             return str(error)
-        return f"{name} is {getattr(self.settings, name)}"
+        return f"{command.removeprefix('!!')} is {current}"
 
     def note(self, text: str) -> None:
+        """Print a line that is not part of the chat.
+
+        Args:
+            text: The line.
+        """
         self.notes.print(text, style="dim", markup=False, soft_wrap=True)
 
-    def tell_figures(self) -> None:
-        """One dim line on how the last answer was decoded."""
+    def print_stats(self) -> None:
+        """Print one line about how the last answer was decoded."""
         if self.answer is None or not self.answer.new_tokens:
             return
-        figures, count = self.answer.figures(), self.answer.new_tokens
+        stats, count = self.answer.stats(), self.answer.new_tokens
         self.note(
-            f"{figures['tokens_per_second']:.1f} tokens/s, tau {figures['tau']:.2f},"
-            f" {figures['fuzzy_tokens'] / count:.0%} fuzzy of {count} tokens,"
-            f" threshold {self.settings.threshold:g}"
+            f"{stats['tokens_per_second']:.1f} tokens/s, tau {stats['tau']:.2f},"
+            f" {stats['fuzzy_tokens'] / count:.0%} fuzzy of {count} tokens,"
+            f" threshold {self.model.acceptance.threshold:g}"
         )
 
 
-FASTCHATS_COMMANDS = ("!!exit", "!!reset", "!!remove", "!!regen", "!!save", "!!load")
-#: Commands that set what FSD has settings for, in mid-chat: named as the options are.
-COMMANDS = {
-    "!!tree-top-k" if item.name == "top_k" else "!!" + item.name.replace("_", "-"): item.name
-    for item in fields(FSDSettings)
-}
-
-
-class _Asking:
-    """What our displays have in common: commands of our own, and names in place of marks."""
+class _CommandInput:
+    """Mixin for FastChat's styles: additional commands, and roles without markers."""
 
     session: ChatSession
 
     def prompt_for_input(self, role: str) -> str:
+        """Read lines until one is for FastChat's loop, handling our own commands."""
         while True:
             try:
-                said = clean(super().prompt_for_input(display(role)))  # type: ignore[misc]
-            except KeyboardInterrupt:  # it may have been meant for an answer that just ended
+                line = super().prompt_for_input(strip_markers(role))  # type: ignore[misc]
+            except KeyboardInterrupt:  # possibly meant for an answer that has just ended
                 self.session.note("\n!!exit or Ctrl-D ends the chat")
                 continue
-            if said.startswith("!!"):  # FastChat's own know no spaces behind them
-                said = said.rstrip()
-            command, _, value = said.strip().partition(" ")
-            if name := COMMANDS.get(command.replace("_", "-")):
-                self.session.note(self.session.set(name, value.strip()))
-            elif said.startswith("!!") and command not in FASTCHATS_COMMANDS:
-                self.session.note(f"there is no {command} (eagle-fsd chat --help tells them all)")
-            elif refused := _refusal(said):
-                self.session.note(refused)
-            else:
-                return said
+            line = strip_markers(line)
+            if not line.lstrip().startswith("!!"):
+                return line
+            line = line.strip()  # FastChat does not recognize commands with surrounding spaces
+            command, _, argument = line.partition(" ")
+            message = self.session.set_option(command, argument.strip())
+            if message is None and command not in FASTCHAT_COMMANDS:
+                message = f"unknown command {command} (see eagle-fsd chat --help)"
+            if message is None:
+                message = _file_error(command, argument.strip())
+            if message is None:
+                return line
+            self.session.note(message)
 
     def prompt_for_output(self, role: str) -> None:
-        super().prompt_for_output(harmless(display(role)))  # type: ignore[misc]
+        """Print the role before a message."""
+        role = escape_control_chars(strip_markers(role))
+        super().prompt_for_output(role)  # type: ignore[misc]
 
 
-class SimpleDisplay(_Asking, fastchat_cli.SimpleChatIO):
-    """FastChat's simple style; tokens appear as they are accepted."""
+class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
+    """FastChat's simple style, which prints tokens as they are accepted.
+
+    Args:
+        session: The chat.
+        multiline: Whether a message may have several lines.
+    """
 
     def __init__(self, session: ChatSession, multiline: bool) -> None:
         super().__init__(multiline)
         self.session, self.out = session, Console(highlight=False)
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
+        """Print an answer as it is generated, and return it."""
         text = ""
         for output in output_stream:
-            shown = _coloured(output["pieces"], self.session.show_origins)
-            self.out.print(shown, end="", soft_wrap=True)
+            styled = _styled(output["pieces"], self.session.show_origins)
+            self.out.print(styled, end="", soft_wrap=True)
             text = output["text"]
         self.out.print()
-        self.session.tell_figures()
+        self.session.print_stats()
         return text
 
     def print_output(self, text: str) -> None:
-        super().print_output(harmless(text))
+        """Print an earlier message."""
+        super().print_output(escape_control_chars(text))
 
 
-class RichDisplay(_Asking, fastchat_cli.RichChatIO):
-    """FastChat's rich style; with origins shown, coloured text in the place of its Markdown."""
+class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
+    """FastChat's rich style: Markdown, or colored text if origins are shown.
+
+    Args:
+        session: The chat.
+        multiline: Whether a message may have several lines.
+        mouse: Whether the mouse places the cursor.
+    """
 
     def __init__(self, session: ChatSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
         self.session = session
-        self._completer.words += list(COMMANDS)
+        self._completer.words += [*ACCEPTANCE_COMMANDS, *TREE_COMMANDS]
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        if not self.session.show_origins:
-            text = ""
+        """Print an answer as it is generated, and return it."""
+        text = ""
 
-            def watched() -> Iterator[dict[str, Any]]:
-                nonlocal text
-                for output in output_stream:
-                    text = output["text"]
-                    yield {**output, "text": harmless(text)}
+        def escaped() -> Iterator[dict[str, Any]]:
+            nonlocal text
+            for output in output_stream:
+                text = output["text"]
+                yield {**output, "text": escape_control_chars(text)}
 
-            super().stream_output(watched())
-        else:
-            text, shown = "", Text()
-            with Live(shown, console=self._console, refresh_per_second=12) as live:
-                for output in output_stream:
-                    text = output["text"]
-                    shown.append_text(_coloured(output.get("pieces", ()), True))
+        if self.session.show_origins:
+            styled = Text()
+            with Live(styled, console=self._console, refresh_per_second=12) as live:
+                for output in escaped():
+                    styled.append_text(_styled(output["pieces"], show_origins=True))
                     live.refresh()
             self._console.print()
-        self.session.tell_figures()
+        else:
+            super().stream_output(escaped())
+        self.session.print_stats()
         return text
 
     def print_output(self, text: str) -> None:
-        fastchat_cli.RichChatIO.stream_output(self, [{"text": harmless(text)}])
+        """Print an earlier message."""
+        super().stream_output([{"text": escape_control_chars(text)}])
 
 
-class _UntilEnd(fastchat_cli.ProgrammaticChatIO):
-    """FastChat's style for programs; at the end of input it ends, where FastChat's own spins."""
+class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
+    """FastChat's programmatic style, but raising EOFError at the end of input.
+
+    FastChat's own implementation loops forever there.
+    """
 
     def prompt_for_input(self, role: str) -> str:
-        said = ""
-        while not said.endswith(END_OF_MESSAGE):
+        """Read a message up to its end marker."""
+        message = ""
+        while not message.endswith(END_OF_MESSAGE):
             line = sys.stdin.readline()
             if not line:
                 raise EOFError
-            said += line
-        said = said.removesuffix(END_OF_MESSAGE)
-        sys.stdout.write(f"[!OP:{role}]: {said}\n")
+            message += line
+        message = message.removesuffix(END_OF_MESSAGE)
+        sys.stdout.write(f"[!OP:{role}]: {message}\n")
         sys.stdout.flush()
-        return said
+        return message
 
 
-class ProgrammaticDisplay(_Asking, _UntilEnd):
-    """The style for programs, with our commands; what is not the chat goes to standard error."""
+class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
+    """FastChat's programmatic style; notes and statistics go to standard error.
+
+    Args:
+        session: The chat.
+    """
 
     def __init__(self, session: ChatSession) -> None:
         super().__init__()
         self.session = session
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        text = super().stream_output(output_stream)
-        self.session.tell_figures()
+        """Print an answer as it is generated, and return it."""
+        text: str = super().stream_output(output_stream)
+        self.session.print_stats()
         return text
 
 
-def chat(
+def run_chat(
     session: ChatSession,
     style: str = "simple",
     system: str | None = None,
@@ -262,91 +328,109 @@ def chat(
     """Run FastChat's chat loop until the user leaves it.
 
     Args:
+        session: The chat.
         style: One of :data:`STYLES`.
-        system: What the system says first.
-        history: Whether the model is shown earlier turns.
-        multiline, mouse: As FastChat's terminal has them.
+        system: The system message.
+        history: Whether the model sees earlier turns.
+        multiline: Whether a message may have several lines.
+        mouse: Whether the mouse places the cursor (rich style).
+
+    Raises:
+        ValueError: The style is unknown.
     """
-    register()
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of any encoding: what it lacks is no error
-            stream.reconfigure(errors="replace")
+    register_template()
+    for file in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks
+            file.reconfigure(errors="replace")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            # A line may be edited, and pasted lines are one; without, the system cuts it at 4095.
+            # Enables line editing, and lines longer than a terminal's limit of 4095 characters.
             import readline  # noqa: F401
-    display_of = {
-        "simple": lambda: SimpleDisplay(session, multiline),
-        "rich": lambda: RichDisplay(session, multiline, mouse),
-        "programmatic": lambda: ProgrammaticDisplay(session),
-    }
 
     def stream(_model: Any, _tokenizer: Any, params: dict[str, Any], *_: Any, **__: Any) -> Any:
         return session.stream(params["prompt"], params.get("stop"), params.get("stop_token_ids"))
 
-    # FastChat reads a context length from a configuration, but not from one of transformers 5.
-    config = SimpleNamespace(max_position_embeddings=session.model.target.context)
+    # FastChat's loop loads a model and selects a decoding function through these names. It derives
+    # the context length from a configuration, but fails on those of transformers 5.
+    config = SimpleNamespace(max_position_embeddings=session.model.target.context_length)
     loaded = SimpleNamespace(config=config), session.model.tokenizer
-    # FastChat's loop looks these up when it begins: so it gets a loaded pair, and our decoding.
     with (
         patch.object(inference, "load_model", lambda *_, **__: loaded),
         patch.object(inference, "get_generate_stream_function", lambda *_: stream),
         contextlib.suppress(KeyboardInterrupt),
     ):
         inference.chat_loop(
-            NAME,
+            TEMPLATE_NAME,
             "cpu",
             num_gpus=1,
             max_gpu_memory=None,
             dtype=None,
             load_8bit=False,
             cpu_offloading=False,
-            conv_template=NAME,
+            conv_template=TEMPLATE_NAME,
             conv_system_msg=system,
             temperature=session.options.temperature,
             repetition_penalty=session.options.repetition_penalty,
             max_new_tokens=session.options.max_new_tokens,
-            chatio=display_of[style](),
+            chatio=_display(session, style, multiline, mouse),
             judge_sent_end=False,
             debug=False,
             history=history,
         )
 
 
-def _coloured(pieces: Sequence[Piece], origins: bool) -> Text:
+def _display(session: ChatSession, style: str, multiline: bool, mouse: bool) -> Any:
+    if style == "simple":
+        return SimpleDisplay(session, multiline)
+    if style == "rich":
+        return RichDisplay(session, multiline, mouse)
+    if style == "programmatic":
+        return ProgrammaticDisplay(session)
+    raise ValueError(f"style must be one of {', '.join(STYLES)}; got {style!r}")
+
+
+def _styled(pieces: Sequence[Piece], show_origins: bool) -> Text:
     text = Text()
     for piece in pieces:
-        text.append(
-            harmless(piece.text), style=ORIGIN_STYLES.get(piece.origin, "") if origins else ""
-        )
+        if show_origins:
+            text.append_text(origin_text(piece.text, piece.origin.name.lower()))
+        else:
+            text.append(escape_control_chars(piece.text))
     return text
 
 
-def _refusal(said: str) -> str | None:
-    """Why FastChat's loop would break on a ``!!load`` or ``!!save``; None: it will not."""
-    command, _, name = said.strip().partition(" ")
-    name = name.strip()
+def _with_value(config: Config, name: str, value: str) -> Config:
+    """Return the options with one set to a typed value; an empty value changes nothing."""
+    if not value:
+        return config
+    try:
+        return type(config).model_validate({**config.model_dump(), name: value})
+    except ValidationError as error:
+        raise OptionsError(validation_message(error, type(config))) from error
+
+
+def _file_error(command: str, name: str) -> str | None:
+    """Return why FastChat's loop would crash on ``!!save`` or ``!!load``; None if it would not."""
     if command == "!!save" and name:
         path = Path(name)
-        file = Path(name + ".json") if "." not in name else path  # as FastChat does
+        file = path if "." in name else Path(name + ".json")  # as FastChat names it
         if path.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            return f"{name} is no place for a file"
+            return f"cannot write to {name}"
     if command == "!!load" and name:
-        path = next((item for item in (Path(name), Path(name + ".json")) if item.exists()), None)
-        if path is None:
-            return None  # FastChat says so itself
+        candidates = (Path(name), Path(name + ".json"))
+        path = next((item for item in candidates if item.exists()), candidates[0])
+        if not path.exists():
+            return None  # FastChat reports it
         if not path.is_file():
-            return f"{path} is no file"
+            return f"{path} is not a file"
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             get_conv_template(saved["template_name"])
-            texts = [
-                saved["system_message"],
-                *(item for turn in saved["messages"] for item in turn),
-            ]
-            if not all(isinstance(item, str) for item in texts):
-                raise TypeError("a turn is a role and a text")
-            [(role, text) for role, text in saved["messages"]]
+            strings = [saved["system_message"]]
+            for role, text in saved["messages"]:
+                strings += [role, text]
+            if not all(isinstance(item, str) for item in strings):
+                raise TypeError("messages must be strings")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{path} holds no saved chat ({type(error).__name__})"
+            return f"{path} does not contain a saved chat ({type(error).__name__})"
     return None

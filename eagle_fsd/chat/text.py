@@ -1,23 +1,26 @@
-"""From tokens to text as they come: whole characters only, and nothing of a stop string."""
+"""Convert generated tokens to text as they arrive, in whole characters and up to stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.model.engine import TokenDetail
 from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The text that one token completes; empty where it completes none.
+    """One token of an answer and the text that it completes, which may be empty.
 
     Attributes:
-        origin: Where the token came from. detail: What is known of it, where that was asked for.
+        text: The text.
+        token: The token id.
+        origin: The token's origin, as determined by verification.
+        detail: Log-probability, divergence and alternatives, if requested.
     """
 
     text: str
@@ -27,21 +30,25 @@ class Piece:
 
 
 class TextStream:
-    """Turns tokens into pieces of text, up to the first stop string.
+    """Convert tokens to pieces of text, up to the first stop string.
 
-    A stop string may begin in one token and end in a later one: text that could be the beginning
-    of one is held back until it is clear.
+    A stop string may begin in one token and end in a later one, so text that could be the beginning
+    of a stop string is held back until the following tokens decide.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        stop: Strings that end the text. Empty strings are ignored.
 
     Attributes:
-        stopped: Whether a stop string was met; nothing of it or after it is ever told.
+        stopped: Whether a stop string was found. The string and everything after it are dropped.
+
+    Raises:
+        ValueError: The tokenizer is not a fast tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} cannot tell text token by token")
-        self._backend = tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._stop = [text for text in stop if text]
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop = [item for item in stop if item]
         self._held: list[Piece] = []
         self.stopped = False
 
@@ -51,76 +58,68 @@ class TextStream:
         origins: Iterable[int],
         details: Sequence[TokenDetail] | None = None,
     ) -> list[Piece]:
-        """The pieces that are certain now, in order."""
-        for place, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
-            text = self._decoder.step(self._backend, token) or ""
-            detail = details[place] if details is not None else None
+        """Add the tokens of one step.
+
+        Args:
+            tokens: Token ids.
+            origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
+            details: The details of each; None if they were not requested.
+
+        Returns:
+            The pieces that can no longer be part of a stop string, in order.
+        """
+        for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+            text = self._detokenizer.step(token)
+            detail = None if details is None else details[index]
             self._held.append(Piece(text, token, Origin(origin), detail))
-            if text and self._stop_in_held() is not None:
-                break  # what the same step emitted after it is not looked at
+            if text and self._find_stop() is not None:
+                break
         return self._release()
 
-    def finish(self) -> list[Piece]:
-        """What was held back, once no more tokens come."""
-        if self.stopped:
-            return []
+    def flush(self) -> list[Piece]:
+        """Return the pieces that were held back. Call this after the last token."""
         held, self._held = self._held, []
         return held
 
-    def _text(self) -> str:
+    def _held_text(self) -> str:
         return "".join(piece.text for piece in self._held)
 
-    def _stop_in_held(self) -> int | None:
-        """Where the first stop string begins."""
-        text = self._text()
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found, default=None)
+    def _find_stop(self) -> int | None:
+        """Return the position of the first stop string in the held text; None if there is none."""
+        text = self._held_text()
+        positions = [text.find(item) for item in self._stop if item in text]
+        return min(positions, default=None)
 
     def _release(self) -> list[Piece]:
-        text = self._text()
-        end = self._stop_in_held()
-        if end is not None:
-            self.stopped = True
-        else:
-            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        ready, held = _cut(self._held, end)
-        if self.stopped:
-            left = end - sum(len(piece.text) for piece in ready)
-            if left:
-                ready.append(replace(held[0], text=held[0].text[:left]))
-            held = []
-        self._held = held
+        text, end = self._held_text(), self._find_stop()
+        if end is None:
+            undecided = max((_overlap(text, item) for item in self._stop), default=0)
+            ready, self._held = _split(self._held, len(text) - undecided)
+            return ready
+        self.stopped = True
+        ready, rest = _split(self._held, end)
+        before_stop = end - sum(len(piece.text) for piece in ready)
+        if before_stop:
+            ready.append(replace(rest[0], text=rest[0].text[:before_stop]))
+        self._held = []
         return ready
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    """Count the characters at the end of ``text`` that may be the beginning of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length
     return 0
 
 
-def _cut(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that lie within the first ``end`` characters, and the rest.
+def _split(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
+    """Split into the pieces that lie within the first ``end`` characters, and the rest.
 
-    None is divided: a token told in two parts would be counted twice.
+    No piece is divided: a token reported in two parts would be counted twice.
     """
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         if len(piece.text) > end:
-            return list(pieces[:place]), list(pieces[place:])
+            return list(pieces[:index]), list(pieces[index:])
         end -= len(piece.text)
     return list(pieces), []
-
-
-#: Control characters, each as the picture that Unicode has of it; new lines and tabs may stay,
-#: and carriage returns go.
-_PICTURES: dict[int, int | None] = {
-    code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
-}
-_PICTURES |= {0x0D: None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
-
-
-def harmless(text: str) -> str:
-    """``text`` as a terminal shows it, and does not obey it."""
-    return text.translate(_PICTURES)

@@ -1,32 +1,78 @@
-"""Chats through FastChat untouched: its prompt text carries the turns, and is taken apart again.
+"""Encode chats as prompts, the only form that FastChat's servers transport.
 
-FastChat words a chat by a template that it guesses from the model's name, in a process that has no
-tokenizer. Here it is given a template that words nothing: every turn stands between control
-characters. Whoever decodes takes the text apart and words the turns as the target wants them. Text
-without these characters is a raw prompt.
+FastChat's API server formats a chat with a template that it guesses from the model's name, in a
+process without a tokenizer. Here it gets a template that only separates messages by control
+characters. The worker decodes the prompt into messages and applies the target's own chat template.
+A prompt that does not begin with such a character is a raw prompt.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from eagle_fsd.utils.chat_templates import Chat
+
 if TYPE_CHECKING:
     from fastchat.conversation import Conversation
 
-NAME = "eagle-fsd"
-#: Begin a role's name, end it, end a turn; they have no place in anybody's text.
+TEMPLATE_NAME = "eagle-fsd"
+#: Markers: before a role's name, between the name and the content, after the content.
 ROLE, TEXT, END = "\x01", "\x02", "\x03"
 SYSTEM, USER, ASSISTANT = (f"{ROLE}{name}{TEXT}" for name in ("System", "User", "Assistant"))
-ROLES = {"System": "system", "User": "user", "Assistant": "assistant"}
-_MARKS = str.maketrans("", "", ROLE + TEXT + END)
+_MARKERS = str.maketrans("", "", ROLE + TEXT + END)
 
 
-def template() -> Conversation:
-    """The template, for FastChat's registry."""
+def encode_chat(chat: Chat) -> str:
+    """Encode a chat as a prompt that the assistant continues.
+
+    Args:
+        chat: The messages, with the roles system, user and assistant. Markers in their contents are
+            removed.
+    """
+    messages = (
+        f"{ROLE}{message['role'].capitalize()}{TEXT}{strip_markers(message['content'])}{END}"
+        for message in chat
+    )
+    return "".join([*messages, ASSISTANT])
+
+
+def decode_chat(prompt: str) -> list[dict[str, str]] | None:
+    """Decode a prompt into messages.
+
+    Args:
+        prompt: A prompt made by :func:`encode_chat` or with :func:`conversation_template`.
+
+    Returns:
+        The messages without empty system messages and without the assistant's open turn; None for a
+        raw prompt.
+    """
+    if not prompt.startswith(ROLE):
+        return None
+    chat = []
+    for part in prompt.split(ROLE)[1:]:
+        name, _, text = part.partition(TEXT)
+        role = name.lower() if name in ("System", "Assistant") else "user"
+        chat.append({"role": role, "content": text.removesuffix(END)})
+    if chat and chat[-1] == {"role": "assistant", "content": ""}:
+        chat.pop()
+    return [message for message in chat if message["role"] != "system" or message["content"]]
+
+
+def strip_markers(text: str) -> str:
+    """Remove markers from text, so that its author cannot forge messages.
+
+    Args:
+        text: Text from a client, or one of the template's role names.
+    """
+    return text.translate(_MARKERS)
+
+
+def conversation_template() -> Conversation:
+    """Return a FastChat conversation template that encodes chats as :func:`encode_chat` does."""
     from fastchat.conversation import Conversation, SeparatorStyle
 
     return Conversation(
-        name=NAME,
+        name=TEMPLATE_NAME,
         system_template=f"{SYSTEM}{{system_message}}{END}",
         roles=(USER, ASSISTANT),
         sep_style=SeparatorStyle.NO_COLON_SINGLE,
@@ -34,31 +80,8 @@ def template() -> Conversation:
     )
 
 
-def register() -> None:
-    """Put the template into this process's registry of FastChat's."""
+def register_template() -> None:
+    """Add the template to FastChat's registry in this process."""
     from fastchat.conversation import register_conv_template
 
-    register_conv_template(template(), override=True)
-
-
-def clean(text: str) -> str:
-    """``text`` without the control characters, so that it cannot pass for a turn."""
-    return text.translate(_MARKS)
-
-
-def display(role: str) -> str:
-    """A role of the template as people read it."""
-    return clean(role)
-
-
-def unpack(prompt: str) -> list[dict[str, str]] | None:
-    """The turns that ``prompt`` carries, the assistant to speak next; None: it is a raw prompt."""
-    if not prompt.startswith(ROLE):
-        return None
-    chat = []
-    for part in prompt.split(ROLE)[1:]:
-        name, _, text = part.partition(TEXT)
-        chat.append({"role": ROLES.get(name, "user"), "content": text.removesuffix(END)})
-    if chat and chat[-1] == {"role": "assistant", "content": ""}:
-        chat.pop()
-    return [turn for turn in chat if turn["role"] != "system" or turn["content"]]
+    register_conv_template(conversation_template(), override=True)

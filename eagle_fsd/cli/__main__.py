@@ -1,4 +1,4 @@
-"""``python -m eagle_fsd.cli``, for launchers that start modules."""
+"""``python -m eagle_fsd.cli``, for launchers such as ``torchrun -m`` that start modules."""
 
 from eagle_fsd.cli import main
 

@@ -1,59 +1,62 @@
-"""``eagle-fsd chat``: FastChat's terminal chat, decoding with FSD."""
+"""``eagle-fsd chat``: chat in the terminal."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-import typer
+from cyclopts import Parameter
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.cli.options import (
-    Pair,
-    with_group,
-    with_options,
-    with_settings,
-)
+from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+
+AnswerFields = Annotated[AnswerOptions, options("Answers")]
 
 
-@with_settings()
-@with_options(AnswerOptions, "options")
-@with_group(Pair)
 def chat(
-    pair: Pair,
-    settings: dict[str, Any],
-    options: dict[str, Any],
-    style: Annotated[str, typer.Option(help="simple, rich or programmatic.")] = "simple",
-    system: Annotated[str | None, typer.Option(help="What the system says first.")] = None,
+    *,
+    style: Annotated[
+        Literal["simple", "rich", "programmatic"], Parameter(help="FastChat's terminal style.")
+    ] = "simple",
+    system: Annotated[str | None, Parameter(help="System message.")] = None,
     show_origins: Annotated[
-        bool, typer.Option("--show-origins", help="Colour exact and fuzzy tokens.")
+        bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
     ] = False,
     history: Annotated[
-        bool, typer.Option("--history/--no-history", help="Show the model earlier turns.")
+        bool, Parameter(help="Include earlier turns in the prompt.", negative_bool="no-")
     ] = True,
     multiline: Annotated[
-        bool, typer.Option("--multiline", help="Several lines a message; see FastChat's help.")
+        bool, Parameter(help="Read messages of several lines; see FastChat's help.")
     ] = False,
     mouse: Annotated[
-        bool, typer.Option("--mouse", help="The mouse places the cursor (rich style).")
+        bool, Parameter(help="Use the mouse to move the cursor (rich style).")
     ] = False,
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    answers: AnswerFields = AnswerOptions(),
 ) -> None:
     """Chat with the model in the terminal.
 
-    Commands: !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE, and !!threshold 0.3 (or
-    any other of FSD's settings) in mid-chat. Ctrl-C stops an answer; Ctrl-D or an empty line ends
-    the chat.
-    """
-    from eagle_fsd.chat.terminal import STYLES, ChatSession
-    from eagle_fsd.chat.terminal import chat as run
+    Commands: !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and !!threshold 0.3, or
+    any other tree or acceptance option, in the middle of a chat. Ctrl-C stops an answer; Ctrl-D or
+    an empty line ends the chat.
 
-    if style not in STYLES:
-        raise typer.BadParameter(f"--style must be one of {', '.join(STYLES)}; got {style}")
-    model, wording = pair.load(settings)
-    session = ChatSession(
-        model,
-        wording,
-        AnswerOptions.from_dict(options),
-        model.settings,
-        show_origins,
-    )
-    run(session, style, system, history, multiline, mouse)
+    Args:
+        style: FastChat's terminal style.
+        system: System message.
+        show_origins: Color exact, fuzzy and target tokens differently.
+        history: Include earlier turns in the prompt.
+        multiline: Read messages of several lines.
+        mouse: Use the mouse to move the cursor.
+        pair: The target and its head.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts.
+        answers: Sampling and length of answers.
+    """
+    from eagle_fsd.chat.terminal import ChatSession, run_chat
+
+    model, chat_template = load_chat(pair, tree, acceptance)
+    session = ChatSession(model, chat_template, answers, show_origins)
+    run_chat(session, style, system, history, multiline, mouse)

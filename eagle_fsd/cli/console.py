@@ -1,64 +1,156 @@
-"""What the commands print with: answers on standard output, everything else on standard error."""
+"""Console output: results on standard output; messages, progress and errors on standard error."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-# No markup: names of folders, categories and models may hold brackets.
+from eagle_fsd.utils.progress import Progress, no_progress
+from eagle_fsd.utils.text import one_line
+
+# Names of folders, models and categories may contain brackets, which are rich's markup.
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
+#: Minimum width of tables, even on narrower terminals.
+MIN_TABLE_WIDTH = 180
 
-def fail(message: str, status: int) -> NoReturn:
-    """Say in one line what went wrong, and end."""
-    err.print(f"error: {' '.join(message.split())}", soft_wrap=True)
+
+def fail(message: str | BaseException, status: int) -> NoReturn:
+    """Print an error as one line and exit.
+
+    Args:
+        message: The error, or its message.
+        status: Exit status.
+    """
+    err.print(f"error: {one_line(message)}", soft_wrap=True)
     raise SystemExit(status)
 
 
-class ProgressBar:
-    """A progress bar on a terminal, a plain line every tenth elsewhere; gone when it is done.
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON.
 
     Args:
-        at_once: Show the bar before there is any progress: for work that is sure to come.
+        value: A JSON-serializable value.
+    """
+    import json
+
+    out.file.write(json.dumps(value) + "\n")
+
+
+def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table at its full width, the first column left-aligned and the others right-aligned.
+
+    Args:
+        headers: Titles of the columns.
+        cells: Rows, each with one cell per column.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column, header in enumerate(headers):
+        table.add_column(header, justify="right" if column else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    width = max(out.width, MIN_TABLE_WIDTH)
+    Console(width=width, highlight=False, markup=False).print(table)
+
+
+def print_report(report: dict[str, Any], where: str | Path | None = None) -> None:
+    """Print an evaluation's tables, conclusions and footnote.
+
+    Args:
+        report: The report.
+        where: Folder of the results, to name on standard error; default: none.
+    """
+    from eagle_fsd.evaluation.tables import footnote, tables
+
+    for headers, cells in tables(report["rows"]):
+        print_table(headers, cells)
+        out.print()
+    for sentence in report.get("conclusions", []):
+        out.print(sentence, soft_wrap=True)
+    out.print(footnote(report), style="dim", soft_wrap=True)
+    if where is not None:
+        err.print(f"The results are in {where}.", style="dim", soft_wrap=True)
+
+
+class ProgressBar:
+    """A progress bar on a terminal, and a line for every tenth of the work elsewhere.
+
+    Args:
+        label: Label of the work.
+        immediate: Show the bar on entering the context; otherwise, at the first progress.
     """
 
-    def __init__(self, label: str, at_once: bool = True) -> None:
-        self.label, self.at_once = label, at_once
+    def __init__(self, label: str, immediate: bool = True) -> None:
+        self.label, self.immediate = label, immediate
         self.bar: Any = None
-        self.last = -1
+        self._task: Any = None
+        self._tenths = -1
 
     def __enter__(self) -> ProgressBar:
-        if self.at_once:
+        if self.immediate:
             self._show()
         return self
 
-    def _show(self) -> None:
-        if self.bar is None and err.is_terminal:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=err,
-                transient=True,
-            )
-            self.bar.start()
-            self.task = self.bar.add_task(self.label, total=None, note="")
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total``; ``note`` stands behind the bar."""
-        self._show()
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total, note=note)
-        elif total and done * 10 // total != self.last:
-            self.last = done * 10 // total
-            err.print(f"{self.label}: {done} of {total}{', ' + note if note else ''}")
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Show progress.
+
+        Args:
+            done: Amount of work done.
+            total: Total amount of work.
+            note: Text to show after the bar.
+        """
+        self._show()
+        if self.bar is not None:
+            self.bar.update(self._task, completed=done, total=total, note=note)
+        elif total and done * 10 // total != self._tenths:
+            self._tenths = done * 10 // total
+            err.print(f"{self.label}: {done} of {total}{', ' + note if note else ''}")
+
+    def _show(self) -> None:
+        """Start the bar if standard error is a terminal."""
+        if self.bar is not None or not err.is_terminal:
+            return
+        from rich import progress as rich_progress
+
+        self.bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn("{task.percentage:>3.0f}%"),
+            rich_progress.TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.fields[note]}"),
+            console=err,
+            transient=True,
+        )
+        self.bar.start()
+        self._task = self.bar.add_task(self.label, total=None, note="")
+
+
+def progress(label: str) -> AbstractContextManager[Progress]:
+    """Return the progress bar of one stage of an evaluation or a training.
+
+    Bars of stages that may have nothing to do appear at the first progress. Reading a file is too
+    fast to be worth lines in a log.
+
+    Args:
+        label: Label of the stage.
+    """
+    if label == "reading" and not err.is_terminal:
+        return no_progress(label)
+    return ProgressBar(label, immediate=label not in ("downloading", "scoring", "reading"))

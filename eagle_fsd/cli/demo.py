@@ -1,87 +1,110 @@
-"""``eagle-fsd demo``: the web page over a pair in this process."""
+"""``eagle-fsd demo``: a web page for a pair in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.console import fail, out
 from eagle_fsd.cli.options import (
+    AcceptanceOptions,
     Pair,
-    with_group,
-    with_options,
-    with_settings,
+    PairArguments,
+    Port,
+    Server,
+    TreeOptions,
+    load_chat,
 )
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 BUNDLED_NAME = "eagle-fsd-bundled"
-#: What the bundled pair can be asked: it knows little else.
+#: Example questions for the bundled pair.
 EXAMPLES = (
     "Anna gathers 12 buckets of 4 shells each. Then Anna uses 5 shells. How many shells are left"
     " in the end?",
     "At the market, Tom buys 7 boxes with 3 apples in every box. Then Tom gives 4 apples to Mia."
     " How many apples are left in the end?",
 )
-#: Decided by the page's own slider, up to the server's bound.
-ON_THE_PAGE = frozenset({"max_new_tokens"})
-
-PageHost = Annotated[str, typer.Option(help="Whom to listen to; 0.0.0.0 is everybody.")]
-PagePort = Annotated[int, typer.Option(min=1, max=65535, help="As FastChat and gradio: 7860.")]
 
 
-@with_settings()
-@with_options(AnswerOptions, "options", leave_out=ON_THE_PAGE)
-@with_options(Limits, "limits")
-@with_group(Pair)
+class PageServer(Server):
+    """Where the web page is served."""
+
+    port: Port = 7860
+
+
+#: The page has a slider for the length of answers instead of an option.
+PageAnswerOptions = Annotated[AnswerOptions, options("Answers", exclude=("max_new_tokens",))]
+LimitOptions = Annotated[Limits, options("Limits")]
+PageServerOptions = Annotated[PageServer, options("Server")]
+
+
 def demo(
-    pair: Pair,
-    settings: dict[str, Any],
-    options: dict[str, Any],
-    limits: dict[str, Any],
-    host: PageHost = "127.0.0.1",
-    port: PagePort = 7860,
+    *,
+    server: PageServerOptions = PageServer(),
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    answers: PageAnswerOptions = AnswerOptions(),
+    limits: LimitOptions = Limits(),
 ) -> None:
     """Chat with a pair on a web page, until Ctrl-C.
 
-    Tokens are coloured by where they come from; sliders set T and the rest; Compare decodes the
-    same prompt exactly and with FSD, side by side.
-    """
-    web = web_page()
-    from eagle_fsd.chat.backend import LocalBackend
-    from eagle_fsd.chat.serve.launch import check_free
+    Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
+    Compare decodes the same prompt losslessly and with FSD, side by side.
 
-    check_free(host, port)
-    model, wording = pair.load(settings)
+    Args:
+        server: Where the page is served.
+        pair: The target and its head.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts.
+        answers: Sampling of answers.
+        limits: Limits of requests.
+    """
+    page = import_page()
+    from eagle_fsd.chat.backend import LocalBackend
+    from eagle_fsd.chat.serve.servers import check_port
+
+    check_port(server.host, server.port)
+    model, chat_template = load_chat(pair, tree, acceptance)
     name = pair.target or BUNDLED_NAME
-    backend = LocalBackend(model, wording, Limits.from_dict(limits), name)
+    backend = LocalBackend(model, chat_template, limits, name)
     backend.warm_up()
-    page = web.page_app(backend, AnswerOptions.from_dict(options), examples_for(name))
-    tell_page(host, port)
+    app = page.page_app(backend, answers, examples_for(name))
+    print_page_address(server)
     try:
-        web.run_page(page, host, port)
+        page.run_page(app, server.host, server.port)
     finally:
         backend.close()
 
 
-def web_page() -> ModuleType:
-    """The module of the page; where gradio is missing, one line that says so, and the end."""
+def import_page() -> ModuleType:
+    """Import the web page, or exit with a message that says what to install."""
     try:
-        from eagle_fsd.chat.web import app as web
+        from eagle_fsd.chat.web import app
     except ImportError as error:
         if (error.name or "").startswith("eagle_fsd"):
             raise
         fail(f"the web page needs gradio ({error}): pip install 'eagle_fsd[web]'", 1)
-    return web
+    return app
 
 
 def examples_for(name: str) -> Sequence[str]:
-    """Questions to begin with: the bundled pair's."""
+    """Return example questions for a model.
+
+    Args:
+        name: The model's name; only the bundled one has examples.
+    """
     return EXAMPLES if name == BUNDLED_NAME else ()
 
 
-def tell_page(host: str, port: int) -> None:
-    """Where to look."""
-    out.print(f"web page    http://{host}:{port}", markup=False, soft_wrap=True)
+def print_page_address(server: PageServer) -> None:
+    """Print the page's address.
+
+    Args:
+        server: Where the page is served.
+    """
+    out.print(f"web page    http://{server.host}:{server.port}", soft_wrap=True)

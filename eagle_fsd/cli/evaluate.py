@@ -1,45 +1,79 @@
-"""``eagle-fsd evaluate``: how fast and how well methods answer a set of questions."""
+"""``eagle-fsd evaluate``: speed and quality of several decoding methods on a question set."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
-from eagle_fsd.cli.many import many_values
-from eagle_fsd.cli.runs import Run, print_report, with_run
+from eagle_fsd.cli.console import print_json, print_report, progress
+from eagle_fsd.cli.options import (
+    AcceptanceOptions,
+    Json,
+    SettingsFile,
+    SettingsOptions,
+    TreeOptions,
+    given_settings,
+)
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.evaluation.config import (
+    DEFAULT_METHODS,
+    EvaluationConfig,
+    EvaluationRequest,
+    MethodName,
+)
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
-#: What --method knows.
-NAMED = ("plain", "exact", "fsd", "hf", "rules")
-#: Several of them may follow one --method.
-MethodsCommand = many_values(dict.fromkeys(("--method", "-m"), NAMED.__contains__))
+Questions = Annotated[str, Parameter(help=EvaluationRequest.model_fields["questions"].description)]
+RequestOptions = Annotated[EvaluationRequest, options("Evaluation", exclude=("questions",))]
 
 
-@with_run()
 def evaluate(
-    run: Run,
+    questions: Questions = "bundled",
+    /,
+    *,
     methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            "-m",
-            help="plain, exact, fsd (as set), hf, rules (the literature's); several.",
-            show_default="plain exact fsd",
+        tuple[MethodName, ...],
+        Parameter(
+            name=("--method", "-m"),
+            help="Methods to compare: fsd uses the settings of this command, hf is Hugging Face's"
+            " generate, rules are other acceptance rules from the literature.",
         ),
-    ] = None,
+    ] = DEFAULT_METHODS,
+    as_json: Json = False,
+    request: RequestOptions = EvaluationRequest(),
+    file: SettingsOptions = SettingsFile(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
-    """Answer questions with several methods, and report speed and quality side by side."""
-    from eagle_fsd.evaluation.methods import EXACT, HF, PLAIN, Method, rule_methods
+    """Answer questions with several methods, and report speed and quality side by side.
 
-    names = methods or ["plain", "exact", "fsd"]
-    if unknown := [name for name in names if name not in NAMED]:
-        raise typer.BadParameter(f"unknown method {unknown[0]}; there are {', '.join(NAMED)}")
-    known = {"plain": [PLAIN], "exact": [EXACT], "fsd": [Method("fsd", {})], "hf": [HF]}
-    known["rules"] = rule_methods()
-    chosen = [method for name in dict.fromkeys(names) for method in known[name]]
-    folder = run.folder("evaluate")
+    Args:
+        questions: The question set.
+        methods: Methods to compare.
+        as_json: Print the report as JSON.
+        request: What is evaluated, and where the results go.
+        file: An ``fsd.json`` file.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts.
+        config: How answers are decoded.
+    """
+    from eagle_fsd.evaluation import evaluate as run
+
+    request = request.model_copy(update={"questions": questions})
 
     def show(report: dict[str, Any]) -> None:
-        print_report(report, run.as_json, folder, "Answers and report")
+        if as_json:
+            print_json(report)
+        else:
+            print_report(report, request.output_folder("evaluate"))
 
-    run.evaluate("evaluate", chosen, show=show)
+    run(
+        request,
+        config,
+        methods,
+        settings=given_settings(file.settings, tree, acceptance),
+        progress=progress,
+        on_report=show,
+    )

@@ -1,139 +1,148 @@
-"""``eagle-fsd generate``: answer one prompt, streaming it."""
+"""``eagle-fsd generate``: answer one prompt."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from cyclopts import Parameter
+from pydantic import Field
 from rich.text import Text
 
-from eagle_fsd.cli.console import err, out
-from eagle_fsd.cli.options import Device, Dtype, Head, Json, Target, load_pair, with_settings
+from eagle_fsd.cli.console import err, out, print_json
+from eagle_fsd.cli.options import (
+    AcceptanceOptions,
+    Json,
+    Pair,
+    PairArguments,
+    TreeOptions,
+    load_pair,
+)
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
+from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.text import escape_control_chars
 
-ORIGIN_STYLES = {"exact": "green", "fuzzy": "bold yellow", "target": "default"}
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from eagle_fsd.model.generation import Generation
 
 
-@with_settings()
+class GenerateConfig(SamplingConfig):
+    """Sampling and length of the answer."""
+
+    max_new_tokens: int = Field(256, ge=1, description="Maximum number of new tokens.")
+
+
 def generate(
     prompt: Annotated[
-        str, typer.Argument(help="What to say to the model; - reads standard input.")
-    ],
-    settings: dict[str, Any],
-    target: Target = None,
-    head: Head = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit at most.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest; 0 is off.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Makes sampling repeatable.")
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Decode without the draft head.")] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text; no chat template.")
-    ] = False,
+        str, Parameter(help="The user's message; - reads it from standard input.")
+    ] = "",
+    /,
+    *,
+    stdin: Annotated[bool, Parameter(name="-", show=False)] = False,
+    plain: Annotated[bool, Parameter(help="Decode without the draft head.")] = False,
+    raw: Annotated[bool, Parameter(help="Continue the prompt; apply no chat template.")] = False,
     show_origins: Annotated[
-        bool, typer.Option("--show-origins", help="Colour exact, fuzzy and target tokens.")
+        bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
     ] = False,
     as_json: Json = False,
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    config: Annotated[GenerateConfig, options("Sampling")] = GenerateConfig(),
 ) -> None:
-    """Answer one prompt, streaming it, and say how it was decoded."""
+    """Answer one prompt, and print how the answer was decoded.
+
+    Args:
+        prompt: The user's message.
+        stdin: Read the prompt from standard input.
+        plain: Decode without the draft head.
+        raw: Continue the prompt; apply no chat template.
+        show_origins: Color exact, fuzzy and target tokens differently.
+        as_json: Print text, tokens, origins, statistics and settings as JSON.
+        pair: The target and its head.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts.
+        config: Sampling and length.
+    """
+    text = sys.stdin.read() if stdin else prompt
+    if not text.strip():
+        raise OptionsError("PROMPT is missing or empty")
     import torch
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise typer.BadParameter("the prompt is empty")
-    if top_p == 0.0 or temperature == float("inf"):
-        raise typer.BadParameter("--top-p must be above 0 and --temperature finite")
-    model = load_pair(target, head, dtype, device, settings)
-    tokenizer = model.tokenizer
-    if raw or tokenizer.chat_template is None:
-        ids = tokenizer(text, return_tensors="pt").input_ids
-    else:
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"]
-    printer = _Printer(tokenizer, show_origins, quiet=as_json)
-    decoding = model.stream(
+    model = load_pair(pair, tree, acceptance)
+    ids = _encode(text, model.tokenizer, pair.chat_template, raw)
+    generation = model.stream(
         ids.to(model.target.device),
         torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
+        max_new_tokens=config.max_new_tokens,
+        sampling=SamplingConfig(**config.model_dump(exclude={"max_new_tokens"})),
         method="ar" if plain else "fsd",
     )
-    try:
-        for chunk in decoding:
-            printer(chunk)
-    except KeyboardInterrupt:
-        pass  # what was said so far stands, and so do its figures
-    printer.end()
-    answer = decoding.output()
+    with contextlib.suppress(KeyboardInterrupt):  # the answer so far is kept
+        if as_json:
+            generation.finish()
+        else:
+            _print_answer(generation, model.tokenizer, show_origins)
+    answer = generation.output()
     stats = answer.stats
     if as_json:
-        new = answer.sequences[0, ids.shape[1] :].tolist()
-        record = {"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new}
-        record |= {"origins": answer.origins[0].tolist(), "stats": stats.as_dict()}
-        record |= {"settings": model.settings.as_dict()}
-        typer.echo(json.dumps(record))
+        tokens = answer.sequences[0, ids.shape[1] :].tolist()
+        print_json(
+            {
+                "text": model.tokenizer.decode(tokens, skip_special_tokens=True),
+                "tokens": tokens,
+                "origins": answer.origins[0].tolist(),
+                "stats": stats.as_dict(),
+                "settings": settings_dict(model.tree, model.acceptance),
+            }
+        )
         return
-    counts = stats.as_dict()["origins"]
-    legend = ", ".join(f"{counts[name]} {name}" for name in ORIGIN_STYLES)
+    counts = ", ".join(f"{count} {origin}" for origin, count in stats.as_dict()["origins"].items())
     err.print(
-        f"{stats.tokens} tokens ({legend}) in {stats.steps} target passes:"
+        f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
-        f" threshold {0.0 if plain else model.settings.threshold:g}",
+        f" threshold {0.0 if plain else model.acceptance.threshold:g}",
         style="dim",
         soft_wrap=True,
     )
 
 
-class _Printer:
-    """Writes tokens as they come, whole characters only."""
+def _encode(
+    text: str, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, raw: bool
+) -> Tensor:
+    """Tokenize a prompt, as a chat unless ``raw`` is set or there is no chat template."""
+    from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 
-    def __init__(self, tokenizer: Any, show_origins: bool, quiet: bool) -> None:
-        self.tokenizer, self.show_origins, self.quiet = tokenizer, show_origins, quiet
-        self.tokens: list[int] = []
-        self.shown = 0
+    if raw or (chat_template is None and tokenizer.chat_template is None):
+        ids: Tensor = tokenizer(text, return_tensors="pt").input_ids
+        return ids
+    template = load_chat_template(tokenizer, chat_template)
+    return encode_prompt([{"role": "user", "content": text}], tokenizer, template)
 
-    def __call__(self, chunk: Any) -> None:
-        if self.quiet:
-            return
-        from eagle_fsd.model.verify import Origin
 
-        for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
-            self.tokens.append(token)
-            text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-            if text.endswith("\ufffd"):  # in the middle of a character
-                continue
-            self._show(text, ORIGIN_STYLES[Origin(origin).name.lower()])
+def _print_answer(
+    generation: Generation, tokenizer: PreTrainedTokenizerBase, show_origins: bool
+) -> None:
+    """Print tokens as they are decoded, colored by origin on request."""
+    from eagle_fsd.model.verify import Origin
+    from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+    from eagle_fsd.utils.terminal import ORIGIN_STYLES, origin_legend
 
-    def _show(self, text: str, style: str = "") -> None:
-        """Print what of ``text`` has not been."""
-        from eagle_fsd.chat.text import harmless
-
-        new = text[self.shown :]
-        if out.is_terminal:
-            new = harmless(new)
-        out.print(Text(new, style=style if self.show_origins else ""), end="", soft_wrap=True)
-        self.shown = len(text)
-
-    def end(self) -> None:
-        if self.quiet:
-            return
-        self._show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    try:
+        for chunk in generation:
+            for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
+                text = detokenizer.step(token)
+                if out.is_terminal:
+                    text = escape_control_chars(text)
+                style = ORIGIN_STYLES[Origin(origin).name.lower()] if show_origins else ""
+                out.print(Text(text, style), end="", soft_wrap=True)
+    finally:
         out.print()
-        if self.show_origins:
-            legend = [Text(name, style=style) for name, style in ORIGIN_STYLES.items()]
-            err.print(Text(" ").join(legend))
+        if show_origins:
+            err.print(origin_legend())

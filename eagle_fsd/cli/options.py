@@ -1,193 +1,129 @@
-"""Options that several commands share, and commands that take theirs from a dataclass."""
+"""Options shared by several commands, and functions that load the pair they describe."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
-from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from cyclopts import Parameter
+from pydantic import Field
 
-from eagle_fsd.model.config import FSDSettings, read_settings
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.model.config import (
+    AcceptanceConfig,
+    PairOptions,
+    Settings,
+    TreeConfig,
+    read_settings,
+)
 from eagle_fsd.utils.options import Options
 
-Target = Annotated[
-    str | None, typer.Option(help="Target: a folder or Hub name.", show_default="the bundled one")
-]
-Head = Annotated[
-    str | None,
-    typer.Option(help="Draft head: a folder or Hub name.", show_default="the bundled one"),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on the CPU"),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, cuda:1, auto.", show_default="the GPU if there is one"),
-]
-Template = Annotated[
-    str | None,
-    typer.Option(
-        "--conv-template",
-        help="A FastChat template (vicuna_v1.1, llama-2, ...).",
-        show_default="the tokenizer's own",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+if TYPE_CHECKING:
+    from eagle_fsd.model.pipeline import EagleFSD
+    from eagle_fsd.utils.chat_templates import ChatTemplate
 
-#: Where a setting's option is not its name: plain --top-k is sampling's, as in Hugging Face.
-SETTING_NAMES = {"top_k": "--tree-top-k"}
+_FROM_FILES = "Default: --settings, then the head's fsd.json, then"
 
 
-@dataclass(frozen=True)
-class OptionsFile:
-    """A file of options: the option that names it, its help, and who reads it, checked."""
+class SettingsFile(Options):
+    """A file of tree and acceptance options."""
 
-    option: str
-    help: str
-    read: Callable[[Path], dict[str, Any]]
-
-
-def with_options(
-    options: type[Options],
-    parameter: str,
-    file: OptionsFile | None = None,
-    leave_out: Collection[str] = (),
-    names: dict[str, str] | None = None,
-    show_defaults: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option for every field of a dataclass of options.
-
-    The command's ``parameter`` receives the values that were given, the file's and above them the
-    command line's, as a dictionary, checked.
-
-    Args:
-        file: An option for a file of such values.
-        leave_out: Fields that the command sets itself.
-        names: Options by field, where they are not the field's name.
-        show_defaults: Whether the fields' defaults are what holds where nothing is given.
-    """
-    items = [item for item in fields(options) if item.name not in leave_out]
-    # Several of these may stand on one command: each keeps to itself.
-    own_name, file_name = f"{parameter}_" + "{}", f"{parameter}_options_file"
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def wrapper(**values: Any) -> Any:
-            given = {item.name: values.pop(own_name.format(item.name)) for item in items}
-            path = values.pop(file_name, None)
-            merged = file.read(path) if file and path else {}
-            merged.update({name: value for name, value in given.items() if value is not None})
-            try:
-                options.from_dict(merged)
-            except (ValueError, TypeError) as error:
-                raise typer.BadParameter(str(error)) from error
-            return command(**{parameter: merged}, **values)
-
-        signature = inspect.signature(command, eval_str=True)
-        own = [p for name, p in signature.parameters.items() if name != parameter]
-        added = []
-        for item in items:
-            option = (names or {}).get(item.name, "--" + item.name.replace("_", "-"))
-            annotation = _field_option(item, option, show_defaults)
-            added.append(_parameter(own_name.format(item.name), annotation))
-        if file is not None:
-            info = typer.Option(file.option, help=file.help)
-            added.append(_parameter(file_name, Annotated[Path | None, info]))
-        wrapper.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in own + added}
-        return wrapper
-
-    return decorate
-
-
-def with_settings(leave_out: Collection[str] = ()) -> Callable[..., Any]:
-    """:func:`with_options` for FSD's settings, in the command's parameter ``settings``."""
-    return with_options(
-        FSDSettings,
-        "settings",
-        OptionsFile("--settings", "An fsd.json with settings.", read_settings),
-        leave_out,
-        names=SETTING_NAMES,
-        # What holds by default depends on the head's fsd.json and on the device.
-        show_defaults=False,
+    settings: Path | None = Field(
+        None,
+        description="An fsd.json file. It overrides the head's; the command line overrides it.",
     )
 
 
-def with_group(group: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option for every annotated field of a dataclass, in its first parameter."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def collected(**values: Any) -> Any:
-            return command(group(**{name: values.pop(name) for name in common}), **values)
-
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        common = inspect.signature(group, eval_str=True).parameters
-        collected.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=p.KEYWORD_ONLY) for p in (*common.values(), *own)]
-        )
-        del collected.__wrapped__
-        return collected
-
-    return decorate
+class Pair(PairOptions, SettingsFile):
+    """A target and its draft head, and how to load them."""
 
 
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+Port = Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")]
 
 
-def _field_option(item: Field[Any], option: str, show_default: bool) -> Any:
-    kind, text = item.metadata["kind"], item.metadata["help"]
-    limits: dict[str, Any] = {}
-    if kind is bool:
-        option += "/--no-" + option.removeprefix("--")
-    elif "choices" in item.metadata:
-        text += f" ({', '.join(item.metadata['choices'])})"
-    else:
-        limits["min"] = item.metadata["low"]
-        if item.metadata["high"] != math.inf:
-            limits["max"] = item.metadata["high"]
-    if show_default and item.default is not None:
-        limits["show_default"] = str(item.default)
-    info = typer.Option(option, help=text[0].upper() + text[1:] + ".", **limits)
-    return Annotated[kind | None, info]
+class Server(Options):
+    """Where a server listens."""
+
+    host: str = Field("127.0.0.1", description="Interface to listen on; 0.0.0.0 for all.")
+    port: Port = 8000
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A pair as its options name it, and the wording of its chats; the fields are the options."""
+#: Flag to print JSON instead of text.
+Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
+PairArguments = Annotated[Pair, options("Model")]
+SettingsOptions = Annotated[SettingsFile, options("Model")]
+TreeOptions = Annotated[
+    TreeConfig, options("Draft tree", f"{_FROM_FILES} what suits the device.", show_default=False)
+]
+AcceptanceOptions = Annotated[
+    AcceptanceConfig, options("Acceptance", f"{_FROM_FILES} lossless.", show_default=False)
+]
+#: Acceptance options of commands whose grid sets the threshold, the divergence and the floor.
+OtherAcceptanceOptions = Annotated[
+    AcceptanceConfig,
+    options(
+        "Acceptance",
+        f"{_FROM_FILES} lossless.",
+        exclude=("threshold", "divergence", "min_ratio"),
+        show_default=False,
+    ),
+]
 
-    target: Target = None
-    head: Head = None
-    dtype: Dtype = None
-    device: Device = None
-    template: Template = None
 
-    def load(self, settings: dict[str, Any]) -> tuple[Any, Any]:
-        """The model, with ``settings`` above its own, and its format of chats."""
-        from eagle_fsd.utils.chat_templates import chat_format
+def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceConfig) -> Settings:
+    """Collect the tree and acceptance options given in a file and on the command line.
 
-        model = load_pair(self.target, self.head, self.dtype, self.device, settings)
-        return model, chat_format(model.tokenizer, self.template)
+    Args:
+        file: An ``fsd.json`` file, or None.
+        tree: Tree options; fields set explicitly override the file's.
+        acceptance: Acceptance options; fields set explicitly override the file's.
+
+    Raises:
+        ValueError: The file is not an ``fsd.json`` file.
+        OSError: The file cannot be read.
+    """
+    found = read_settings(file) if file is not None else Settings()
+    return Settings(
+        {**found.tree, **tree.model_dump(exclude_unset=True)},
+        {**found.acceptance, **acceptance.model_dump(exclude_unset=True)},
+    )
 
 
-def load_pair(
-    target: str | None,
-    head: str | None,
-    dtype: str | None,
-    device: str | None,
-    settings: dict[str, Any],
-) -> Any:
-    """The model that the options name, with ``settings`` above its own."""
+def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> EagleFSD:
+    """Load a pair.
+
+    Args:
+        pair: The target, the draft head and how to load them.
+        tree: Tree options; fields set explicitly override the pair's.
+        acceptance: Acceptance options; fields set explicitly override the pair's.
+
+    Raises:
+        LoadError: The target's files are missing or damaged.
+        CheckpointError: The head's files are missing or damaged.
+        ValueError: An option is invalid, or target and head do not match.
+    """
     from eagle_fsd.model.pipeline import EagleFSD
 
-    model = EagleFSD.from_pretrained(target, head, dtype=dtype, device_map=device)
-    model.settings = model.settings.updated(**settings)
+    settings = given_settings(pair.settings, tree, acceptance)
+    model = EagleFSD.from_pretrained(
+        pair.target, pair.head, dtype=pair.dtype, device_map=pair.device
+    )
+    model.tree = model.tree.updated(**settings.tree)
+    model.acceptance = model.acceptance.updated(**settings.acceptance)
     return model
+
+
+def load_chat(
+    pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
+) -> tuple[EagleFSD, ChatTemplate]:
+    """Load a pair and its chat template; see :func:`load_pair`.
+
+    Args:
+        pair: The target, the draft head and how to load them.
+        tree: Tree options; fields set explicitly override the pair's.
+        acceptance: Acceptance options; fields set explicitly override the pair's.
+    """
+    from eagle_fsd.utils.chat_templates import load_chat_template
+
+    model = load_pair(pair, tree, acceptance)
+    return model, load_chat_template(model.tokenizer, pair.chat_template)

@@ -1,4 +1,4 @@
-"""``eagle-fsd serve``: FastChat's servers around a pair."""
+"""``eagle-fsd serve``: serve a pair through FastChat."""
 
 from __future__ import annotations
 
@@ -6,254 +6,302 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-import typer
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.cli.console import err, fail, out
 from eagle_fsd.cli.demo import (
     BUNDLED_NAME,
-    ON_THE_PAGE,
-    PageHost,
-    PagePort,
+    LimitOptions,
+    PageAnswerOptions,
+    PageServer,
     examples_for,
-    tell_page,
-    web_page,
+    import_page,
+    print_page_address,
 )
 from eagle_fsd.cli.options import (
+    AcceptanceOptions,
     Pair,
-    with_group,
-    with_options,
-    with_settings,
+    PairArguments,
+    Port,
+    Server,
+    TreeOptions,
+    load_chat,
 )
+from eagle_fsd.cli.parsing import Command, arguments_for, options
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.utils.options import Options, OptionsError
 
-app = typer.Typer(help="Serve a pair to OpenAI clients through FastChat.", no_args_is_help=True)
-
-#: Keys that clients must come with, separated by commas; unlike an option nobody sees them.
+#: Environment variable with the API keys that clients may use, separated by commas. It is not an
+#: option because other users can read a process's arguments.
 KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: What to listen to stands for everybody, and where this machine reaches that.
-EVERYBODY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+#: Wildcard addresses, and the address at which this machine reaches a server that listens on them.
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
-Host = Annotated[str, typer.Option(help="Whom to listen to; 0.0.0.0 is everybody.")]
+app = Command("serve", help="Serve a pair to OpenAI clients through FastChat.")
 
 
-def _address(given: str | None) -> str | None:
-    """An address as routes are put behind it; ``none`` and None are none."""
-    if given in (None, "none"):
-        return given
+def _check_url(url: str, info: ValidationInfo) -> str:
+    """Validate a URL, and strip trailing slashes because routes are appended to it."""
     try:
-        parts = urlsplit(given)
-        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port that is none
-        sound = False
-    if not sound:
-        raise typer.BadParameter(f"an address is like http://machine:21001; got {given}")
-    return given.rstrip("/")
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is not a number in range
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"--{info.field_name} must be a URL such as http://machine:21001; got {url}"
+        )
+    return url.rstrip("/")
 
 
-Controller = Annotated[str, typer.Option(help="The controller's address.", callback=_address)]
+def _check_url_or_none(url: str, info: ValidationInfo) -> str:
+    return url if url == "none" else _check_url(url, info)
+
+
+URL = Annotated[str, AfterValidator(_check_url)]
 Names = Annotated[
-    list[str] | None,
-    typer.Option("--name", help="What clients call the model.", show_default="the target's name"),
+    tuple[str, ...],
+    Field(description="Names of the model for clients, one or several; default: the target's."),
 ]
 
 
-def _port(default: int) -> Any:
-    return Annotated[int, typer.Option(min=1, max=65535, help=f"As FastChat: {default}.")]
+class ControllerServer(Server):
+    """Where the controller listens."""
+
+    port: Port = 21001
 
 
-@app.command()
-def controller(host: Host = "127.0.0.1", port: _port(21001) = 21001) -> None:
-    """The controller: workers register with it, the API asks it for one."""
-    from eagle_fsd.chat.serve.launch import check_free, run_controller
+class ControllerURL(Options):
+    """Which controller to use."""
 
-    check_free(host, port)
-    run_controller(host, port)
+    controller: URL = Field("http://127.0.0.1:21001", description="URL of the controller.")
 
 
-@app.command()
+class APIServer(ControllerURL, Server):
+    """Where the API listens."""
+
+    port: Port = 8000
+
+
+class WorkerServer(Server):
+    """Where a worker listens, and how it registers with the controller."""
+
+    port: Port = 21002
+    controller: Annotated[str, AfterValidator(_check_url_or_none)] = Field(
+        "http://127.0.0.1:21001", description="URL of the controller; 'none' for no controller."
+    )
+    address: URL | None = Field(
+        None, description="URL at which others reach this worker; default: http://HOST:PORT."
+    )
+    names: Names = ()
+
+
+class RemotePage(ControllerURL, PageServer):
+    """Where the web page is served, and the model it uses."""
+
+    name: str | None = Field(None, description="The controller's model to use; default: the first.")
+
+
+class ClusterServer(Server):
+    """Where the servers of one machine listen."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Interface that the API and the page listen on; 0.0.0.0 for all.",
+    )
+    port: Port = Field(8000, description="Port of the API.")
+    controller_port: Port = Field(21001, description="Port of the controller.")
+    worker_port: Port = Field(21002, description="Port of the worker.")
+    names: Names = ()
+    web: bool = Field(False, description="Also serve the web page.")
+    web_port: Port = Field(7860, description="Port of the web page.")
+
+
+def controller(
+    *, server: Annotated[ControllerServer, options("Server")] = ControllerServer()
+) -> None:
+    """Run the controller, with which workers register and which the API asks for a worker.
+
+    Args:
+        server: Where the controller listens.
+    """
+    from eagle_fsd.chat.serve.servers import check_port, run_controller
+
+    check_port(server.host, server.port)
+    run_controller(server.host, server.port)
+
+
 def api(
-    host: Host = "127.0.0.1",
-    port: _port(8000) = 8000,
-    controller: Controller = "http://127.0.0.1:21001",
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 1 << 20,
+    *,
+    server: Annotated[APIServer, options("Server")] = APIServer(),
+    limits: Annotated[
+        Limits, options("Limits", exclude=("queue", "max_new_tokens", "max_threshold"))
+    ] = Limits(),
 ) -> None:
-    """The OpenAI-compatible API. The environment's EAGLE_FSD_API_KEYS are the keys it takes."""
-    from eagle_fsd.chat.serve.launch import check_free, run_api
+    """Run the OpenAI-compatible API.
 
-    check_free(host, port)
+    The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
+    commas.
+
+    Args:
+        server: Where the API listens, and its controller.
+        limits: Limits of requests.
+    """
+    from eagle_fsd.chat.serve.servers import check_port, run_api
+
+    check_port(server.host, server.port)
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-    run_api(host, port, controller, keys, max_body)
+    run_api(server.host, server.port, server.controller, keys, limits.max_body)
 
 
-@app.command()
-@with_settings()
-@with_options(Limits, "limits")
-@with_group(Pair)
 def worker(
-    pair: Pair,
-    settings: dict[str, Any],
-    limits: dict[str, Any],
-    host: Host = "127.0.0.1",
-    port: _port(21002) = 21002,
-    controller: Annotated[
-        str,
-        typer.Option(help="The controller's address; 'none' to stand alone.", callback=_address),
-    ] = "http://127.0.0.1:21001",
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Where others reach this worker.",
-            show_default="http://HOST:PORT",
-            callback=_address,
-        ),
-    ] = None,
-    names: Names = None,
+    *,
+    server: Annotated[WorkerServer, options("Server")] = WorkerServer(),
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    limits: LimitOptions = Limits(),
 ) -> None:
-    """A worker: it holds a pair and decodes. Start one on every machine."""
-    from eagle_fsd.chat.serve.launch import check_free, run_worker
+    """Run a worker, which holds a pair and decodes. Several machines can run one each.
 
-    elsewhere = controller != "none" and urlsplit(controller).hostname not in LOOPBACK
-    if address is None and elsewhere and host in (*LOOPBACK, *EVERYBODY):
-        raise typer.BadParameter(
-            f"{controller} cannot reach this worker at {host}: say with --address where it can"
-            " (and with --host whom to listen to)"
+    Args:
+        server: Where the worker listens, and its controller.
+        pair: The target and its head.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts unless a request overrides it.
+        limits: Limits of requests.
+    """
+    from eagle_fsd.chat.serve.servers import check_port, run_worker
+
+    remote = server.controller != "none" and urlsplit(server.controller).hostname not in LOOPBACK
+    if server.address is None and remote and server.host in (*LOOPBACK, *EVERY_INTERFACE):
+        raise OptionsError(
+            f"{server.controller} cannot reach this worker at {server.host}: set --address to the"
+            " URL where it can, and --host to the interface to listen on"
         )
-    check_free(host, port)
-    model, wording = pair.load(settings)
+    check_port(server.host, server.port)
+    model, chat_template = load_chat(pair, tree, acceptance)
     run_worker(
         model,
-        wording,
-        Limits.from_dict(limits),
-        host,
-        port,
-        None if controller == "none" else controller,
-        address or _url(host, port),
-        names or [_name(pair.target)],
+        chat_template,
+        limits,
+        server.host,
+        server.port,
+        None if server.controller == "none" else server.controller,
+        server.address or local_url(server),
+        server.names or [model_name(pair.target)],
     )
 
 
-@app.command()
-@with_options(AnswerOptions, "options", leave_out=ON_THE_PAGE)
 def web(
-    options: dict[str, Any],
-    host: PageHost = "127.0.0.1",
-    port: PagePort = 7860,
-    controller: Controller = "http://127.0.0.1:21001",
-    name: Annotated[
-        str | None,
-        typer.Option(help="Which of the controller's models.", show_default="the first"),
-    ] = None,
+    *,
+    page: Annotated[RemotePage, options("Server")] = RemotePage(),
+    answers: PageAnswerOptions = AnswerOptions(),
 ) -> None:
-    """The web page, over a worker that the controller knows. (eagle-fsd demo needs no worker.)"""
-    page = web_page()
+    """Serve the web page for a model of the controller. (eagle-fsd demo needs no controller.)
+
+    Args:
+        page: Where the page is served, and for which model.
+        answers: Sampling of answers.
+    """
+    module = import_page()
     from eagle_fsd.chat.backend import BackendError
     from eagle_fsd.chat.remote_backend import RemoteBackend
-    from eagle_fsd.chat.serve.launch import check_free
+    from eagle_fsd.chat.serve.servers import check_port
 
-    check_free(host, port)
+    check_port(page.host, page.port)
     try:
-        backend = RemoteBackend(controller, name)
+        backend = RemoteBackend.connect(page.controller, page.name)
     except BackendError as error:
-        fail(str(error), 1)
-    examples = examples_for(backend.about.name)
-    app = page.page_app(backend, AnswerOptions.from_dict(options), examples)
-    tell_page(host, port)
-    page.run_page(app, host, port)
+        fail(error, 1)
+    application = module.page_app(backend, answers, examples_for(backend.about.name))
+    print_page_address(page)
+    module.run_page(application, page.host, page.port)
 
 
-@app.command(name="all")
-@with_settings()
-@with_options(Limits, "limits")
-@with_group(Pair)
-def serve_all(
-    pair: Pair,
-    settings: dict[str, Any],
-    limits: dict[str, Any],
-    host: Host = "127.0.0.1",
-    port: _port(8000) = 8000,
-    controller_port: _port(21001) = 21001,
-    worker_port: _port(21002) = 21002,
-    names: Names = None,
-    page: Annotated[bool, typer.Option("--web", help="The web page beside them.")] = False,
-    web_port: PagePort = 7860,
+def all_(
+    *,
+    servers: Annotated[ClusterServer, options("Server")] = ClusterServer(),
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    limits: LimitOptions = Limits(),
 ) -> None:
-    """Controller, one worker and the API on this machine, until Ctrl-C.
+    """Run a controller, a worker and the API on this machine, until Ctrl-C.
 
-    The environment's EAGLE_FSD_API_KEYS are the keys that the API takes.
+    The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
+    commas.
+
+    Args:
+        servers: Where the servers listen.
+        pair: The target and its head.
+        tree: Shape of the draft tree.
+        acceptance: What verification accepts unless a request overrides it.
+        limits: Limits of requests.
     """
-    if page:
-        web_page()
-    from eagle_fsd.chat.serve.launch import Cluster, ServerError, check_free
+    controller = ControllerServer(port=servers.controller_port)
+    url = local_url(controller)
+    names = servers.names or (model_name(pair.target),)
+    worker = WorkerServer(port=servers.worker_port, controller=url, names=names)
+    api = APIServer(host=servers.host, port=servers.port, controller=url)
+    page = RemotePage(host=servers.host, port=servers.web_port, controller=url)
+    children: list[tuple[str, str, Server, tuple[Options, ...], str]] = [
+        ("controller", "controller", controller, (), "/test_connection"),
+        ("worker", "worker", worker, (pair, tree, acceptance, limits), "/health"),
+        ("API", "api", api, (limits,), "/v1/models"),
+    ]
+    if servers.web:
+        children.append(("web page", "web", page, (), "/"))
+    if len({server.port for _, _, server, _, _ in children}) < len(children):
+        raise OptionsError("every server needs a port of its own")
+    if servers.web:
+        import_page()
+    from eagle_fsd.chat.serve.cluster import Cluster, ServerError
+    from eagle_fsd.chat.serve.servers import check_port
 
-    name = (names or [_name(pair.target)])[0]
-    wanted = [(host, port), ("127.0.0.1", controller_port), ("127.0.0.1", worker_port)]
-    if page:
-        wanted.append((host, web_port))
-    if len({number for _, number in wanted}) < len(wanted):  # one would pass for the other
-        raise typer.BadParameter("every server needs a port of its own")
-    for where, number in wanted:
-        check_free(where, number)
-    controller_address = f"http://127.0.0.1:{controller_port}"
-    worker_address = f"http://127.0.0.1:{worker_port}"
-    given = {**asdict(pair), **limits, **settings}
-    given["conv_template"] = given.pop("template")
-    options = [item for key, value in given.items() for item in _option(key, value)]
-    options += [item for each in names or [name] for item in ("--name", each)]
-    commands = {
-        "controller": (
-            ["controller", "--port", str(controller_port)],
-            f"{controller_address}/test_connection",
-        ),
-        "worker": (
-            ["worker", "--port", str(worker_port), "--controller", controller_address, *options],
-            f"{worker_address}/health",
-        ),
-        "API": (
-            ["api", "--host", host, "--port", str(port), "--controller", controller_address]
-            + (["--max-body", str(limits["max_body"])] if "max_body" in limits else []),
-            f"{_url(host, port)}/v1/models",
-        ),
-    }
-    if page:
-        commands["web page"] = (
-            ["web", "--host", host, "--port", str(web_port), "--controller", controller_address],
-            f"{_url(host, web_port)}/",
-        )
+    commands = {}
+    for name, command, server, models, probe in children:
+        check_port(server.host, server.port)
+        arguments = [command, *arguments_for(app[command], server, *models)]
+        commands[name] = (arguments, local_url(server) + probe)
     cluster = Cluster([sys.executable, "-m", "eagle_fsd.cli.child", "serve"], commands)
     try:
         cluster.start(lambda text: err.print(text, style="dim"))
-        _tell(_url(host, port), controller_address, worker_address, name)
+        _print_addresses(local_url(api), url, local_url(worker), names[0])
         cluster.wait()
     except ServerError as error:
-        fail(str(error), 1)
+        fail(error, 1)
     finally:
         cluster.stop()
 
 
-def _option(name: str, value: Any) -> list[str]:
-    names = {"top_k": "tree-top-k"}
-    if value is None:
-        return []
-    return [f"--{names.get(name, name.replace('_', '-'))}", str(value)]
+def model_name(target: str | None) -> str:
+    """Return a model's name for clients: the last part of its path or Hub name.
 
-
-def _name(target: str | None) -> str:
+    Args:
+        target: A folder or a Hub name; None is the bundled target.
+    """
     return Path(os.path.abspath(target)).name if target else BUNDLED_NAME
 
 
-def _url(host: str, port: int) -> str:
-    """Where a server that listens to ``host`` is reached from this machine."""
-    host = EVERYBODY.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def local_url(server: Server) -> str:
+    """Return the URL at which this machine reaches a server.
+
+    Args:
+        server: Where the server listens.
+    """
+    host = EVERY_INTERFACE.get(server.host, server.host)
+    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
-def _tell(api: str, controller: str, worker: str, name: str) -> None:
+def _print_addresses(api: str, controller: str, worker: str, name: str) -> None:
+    """Print the addresses of the servers, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if os.environ.get(KEYS_VARIABLE) else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
@@ -264,4 +312,7 @@ def _tell(api: str, controller: str, worker: str, name: str) -> None:
         f" -d {shlex.quote(body)}",
     ]
     for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
+
+
+app.add(all_, controller, api, worker, web)

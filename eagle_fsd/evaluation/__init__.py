@@ -1,0 +1,29 @@
+"""Measure how fast and how well decoding methods answer questions.
+
+Start with ``runner.py``: :func:`evaluate` loads a pair, answers questions with each method
+(``methods.py``, ``answering.py``), keeps the answers (``answer_store.py``), scores them
+(``scoring.py``) and reports (``report.py``, ``tables.py``). ``sweep.py``, ``calibration.py`` and
+``bench.py`` build on it; their options are in ``config.py``. ``questions`` reads question sets,
+``code_execution`` runs generated programs, and ``judge`` has answers rated by a language model.
+
+Importing this package does not import torch; :func:`evaluate` is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
+
+if TYPE_CHECKING:
+    from eagle_fsd.evaluation.runner import evaluate
+
+__all__ = ["EvaluationConfig", "EvaluationRequest", "evaluate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "evaluate":
+        from eagle_fsd.evaluation.runner import evaluate
+
+        return evaluate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

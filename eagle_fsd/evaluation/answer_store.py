@@ -1,14 +1,14 @@
-"""Answer files: FastChat's ``model_answer`` lines, written so that a kill at any moment loses one.
+"""Answer files: FastChat's ``model_answer`` format, written so that a run can be resumed.
 
-Each method has a file of its own, named after it, and beside it what the answers depend on. Several
-processes write a part each; the parts become one file in the questions' order. Every answer names
-the session that it was drawn in: one process of one run, on one machine.
+Each method has a file named after it, and a ``.meta.json`` file that records everything its answers
+depend on. Every line is flushed to disk as it is written, so a killed process loses at most the
+answers it was generating. With several processes, each writes a part; the parts are merged in the
+order of the questions. Every answer names its session: one process of one run, on one machine.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
+
 Record = dict[str, Any]
 
-#: What a choice must hold, a list with an entry a turn each, for a report to be made of it.
+#: Fields of a choice that reports require: lists with an entry per turn.
 CHOICE_LISTS = (
     "turns",
     "idxs",
@@ -35,28 +37,39 @@ CHOICE_LISTS = (
 
 
 class Session:
-    """One process of one run: what its answers were drawn with, written down once one is.
+    """One process of one run. Its provenance is saved with its first answer.
 
     Args:
-        folder: Of the answers; the session's file goes to its folder ``sessions``.
-        provenance: Machine, versions, revision, date: what answers should not depend on.
+        folder: Folder of the answers. The session's file is in its subfolder ``sessions``.
+        provenance: Machine, versions, revision and date.
     """
 
     def __init__(self, folder: str | Path, provenance: dict[str, Any]) -> None:
         self.folder, self.provenance = Path(folder), provenance
         self.id = uuid.uuid4().hex[:12]
-        self._path = self.folder / "sessions" / f"{self.id}.json"
 
     def begin(self) -> str:
-        """Write the file if it is not there yet; the session's id."""
-        if not self._path.exists():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps(self.provenance, indent=2) + "\n")
+        """Save the session if it is not saved yet.
+
+        Returns:
+            The session's id.
+        """
+        path = self.folder / "sessions" / f"{self.id}.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(self.provenance, indent=2) + "\n")
         return self.id
 
 
 def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The provenance of sessions by id, the earliest first.
+    """Read the provenance of sessions.
+
+    Args:
+        folder: Folder of the answers.
+        ids: The sessions' ids.
+
+    Returns:
+        Provenance by id, the earliest session first.
 
     Raises:
         ValueError: A session's file is missing or damaged.
@@ -69,84 +82,100 @@ def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[st
             found.append((session["environment"]["date"], name, session))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is missing or damaged: put it back, or delete the folder's answers"
+                f"{path} is missing or damaged; restore it, or delete the answers in this folder"
             ) from error
     return {name: session for _, name, session in sorted(found, key=lambda item: item[:2])}
 
 
 class AnswerStore:
-    """The answers of one method.
+    """The answers of one method. Call :meth:`open` before anything else.
 
     Args:
-        folder: Where the file is; made if missing.
-        name: Of the method: the file's base name, and FastChat's name of the model.
-        made_from: What the answers depend on: questions, target, head, settings, seed. A file made
-            from something else is refused.
-        order: The ids of the questions; an answer to any other is refused.
-        process, processes: Which part is written here. The first process has to be there first.
-
-    Raises:
-        ValueError: The file that is there was made from something else, or is damaged.
+        folder: Folder of the answer file.
+        name: Name of the method: the file's base name and FastChat's ``model_id``.
+        fingerprint_inputs: Everything the answers depend on: questions, target, head, settings,
+            seed. Existing answers made from other values are rejected.
+        order: Ids of the questions, in order; answers to other questions are rejected.
+        process: Index of the process, which determines the part it writes.
+        processes: Number of processes.
     """
 
     def __init__(
         self,
         folder: str | Path,
         name: str,
-        made_from: dict[str, Any],
+        fingerprint_inputs: dict[str, Any],
         order: Sequence[int | str],
         process: int = 0,
         processes: int = 1,
     ) -> None:
         self.folder, self.name, self.order = Path(folder), name, list(order)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.fingerprint_inputs = fingerprint_inputs
+        self.process = process
         self.path = self.folder / f"{name}.jsonl"
         part = "" if processes == 1 else f".part{process}"
         self.part = self.folder / f"{name}{part}.jsonl"
-        self._check(made_from)
-        if process == 0:
-            write_whole(self._about, json.dumps({"made_from": made_from}, indent=2) + "\n")
-        cut_half_line(self.part)
+        self.records: dict[int | str, Record] = {}
+
+    def open(self) -> AnswerStore:
+        """Read the answers that all processes of an earlier run wrote.
+
+        The first process must have opened its store before the others do.
+
+        Returns:
+            This store.
+
+        Raises:
+            ValueError: The existing answers are damaged or were made from other inputs.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_fingerprint_inputs()
+        if self.process == 0:
+            text = json.dumps({"made_from": self.fingerprint_inputs}, indent=2) + "\n"
+            atomic_write(self._meta_path, text)
+        truncate_partial_line(self.part)
         self.records = self._read()
+        return self
 
     @property
-    def _about(self) -> Path:
+    def _meta_path(self) -> Path:
         return self.folder / f"{self.name}.meta.json"
 
-    def _check(self, made_from: dict[str, Any]) -> None:
+    def _check_fingerprint_inputs(self) -> None:
+        """Raise ValueError where answers exist that were made from other inputs."""
         if not any(path.stat().st_size for path in self._files()):
             return
-        advice = "name another folder, or delete it"
+        advice = "choose another output folder, or delete this one"
         try:
-            before = dict(json.loads(self._about.read_text(encoding="utf-8"))["made_from"])
+            before = dict(json.loads(self._meta_path.read_text(encoding="utf-8"))["made_from"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.path} holds answers, but {self._about.name}, which tells what they were"
-                f" made from, is missing or damaged: {advice}"
+                f"{self.path} holds answers, but {self._meta_path.name}, which records their"
+                f" settings, is missing or damaged: {advice}"
             ) from error
-        plain = json.loads(json.dumps(made_from))
+        now = json.loads(json.dumps(self.fingerprint_inputs))
         changed = [
-            f"{key} was {before.get(key)!r}, is {plain.get(key)!r}"
-            for key in sorted({*before, *plain})
-            if before.get(key) != plain.get(key)
+            f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
         ]
         if changed:
             raise ValueError(
-                f"{self.path} holds answers of other settings ({'; '.join(changed)}): {advice}"
+                f"{self.path} holds answers with other settings ({'; '.join(changed)}): {advice}"
             )
 
     def _files(self) -> list[Path]:
-        found = [self.path, *self.folder.glob(f"{self.name}.part*.jsonl")]
-        return [path for path in found if path.exists()]
+        """List the existing files with answers: the merged one and the parts."""
+        files = [self.path, *self.folder.glob(f"{self.name}.part*.jsonl")]
+        return [path for path in files if path.exists()]
 
     def _read(self) -> dict[int | str, Record]:
-        """The answers of every process by question."""
-        asked = set(self.order)
+        """Read the answers of all processes, by question."""
+        questions = set(self.order)
         found = {}
         for path in self._files():
-            for line, record in enumerate(read_records(path), 1):
-                problem = _problem(record, asked)
-                if problem:
+            for line, record in enumerate(read_jsonl(path), 1):
+                if problem := _find_problem(record, questions):
                     raise ValueError(f"{path}, line {line}: {problem}")
                 found[record["question_id"]] = record
         return found
@@ -155,106 +184,71 @@ class AnswerStore:
         return question_id in self.records
 
     def append(self, record: Record) -> None:
-        """Write one line, through to the disk."""
+        """Add an answer and flush it to disk.
+
+        Args:
+            record: A record of the answer file.
+        """
         self.records[record["question_id"]] = record
         append_line(self.part, json.dumps(record, ensure_ascii=False))
 
     def merge(self) -> list[Record]:
-        """All parts as one file in the questions' order, once every process has finished.
+        """Merge all parts into one file, in the order of the questions.
+
+        Every process must have finished. A file that is already merged is not rewritten.
 
         Returns:
-            Its records.
+            The answers.
         """
         found = self._read()
         self.records = {key: found[key] for key in self.order if key in found}
         lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in self.records.values()]
-        text = "".join(lines)
+        content = "".join(lines).encode()
         parts = list(self.folder.glob(f"{self.name}.part*.jsonl"))
-        if parts or not self.path.exists() or self.path.read_bytes() != text.encode():
-            write_whole(self.path, text)
+        if parts or not self.path.exists() or self.path.read_bytes() != content:
+            atomic_write(self.path, content)
         for part in parts:
             part.unlink()
         return list(self.records.values())
 
 
-def _problem(record: Any, asked: Collection[int | str]) -> str | None:
-    """Why ``record`` is no answer to one of the questions ``asked``; None: it is one."""
+def _find_problem(record: Any, questions: Collection[int | str]) -> str | None:
+    """Return why ``record`` is not an answer to one of ``questions``, or None if it is one."""
     if not isinstance(record, dict) or "question_id" not in record:
-        return "not an answer: it has no question_id"
+        return "not an answer: question_id is missing"
     key = record["question_id"]
-    if not isinstance(key, (int, str)) or key not in asked:
-        return f"an answer to question {key!r}, which is none of those asked"
+    if not isinstance(key, (int, str)) or key not in questions:
+        return f"question_id {key!r} is not among the questions"
     choices = record.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    lists = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else [None]
-    if not all(isinstance(item, list) for item in lists) or len({len(item) for item in lists}) != 1:
-        return "not an answer as this program writes it"
+    fields = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else []
+    lists = [item for item in fields if isinstance(item, list)]
+    if len(lists) != len(CHOICE_LISTS) or len({len(item) for item in lists}) != 1:
+        return "not an answer written by eagle-fsd: fields of its choice are missing or malformed"
     if not isinstance(record.get("session"), str):
-        return "the answer does not name the session that it was drawn in"
+        return "not an answer written by eagle-fsd: session is missing"
     return None
 
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Nobody else writes into ``folder`` meanwhile; a kill sets it free.
+    """Lock a folder against other runs until the block or the process ends.
+
+    Args:
+        folder: The folder, created if missing.
 
     Raises:
-        ValueError: Somebody else does.
+        ValueError: Another run holds the lock.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(folder) / ".lock", timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise ValueError(f"another run is writing into {folder}: wait, or name another") from error
+        raise ValueError(
+            f"another run is writing to {folder}: wait for it, or choose another output folder"
+        ) from error
     try:
         yield
     finally:
         lock.release()
-
-
-def append_line(path: Path, line: str) -> None:
-    """Write ``line`` and its end, through to the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_records(path: Path) -> list[Record]:
-    """The whole lines of ``path``; the last one may be half written by another process.
-
-    Raises:
-        ValueError: A whole line is not JSON.
-    """
-    # Bytes, as a half line may end within a character; and not splitlines(): JSON leaves other
-    # separators of lines, U+2028 for one, as they are.
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON") from error
-    return records
-
-
-def cut_half_line(path: Path) -> None:
-    """Cut off a last line that a kill left half written."""
-    if not path.exists():
-        return
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file such that it is never seen half written, nor lost by a power cut."""
-    part = path.with_name(path.name + f".{os.getpid()}.writing")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

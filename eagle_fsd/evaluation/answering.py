@@ -1,4 +1,4 @@
-"""Answering questions: several turns, several methods, timed alike, one line an answer."""
+"""Answer questions with several methods, turn by turn, and time every answer."""
 
 from __future__ import annotations
 
@@ -12,99 +12,134 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
-from eagle_fsd.evaluation.config import Decoding
+from eagle_fsd.evaluation.config import BenchConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import Decoded, Method, decode, synchronise
+from eagle_fsd.evaluation.methods import Method, MethodOutput, decode, synchronize
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.target import Target
-from eagle_fsd.utils.chat_templates import ChatFormat, encode_prompt
+from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 
-#: Tokens whose distributions are in memory at a time when a likelihood is computed.
-LIKELIHOOD_ROWS = 512
+#: Maximum number of positions whose distributions are in memory at once.
+LIKELIHOOD_CHUNK = 512
+#: Distance between the seeds of consecutive questions; larger than any number of turns.
+SEED_STRIDE = 1_000_003
 
+#: A question with its index in the set.
+IndexedQuestion = tuple[int, Question]
 
-#: A question's place in its set, and the question.
-Placed = tuple[int, Question]
+#: Values of a turn that was not decoded.
+EMPTY_TURN: dict[str, Any] = {
+    "turns": "",
+    "idxs": 0,
+    "new_tokens": 0,
+    "wall_time": 0.0,
+    "accepted": [],
+    "origins": [],
+    "log_likelihood": None,
+    "memory": None,
+    "cut_off": False,
+}
 
 
 class Answerer:
-    """Answers questions with each of several methods.
+    """Answer questions with each of several methods.
 
-    The methods take turns on every batch of questions, in an order that rotates, so that a machine
-    that slows down slows them all. Every method's first turn is answered once before any is timed.
+    Every batch of questions is answered by all methods in rotating order, so that changes in the
+    machine's speed affect all of them alike. Each method first decodes one turn untimed.
 
     Args:
-        stores: One for each method, in the methods' order.
-        session: Goes into every answer.
-        process, processes: Which share of the questions is answered here: every ``processes``-th.
+        model: The pair; its tokenizer is used.
+        chat_template: How chats are formatted.
+        methods: The methods.
+        stores: One opened store per method, in the same order.
+        config: How answers are decoded. A :class:`BenchConfig` decodes each turn ``repeats`` times
+            and records the seconds spent in each phase.
+        session: The session recorded in every answer.
+        process: Index of this process, which answers every ``processes``-th question.
+        processes: Number of processes.
     """
 
     def __init__(
         self,
         model: EagleFSD,
-        wording: ChatFormat,
+        chat_template: ChatTemplate,
         methods: Sequence[Method],
         stores: Sequence[AnswerStore],
-        decoding: Decoding,
+        config: EvaluationConfig,
         session: Session,
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.model, self.wording, self.decoding = model, wording, decoding
+        self.model, self.chat_template, self.config = model, chat_template, config
         self.session = session
         self.methods, self.stores = list(methods), list(stores)
         self.process, self.processes = process, processes
         self.memory = PeakMemory(model.target.device)
-        self.ends = [*model.end_tokens, *wording.stop_token_ids]
-        self.stops = [StopStringCriteria(model.tokenizer, wording.stop)] if wording.stop else []
+        self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
+        stop = list(chat_template.stop)
+        self.stopping_criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Answer what has no answer yet."""
+        """Answer this process's share of the questions, except for those that have answers.
+
+        Args:
+            questions: All questions.
+            progress: Called with the number of answers so far and the total.
+        """
         share = list(enumerate(questions))[self.process :: self.processes]
-        size, count = self.decoding.batch, len(self.methods)
-        work: list[tuple[int, list[Placed]]] = []
-        for turn, start in enumerate(range(0, len(share), size)):
+        size, count = self.config.batch, len(self.methods)
+        work: list[tuple[int, list[IndexedQuestion]]] = []
+        for round_, start in enumerate(range(0, len(share), size)):
             for step in range(count):
-                index = (turn + step) % count
+                method = (round_ + step) % count
                 group = [
-                    (place, question)
-                    for place, question in share[start : start + size]
-                    if question.question_id not in self.stores[index]
+                    (index, question)
+                    for index, question in share[start : start + size]
+                    if question.question_id not in self.stores[method]
                 ]
                 if group:
-                    work.append((index, group))
+                    work.append((method, group))
         total = len(share) * count
         done = total - sum(len(group) for _, group in work)
-        warmed: set[int] = set()
-        for index, group in work:
-            if index not in warmed:
-                warmed.add(index)
+        warmed_up: set[int] = set()
+        for method, group in work:
+            if method not in warmed_up:
+                warmed_up.add(method)
                 chats = [[{"role": "user", "content": item.turns[0]}] for _, item in group]
-                self._turn(self.methods[index], chats, [0] * len(group))
-        for index, group in work:
-            for record in self.answer(group, self.methods[index]):
-                self.stores[index].append(record)
+                self._answer_turn(self.methods[method], chats, [0] * len(group))
+        for method, group in work:
+            for record in self.answer(group, self.methods[method]):
+                self.stores[method].append(record)
             done += len(group)
             if progress is not None:
                 progress(done, total)
 
-    def answer(self, group: Sequence[Placed], method: Method) -> list[Record]:
-        """A line of the answer file for each question, all answered at once, turn by turn."""
+    def answer(self, group: Sequence[IndexedQuestion], method: Method) -> list[Record]:
+        """Answer a batch of questions, all turns.
+
+        Args:
+            group: Questions with their index in the set. The index of the first determines the
+                seed.
+            method: The method.
+
+        Returns:
+            A record of the answer file for each question.
+        """
         choices: list[dict[str, Any]] = [{"index": 0} for _ in group]
         chats: list[list[dict[str, str]]] = [[] for _ in group]
-        for at_turn in range(max(len(question.turns) for _, question in group)):
-            asked = [at for at, (_, question) in enumerate(group) if at_turn < len(question.turns)]
-            for at in asked:
-                chats[at].append({"role": "user", "content": group[at][1].turns[at_turn]})
-            seeds = [self.decoding.seed + 1_000_003 * group[at][0] + at_turn for at in asked]
-            said = self._turn(method, [chats[at] for at in asked], seeds)
-            for at, values in zip(asked, said, strict=True):
-                chats[at].append({"role": "assistant", "content": values["turns"]})
+        for turn in range(max(len(question.turns) for _, question in group)):
+            rows = [row for row, (_, question) in enumerate(group) if turn < len(question.turns)]
+            for row in rows:
+                chats[row].append({"role": "user", "content": group[row][1].turns[turn]})
+            seeds = [self.config.seed + SEED_STRIDE * group[row][0] + turn for row in rows]
+            answers = self._answer_turn(method, [chats[row] for row in rows], seeds)
+            for row, values in zip(rows, answers, strict=True):
+                chats[row].append({"role": "assistant", "content": values["turns"]})
                 for name, value in values.items():
-                    choices[at].setdefault(name, []).append(value)
+                    choices[row].setdefault(name, []).append(value)
         return [
             {
                 "question_id": question.question_id,
@@ -118,130 +153,136 @@ class Answerer:
             for (_, question), choice in zip(group, choices, strict=True)
         ]
 
-    def _turn(
+    def _answer_turn(
         self,
         method: Method,
         chats: Sequence[Sequence[dict[str, str]]],
         seeds: Sequence[int],
     ) -> list[dict[str, Any]]:
-        """What one turn adds to each answer: a value goes to the end of the list of its name."""
-        model = self.model
-        prompts = [encode_prompt(chat, model.tokenizer, self.wording)[0] for chat in chats]
-        turns: list[dict[str, Any]] = [
-            # Said, not hidden: the report counts these.
-            {**_EMPTY_TURN, "errors": f"the prompt's {len(prompt)} tokens fill the context"}
-            for prompt in prompts
-        ]
-        together: list[int] = []
-        calls = []
-        for at, prompt in enumerate(prompts):
-            room = model.target.context - len(prompt)
-            if room >= self.decoding.max_new_tokens:
-                together.append(at)
+        """Answer one turn of each chat, and return the turn's values for each."""
+        model, limit = self.model, self.config.max_new_tokens
+        prompts = [encode_prompt(chat, model.tokenizer, self.chat_template)[0] for chat in chats]
+        answers: list[dict[str, Any]] = []
+        calls: list[tuple[list[int], int]] = []
+        full: list[int] = []
+        for row, prompt in enumerate(prompts):
+            error = f"the prompt's {len(prompt)} tokens fill the context"
+            answers.append({**EMPTY_TURN, "errors": error, **self._phases({}, 0.0)})
+            room = model.target.context_length - len(prompt)
+            if room >= limit:
+                full.append(row)
             elif room > 0:
-                # By itself: a call's new tokens are as many as its longest prompt leaves room for,
-                # and nobody's answer shall depend on whom it shares a batch with.
-                calls.append(([at], room))
-        if together:
-            calls.insert(0, (together, self.decoding.max_new_tokens))
+                # Decoded separately: the longest prompt limits the new tokens of all rows, and an
+                # answer must not depend on the rest of its batch.
+                calls.append(([row], room))
+        if full:
+            calls.insert(0, (full, limit))
         for rows, room in calls:
-            said = self._call(method, [prompts[at] for at in rows], room, seeds[rows[0]])
-            for at, values in zip(rows, said, strict=True):
-                turns[at] = values
-        return turns
+            decoded = self._decode(method, [prompts[row] for row in rows], room, seeds[rows[0]])
+            for row, values in zip(rows, decoded, strict=True):
+                answers[row] = values
+        return answers
 
-    def _call(
+    def _decode(
         self, method: Method, prompts: Sequence[Tensor], max_new_tokens: int, seed: int
     ) -> list[dict[str, Any]]:
-        """A turn's values for each of ``prompts``, decoded in one call."""
-        model, decoding = self.model, self.decoding
+        """Decode prompts in one call, and return a turn's values for each."""
+        model, config = self.model, self.config
         padded = model.tokenizer.pad(
-            {"input_ids": list(prompts)}, padding_side="left", return_tensors="pt"
+            {"input_ids": [prompt.tolist() for prompt in prompts]},
+            padding_side="left",
+            return_tensors="pt",
         ).to(model.target.device)
+        repeats = config.repeats if isinstance(config, BenchConfig) else 1
+        seconds = 0.0
+        phases: dict[str, float] = {}
         self.memory.start()
-        synchronise(model)
-        begun = time.perf_counter()
-        found = decode(
-            model,
-            method,
-            padded["input_ids"],
-            padded["attention_mask"],
-            self.ends,
-            max_new_tokens=max_new_tokens,
-            temperature=decoding.temperature,
-            top_p=decoding.top_p,
-            top_k=decoding.top_k,
-            seed=seed,
-            stopping_criteria=self.stops,
-        )
-        synchronise(model)
-        spent = time.perf_counter() - begun
+        for _ in range(repeats):
+            synchronize(model)
+            begin = time.perf_counter()
+            out = decode(
+                model,
+                method,
+                padded["input_ids"],
+                padded["attention_mask"],
+                config.sampling(seed),
+                max_new_tokens,
+                self.eos_token_ids,
+                self.stopping_criteria,
+            )
+            synchronize(model)
+            seconds += (time.perf_counter() - begin) / repeats
+            for phase, spent in (out.stats.seconds if out.stats else {}).items():
+                phases[phase] = phases.get(phase, 0.0) + spent / repeats
         memory = self.memory.read()
-        total = max(1, sum(map(len, found.tokens)))
+        total = max(1, sum(map(len, out.tokens)))
         turns = []
-        for row, tokens in enumerate(found.tokens):
-            said = model.tokenizer.decode(tokens, skip_special_tokens=True)
+        for row, tokens in enumerate(out.tokens):
+            text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
+            share = len(tokens) / total  # a batch's time is divided in proportion to tokens
             turns.append(
                 {
-                    "turns": _before(said, self.wording.stop).strip(),
-                    "idxs": _passes(method, found, row),
+                    "turns": _truncate_at_stop(text, self.chat_template.stop).strip(),
+                    "idxs": _count_passes(method, out, row),
                     "new_tokens": len(tokens),
-                    # A batch's time, shared out by tokens.
-                    "wall_time": spent * len(tokens) / total,
-                    "accepted": found.stats.accepted[row] if found.stats else [],
-                    "origins": found.origins[row] if found.origins else [],
+                    "wall_time": seconds * share,
+                    "accepted": out.stats.accepted[row] if out.stats else [],
+                    "origins": out.origins[row] if out.origins else [],
                     "log_likelihood": answer_log_likelihood(model.target, prompts[row], tokens),
                     "memory": memory,
-                    "cut_off": self._cut_off(said, tokens),
+                    "cut_off": self._is_cut_off(text, tokens),
                     "errors": None,
+                    **self._phases(phases, share),
                 }
             )
         return turns
 
-    def _cut_off(self, said: str, tokens: Tensor) -> bool:
-        """Whether an answer ended for want of room: with none of what ends an answer."""
-        ended = len(tokens) > 0 and int(tokens[-1]) in self.ends
-        return not ended and not any(stop in said for stop in self.wording.stop)
+    def _phases(self, seconds: dict[str, float], share: float) -> dict[str, Any]:
+        """Return the field ``phases`` with a row's seconds, which only benchmarks record."""
+        if not isinstance(self.config, BenchConfig):
+            return {}
+        return {"phases": {phase: share * spent for phase, spent in seconds.items()}}
+
+    def _is_cut_off(self, text: str, tokens: Tensor) -> bool:
+        """Return whether an answer ended without an end token or a stop string."""
+        ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
+        return not ended and not any(stop in text for stop in self.chat_template.stop)
 
 
-def _passes(method: Method, found: Decoded, row: int) -> int | None:
-    """How often the target was asked; None where the method does not tell."""
-    if found.stats is not None:
-        return len(found.stats.accepted[row])
-    return len(found.tokens[row]) if method.assistant is None else None
+def _count_passes(method: Method, out: MethodOutput, row: int) -> int | None:
+    """Return the number of target passes; None if the method does not report it."""
+    if out.stats is not None:
+        return len(out.stats.accepted[row])
+    return len(out.tokens[row]) if method.assistant is None else None
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    """``text`` up to the first of a template's stop strings, as FastChat's own answers end."""
-    found = [at for item in stop if (at := text.find(item)) >= 0]
+def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first stop string, as FastChat does."""
+    found = [index for item in stop if (index := text.find(item)) >= 0]
     return text[: min(found)] if found else text
-
-
-_EMPTY_TURN = {
-    "turns": "",
-    "idxs": 0,
-    "new_tokens": 0,
-    "wall_time": 0.0,
-    "accepted": [],
-    "origins": [],
-    "log_likelihood": None,
-    "memory": None,
-    "cut_off": False,
-}
 
 
 @torch.inference_mode()
 def answer_log_likelihood(target: Target, prompt: Tensor, answer: Tensor) -> float | None:
-    """The target's mean log-probability of ``answer``'s tokens after ``prompt``, nats a token."""
+    """Compute the target's mean log-probability of an answer.
+
+    Args:
+        target: The target.
+        prompt: ``[S]`` token ids.
+        answer: ``[A]`` token ids.
+
+    Returns:
+        Nats per token; None for an empty answer.
+    """
     if not len(answer):
         return None
     ids = torch.cat([prompt.to(target.device), answer.to(target.device)])
     output = target.model.base_model(input_ids=ids[None], use_cache=False)
     features = output.last_hidden_state[0, len(prompt) - 1 : -1].to(target.device)
     total = 0.0
-    for start in range(0, len(answer), LIKELIHOOD_ROWS):
-        rows = slice(start, start + LIKELIHOOD_ROWS)
-        log_probs = target.project(features[rows]).log_softmax(-1)
-        chosen = answer[rows, None].to(log_probs.device)
-        total += float(log_probs.gather(1, chosen).double().sum())
+    for start in range(0, len(answer), LIKELIHOOD_CHUNK):
+        chunk = slice(start, start + LIKELIHOOD_CHUNK)
+        log_probs = target.project(features[chunk]).log_softmax(-1)
+        tokens = answer[chunk, None].to(log_probs.device)
+        total += float(log_probs.gather(1, tokens).double().sum())
     return total / len(answer)

@@ -1,20 +1,197 @@
-"""The options of an evaluation's decoding, declared once."""
+"""Options of evaluation, sweep, calibration and benchmark.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
-from eagle_fsd.utils.options import Options, number
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from eagle_fsd.model.config import AcceptanceConfig, DivergenceName, PairOptions, SamplingConfig
+from eagle_fsd.utils.options import Options
+
+MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
+METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
+DEFAULT_METHODS: tuple[MethodName, ...] = ("plain", "exact", "fsd")
 
 
-@dataclass(frozen=True)
-class Decoding(Options):
-    """How answers are drawn, the same for every method."""
+class EvaluationRequest(PairOptions):
+    """What to evaluate, with which pair, and where the results go."""
 
-    max_new_tokens: int = number(512, 1, math.inf, "tokens of a turn at most")
-    temperature: float = number(0.0, 0.0, math.inf, "0 is greedy")
-    top_p: float = number(1.0, 0.0, 1.0, "nucleus sampling; 1 is off")
-    top_k: int = number(0, 0, math.inf, "sample from the k likeliest; 0 is off")
-    seed: int = number(0, 0, 2**31, "of sampling, and of the bundled problems")
-    batch: int = number(1, 1, 1024, "questions answered at once; speeds are this batch's")
+    questions: str = Field(
+        "bundled",
+        description="Question set: bundled, mt-bench, spec-bench, gsm8k, gsm8k-train,"
+        " commonsense-qa, mmlu, humaneval, or a file.",
+    )
+    count: int | None = Field(
+        None,
+        ge=1,
+        description="Number of questions, spread evenly over the set's categories; default: all"
+        " of them. Of the bundled questions: 100; calibrate 1000, bench 20.",
+    )
+    out: Path | None = Field(
+        None,
+        description="Folder for answers and report, from which an interrupted run resumes; default:"
+        " runs/COMMAND/QUESTIONS.",
+    )
+    baseline: Literal["hf"] | None = Field(
+        None, description="'hf': also measure Hugging Face's generate."
+    )
+    assistant: str | None = Field(
+        None,
+        description="With --baseline hf: draft model for Hugging Face's assisted generation, a"
+        " folder or a Hub name.",
+    )
+    execute_code: bool = Field(False, description="Run the code in answers to humaneval.")
+    judge_base_url: str | None = Field(
+        None,
+        description="OpenAI-compatible endpoint whose model rates the answers with FastChat's"
+        " prompts; OPENAI_API_KEY holds its key.",
+    )
+    judge_model: str = Field("gpt-4", description="Name of the judge at that endpoint.")
+    judge_parallel: int = Field(4, ge=1, description="Concurrent requests to the judge.")
+
+    @model_validator(mode="after")
+    def _check_assistant(self) -> EvaluationRequest:
+        if self.assistant and not self.baseline:
+            raise ValueError("--assistant requires --baseline hf")
+        return self
+
+    def output_folder(self, command: str) -> Path:
+        """Return the folder for results.
+
+        Args:
+            command: Name of the command; part of the default path.
+        """
+        return self.out or Path("runs") / command / Path(self.questions).name.split(".")[0]
+
+
+class EvaluationConfig(SamplingConfig):
+    """How answers are decoded, the same for every method."""
+
+    max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
+    seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling and of bundled questions.")
+    batch: int = Field(
+        1, ge=1, le=1024, description="Questions answered at once; speeds are for this batch size."
+    )
+
+    def sampling(self, seed: int) -> SamplingConfig:
+        """Return the sampling options of one call.
+
+        Args:
+            seed: The seed of the call, which replaces :attr:`seed`.
+        """
+        return SamplingConfig(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed
+        )
+
+
+class CalibrationConfig(EvaluationConfig):
+    """How answers are decoded for calibration.
+
+    The default seed differs from that of :class:`EvaluationConfig`, so that calibration and
+    evaluation use different bundled questions.
+    """
+
+    seed: int = Field(1, ge=0, le=2**31, description="Seed of sampling and of bundled questions.")
+
+
+class BenchConfig(EvaluationConfig):
+    """How answers are decoded and timed in a benchmark."""
+
+    max_new_tokens: int = Field(256, ge=1, description="Maximum number of new tokens per turn.")
+    repeats: int = Field(1, ge=1, description="Times each turn is decoded; timings are averaged.")
+
+
+class GridConfig(Options):
+    """Acceptance settings to compare: every threshold with every divergence and every floor."""
+
+    thresholds: tuple[float, ...] = Field(
+        (0.0, 0.003, 0.01, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
+    )
+    divergences: tuple[DivergenceName, ...] = Field(
+        ("js",), min_length=1, description="Divergences that are compared with T."
+    )
+    min_ratios: tuple[float, ...] = Field(
+        (0.0, 0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
+    )
+
+    @field_validator("thresholds", "divergences", "min_ratios")
+    @classmethod
+    def _check_values(
+        cls, values: tuple[float | str, ...], info: ValidationInfo
+    ) -> tuple[float | str, ...]:
+        """Apply the bounds of :class:`AcceptanceConfig` and drop duplicates."""
+        for value in values:
+            AcceptanceConfig.from_dict({str(info.field_name).removesuffix("s"): value})
+        return tuple(dict.fromkeys(values))
+
+
+class SweepGrid(GridConfig):
+    """Acceptance settings of a sweep.
+
+    The default thresholds span orders of magnitude, as divergences do: small thresholds matter for
+    pairs that agree well.
+    """
+
+
+class CalibrationGrid(GridConfig):
+    """Acceptance settings that calibration chooses from."""
+
+    min_ratios: tuple[float, ...] = Field(
+        (0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
+    )
+
+    @model_validator(mode="after")
+    def _check_thresholds(self) -> CalibrationGrid:
+        if not any(self.thresholds):
+            raise ValueError("calibration requires a threshold above 0")
+        return self
+
+
+class BenchGrid(GridConfig):
+    """Acceptance settings of a benchmark."""
+
+    thresholds: tuple[float, ...] = Field(
+        (0.1, 0.2, 0.3), min_length=1, description="Thresholds T."
+    )
+    min_ratios: tuple[float, ...] = Field(
+        (0.0, 0.1), min_length=1, description="Floors (min_ratio) to combine with each T."
+    )
+
+
+class LossBounds(Options):
+    """The largest loss of quality that calibration accepts; at least one bound is required."""
+
+    max_drop: float | None = Field(
+        None, ge=0.0, le=100.0, description="Largest loss of accuracy, in percentage points."
+    )
+    max_nats: float | None = Field(
+        None,
+        ge=0.0,
+        description="Largest loss of the answers' log-probability, in nats per token, for question"
+        " sets without a score.",
+    )
+    confidence: float = Field(
+        0.95, ge=0.5, le=0.9999, description="Confidence that the loss is within the bounds."
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> LossBounds:
+        if self.max_drop is None and self.max_nats is None:
+            raise ValueError("calibration requires a bound: --max-drop or --max-nats")
+        return self
+
+    def level(self, series: int) -> float:
+        """Return the confidence of a single bound.
+
+        The error probability is divided among the series and the bounded losses (Bonferroni).
+
+        Args:
+            series: Number of series of settings.
+        """
+        bounded = (self.max_drop is not None) + (self.max_nats is not None)
+        return 1 - (1 - self.confidence) / (series * bounded)

@@ -1,4 +1,4 @@
-"""The most memory that was in use between two moments."""
+"""Measure peak memory."""
 
 from __future__ import annotations
 
@@ -8,42 +8,46 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
-#: Writing "5" resets the peak that the kernel keeps of this process (Linux, proc(5)).
-_CLEAR = Path("/proc/self/clear_refs")
-#: Bytes by which a peak may lie above what is in use just after it was reset.
-_SLACK = 64 * 2**20
+#: Writing "5" to this file resets the peak that Linux records for the process, see proc(5).
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+#: Maximum difference in bytes between the peak and the memory in use right after a reset.
+_MAX_EXCESS = 64 * 2**20
 
 
 class PeakMemory:
-    """Peak memory since :meth:`start`: allocated on a GPU, else of this whole process.
+    """Peak memory since :meth:`start`: allocated on a GPU, otherwise resident in this process.
 
-    A process' own peak can be reset on Linux alone; elsewhere nothing is known. No garbage is
-    collected first: that takes a quarter of a second, and this is started for every answer.
+    Resident memory is measured on Linux only, because other systems cannot reset the peak. Garbage
+    is not collected first, which would take a quarter of a second for every answer.
+
+    Args:
+        device: The target's device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.known = False
+        self._is_reset = False
 
     def start(self) -> None:
+        """Reset the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")
-        # Some sandboxes take the write and go on as before.
-        peak, now = _of_process("VmHWM"), _of_process("VmRSS")
-        self.known = peak is not None and now is not None and peak - now < _SLACK
+            _CLEAR_REFS.write_text("5")
+        # Some sandboxes accept the write and ignore it.
+        peak, now = _process_memory("VmHWM"), _process_memory("VmRSS")
+        self._is_reset = peak is not None and now is not None and peak - now < _MAX_EXCESS
 
     def read(self) -> int | None:
-        """Bytes; None where the system does not tell."""
+        """Return the peak in bytes, or None if the system does not report it."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return _of_process("VmHWM") if self.known else None
+        return _process_memory("VmHWM") if self._is_reset else None
 
 
-def _of_process(name: str) -> int | None:
-    """Bytes that the kernel tells of this process by that name; None: it tells of none."""
+def _process_memory(name: str) -> int | None:
+    """Return a field of ``/proc/self/status`` in bytes, or None if it is not reported."""
     with contextlib.suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith(f"{name}:"):

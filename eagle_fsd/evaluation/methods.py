@@ -1,33 +1,29 @@
-"""Ways to decode that are measured side by side."""
+"""Decoding methods to compare, and a common function that runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
 from eagle_fsd.model.acceptance import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
-from eagle_fsd.model.verify import Origin
+from eagle_fsd.model.verify import AcceptanceRule, Origin
+from eagle_fsd.utils.options import OptionsError
 
-#: Rules of the literature by the name they have in tables: with their published values, where there
-#: are any, and beside them stricter or laxer ones, as FSD has several thresholds. (SGLang switches
-#: its two off by default. When greedy, ``single`` above a half lets nothing pass that is not the
-#: target's own.)
-RULES = {
+#: Acceptance rules from the literature by their name in tables: with published values, if any, and
+#: with stricter or looser ones. (SGLang's two rules, ``single`` and ``acc``, are off by default. In
+#: greedy decoding, ``single`` above 0.5 accepts only the target's own token.)
+RULES: dict[str, AcceptanceRule] = {
     "typical": TypicalRule(),
     "typical 0.03": TypicalRule(epsilon=0.1, delta=0.03),
     "single 0.4": TargetRule(single=0.4),
@@ -42,205 +38,264 @@ RULES = {
     "deferred 0.1": DeferredRule(entropy=0.1, window=3),
 }
 
+#: Acceptance settings of EAGLE-2, used by the methods that FSD is compared with.
+EAGLE_ACCEPTANCE = {"threshold": 0.0, "fallback": "exact", "selection": "longest"}
+
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A decoding method.
 
     Attributes:
-        name: In tables and files.
-        options: For :meth:`EagleFSD.generate`; None: Hugging Face's own ``generate``.
-        assistant: With ``options`` None: a draft model for Hugging Face's assisted generation.
+        name: Name in tables and files.
+        acceptance: Fields of :class:`AcceptanceConfig` that override the model's.
+        rule: Acceptance rule to use instead of FSD's.
+        decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
+            Hugging Face's ``generate``.
+        assistant: Draft model for Hugging Face's assisted generation.
     """
 
     name: str
-    options: dict[str, Any] | None = field(default_factory=dict)
+    acceptance: dict[str, Any] = field(default_factory=dict)
+    rule: AcceptanceRule | None = None
+    decoder: Literal["fsd", "ar", "hf"] = "fsd"
     assistant: PreTrainedModel | None = None
 
-    def describe(self, settings: FSDSettings) -> dict[str, Any]:
-        """For files: all that this method's answers depend on, in plain values.
+    def describe(self, tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
+        """Return the settings that this method's answers depend on, as JSON values.
 
         Args:
-            settings: The model's, which the method's own stand above.
+            tree: The model's draft tree.
+            acceptance: The model's acceptance settings, overridden by the method's.
         """
-        if self.options is None:
+        if self.decoder == "hf":
             assistant = self.assistant.config._name_or_path if self.assistant else None
             return {"method": "hf", "assistant": assistant}
-        if self.options.get("method") == "ar":
+        if self.decoder == "ar":
             return {"method": "plain"}
-        own = {key: value for key, value in self.options.items() if key in settings.as_dict()}
-        effective = settings.updated(**own)
-        values = effective.as_dict()
-        values["tree_top_k"] = values.pop("top_k")  # plain top_k is sampling's
-        tree = {key: values[key] for key in ("total_tokens", "depth", "tree_top_k")}
-        if "rule" in self.options:
-            return {"method": repr(self.options["rule"]), **tree}
-        if effective == effective.updated(**EAGLE_WALK):
-            return {"method": "exact", **tree}
+        effective = acceptance.updated(**self.acceptance)
+        values = settings_dict(tree, effective)
+        values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
+        shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
+        if self.rule is not None:
+            return {"method": repr(self.rule), **shape}
+        if effective == effective.updated(**EAGLE_ACCEPTANCE):
+            return {"method": "exact", **shape}
         return {"method": "fsd", **values}
 
 
-PLAIN = Method("plain", {"method": "ar"})
-#: What FSD's settings may change of the walk down the tree, as EAGLE-2 has it: what is compared
-#: with FSD stays what it is whatever FSD is set to.
-EAGLE_WALK = {"threshold": 0.0, "fallback": "exact", "selection": "longest"}
-EXACT = Method("exact", EAGLE_WALK)
-HF = Method("hf", None)
+PLAIN = Method("plain", decoder="ar")
+EXACT = Method("exact", EAGLE_ACCEPTANCE)
+FSD = Method("fsd")
+HF = Method("hf", decoder="hf")
 HF_ASSISTED = "hf assisted"
-#: What speculative decoding is compared with.
+#: Names of the methods that decode without a draft head.
 BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
 
 
-def hugging_face(model: EagleFSD, assistant: str | None = None) -> list[Method]:
-    """Hugging Face's own ``generate``, and its assisted generation with a draft model if one is
-    named.
+def find_methods(names: Sequence[str | Method]) -> list[Method]:
+    """Look up methods by name.
+
+    Args:
+        names: Names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`; methods are passed
+            through.
+
+    Returns:
+        The methods without duplicates; ``"rules"`` stands for all of :data:`RULES`.
+
+    Raises:
+        OptionsError: A name is unknown.
+    """
+    known = {"plain": [PLAIN], "exact": [EXACT], "fsd": [FSD], "hf": [HF], "rules": rule_methods()}
+    found: dict[str, Method] = {}
+    for name in names:
+        if isinstance(name, str) and name not in known:
+            raise OptionsError(f"method must be one of {', '.join(METHOD_NAMES)}; got {name!r}")
+        for method in known[name] if isinstance(name, str) else [name]:
+            found.setdefault(method.name, method)
+    return list(found.values())
+
+
+def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Method]:
+    """Return Hugging Face's ``generate`` and, given a draft model, its assisted generation.
+
+    Args:
+        model: The pair that is evaluated.
+        assistant: Folder or Hub name of the draft model.
 
     Raises:
         LoadError: The draft model's files are missing or damaged.
-        ValueError: Its vocabulary is not the target's.
+        ValueError: Its vocabulary size differs from the target's.
     """
     if assistant is None:
         return [HF]
     draft = load_target(assistant, model.target.dtype, model.target.device)
-    sizes = draft.config.vocab_size, model.model.config.vocab_size
-    if sizes[0] != sizes[1]:
+    size, expected = draft.config.vocab_size, model.model.config.vocab_size
+    if size != expected:
         raise ValueError(
-            f"the draft model {assistant} has a vocabulary of {sizes[0]}, the target one of"
-            f" {sizes[1]}: assisted generation needs the same"
+            f"assisted generation requires equal vocabularies; the draft model {assistant} has"
+            f" {size} tokens, the target {expected}"
         )
-    return [HF, Method(HF_ASSISTED, None, draft)]
+    return [HF, Method(HF_ASSISTED, decoder="hf", assistant=draft)]
 
 
-def short(value: float) -> str:
-    """``value`` in as few digits as tell it from any other."""
+def format_number(value: float) -> str:
+    """Format a number with six significant digits, or with all of them if six are not exact.
+
+    Args:
+        value: The number.
+    """
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
-def fsd(
-    threshold: float, min_ratio: float = 0.0, divergence: str = "js", many: bool = False
+def fsd_method(
+    threshold: float,
+    min_ratio: float = 0.0,
+    divergence: str = "js",
+    name_divergence: bool = False,
 ) -> Method:
-    """FSD at one setting; ``many``: divergences differ in this table, so the name says which."""
-    name = f"T={short(threshold)}"
-    if many or divergence != "js":
+    """Return FSD at one setting.
+
+    Args:
+        threshold: The threshold T.
+        min_ratio: The floor.
+        divergence: Name of the divergence that is compared with T.
+        name_divergence: Include the divergence in the method's name even if it is ``"js"``.
+    """
+    name = f"T={format_number(threshold)}"
+    if name_divergence or divergence != "js":
         name = f"{divergence} {name}"
     if min_ratio:
-        name += f" r={short(min_ratio)}"
-    options = {"threshold": threshold, "divergence": divergence, "min_ratio": min_ratio}
-    return Method(name, options)
+        name += f" r={format_number(min_ratio)}"
+    return Method(name, {"threshold": threshold, "divergence": divergence, "min_ratio": min_ratio})
 
 
-def fsd_groups(
-    thresholds: Sequence[float], min_ratios: Sequence[float], divergences: Sequence[str]
-) -> dict[str, list[Method]]:
-    """For every divergence and ratio the thresholds above 0, rising, under a name of the group."""
-    many = len(divergences) > 1
-    groups = {}
-    for divergence in divergences:
-        for ratio in min_ratios:
-            name = f"{divergence} r={short(ratio)}" if many else f"r={short(ratio)}"
-            rising = sorted(threshold for threshold in thresholds if threshold > 0.0)
-            groups[name] = [fsd(threshold, ratio, divergence, many) for threshold in rising]
-    return groups
+def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
+    """Return FSD at every setting of a grid, except thresholds of 0, which mean exact decoding.
 
+    Args:
+        grid: The settings.
 
-def fsd_grid(
-    thresholds: Sequence[float], min_ratios: Sequence[float], divergences: Sequence[str]
-) -> list[Method]:
-    """Every threshold with every ratio and divergence; ``T = 0`` once, as exact decoding."""
-    groups = fsd_groups(thresholds, min_ratios, divergences)
-    return [EXACT] * (0.0 in thresholds) + [item for group in groups.values() for item in group]
+    Returns:
+        A series of methods with increasing thresholds for every divergence and floor, by name.
+    """
+    several = len(grid.divergences) > 1
+    thresholds = sorted(threshold for threshold in grid.thresholds if threshold > 0.0)
+    series = {}
+    for divergence in grid.divergences:
+        for ratio in grid.min_ratios:
+            name = f"r={format_number(ratio)}"
+            series[f"{divergence} {name}" if several else name] = [
+                fsd_method(threshold, ratio, divergence, several) for threshold in thresholds
+            ]
+    return series
 
 
 def rule_methods() -> list[Method]:
-    """The literature's rules."""
-    return [Method(name, {**EAGLE_WALK, "rule": rule}) for name, rule in RULES.items()]
+    """Return a method for each of :data:`RULES`."""
+    return [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in RULES.items()]
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What came of one call.
+class MethodOutput:
+    """The output of a method for a batch.
 
     Attributes:
-        tokens: The new tokens of each row, up to and with the first that ends it: what is counted,
-            the same for every method.
-        origins: Where they came from, and ``stats``: None where the method tells none.
+        tokens: The new tokens of each row, up to and including its end token.
+        origins: The origin of each token; None if the method does not report origins.
+        stats: Statistics; None if the method does not report them.
     """
 
     tokens: list[Tensor]
-    origins: list[list[int]] | None
-    stats: DecodeStats | None
+    origins: list[list[int]] | None = None
+    stats: DecodeStats | None = None
 
 
 def decode(
     model: EagleFSD,
     method: Method,
-    ids: Tensor,
-    mask: Tensor,
-    ends: Sequence[int],
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    sampling: SamplingConfig,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
     stopping_criteria: Sequence[StoppingCriteria] = (),
-) -> Decoded:
-    """Decode ``ids`` ``[B, S]`` with ``method``; the options are :meth:`EagleFSD.generate`'s.
+) -> MethodOutput:
+    """Decode a batch with one method.
 
     Args:
-        ends: Ids that end a row.
+        model: The pair.
+        method: The method.
+        input_ids: ``[B, S]`` prompts, padded on the left.
+        attention_mask: ``[B, S]``, 1 at tokens.
+        sampling: Sampling options.
+        max_new_tokens: Maximum number of new tokens per row.
+        eos_token_ids: Tokens that end a row.
+        stopping_criteria: Hugging Face stopping criteria.
     """
-    start = ids.shape[1]
+    start = input_ids.shape[1]
     criteria = StoppingCriteriaList(stopping_criteria)
-    if method.options is not None:
-        out = model.generate(
-            ids,
-            mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            eos_token_id=list(ends),
-            stopping_criteria=criteria,
-            **method.options,
-        )
-        counts = (out.origins != Origin.PADDING).sum(1).tolist()
-        rows = zip(out.sequences[:, start:], out.origins, counts, strict=True)
-        kept = [(new[:count], origins[:count].tolist()) for new, origins, count in rows]
-        return Decoded([new for new, _ in kept], [origins for _, origins in kept], out.stats)
-    if temperature and seed is not None:
-        torch.manual_seed(seed)
-    pad = _padding(model, ends)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
-    with _configured(
-        model.model,
-        GenerationConfig(
-            do_sample=bool(temperature),
-            eos_token_id=list(ends) or None,
-            pad_token_id=pad,
-            bos_token_id=model.model.generation_config.bos_token_id,
-            max_new_tokens=max_new_tokens,
-            **sampling,
-        ),
-    ):
-        sequences = model.model.generate(
-            ids,
-            attention_mask=mask,
-            assistant_model=method.assistant,
-            stopping_criteria=criteria,
-        )
-    counts = [_count_new(row, ends, pad) for row in sequences[:, start:]]
-    new = [row[:count] for row, count in zip(sequences[:, start:], counts, strict=True)]
-    return Decoded(new, None, None)
+    if method.decoder == "hf":
+        pad = _find_padding(model, eos_token_ids)
+        config = _generation_config(model, sampling, max_new_tokens, eos_token_ids, pad)
+        if sampling.temperature and sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        with _generation_config_replaced(model.model, config):
+            sequences = model.model.generate(  # type: ignore[operator]
+                input_ids,
+                attention_mask=attention_mask,
+                assistant_model=method.assistant,
+                stopping_criteria=criteria,
+            )
+        rows = sequences[:, start:]
+        return MethodOutput([row[: _count_new(row, eos_token_ids, pad)] for row in rows])
+    out = model.generate(
+        input_ids,
+        attention_mask,
+        max_new_tokens,
+        sampling=sampling,
+        acceptance=model.acceptance.updated(**method.acceptance),
+        rule=method.rule,
+        method=method.decoder,
+        eos_token_id=list(eos_token_ids),
+        stopping_criteria=criteria,
+    )
+    counts = (out.origins != Origin.PADDING).sum(1).tolist()
+    new = zip(out.sequences[:, start:], counts, strict=True)
+    origins = zip(out.origins, counts, strict=True)
+    return MethodOutput(
+        [row[:count] for row, count in new],
+        [row[:count].tolist() for row, count in origins],
+        out.stats,
+    )
+
+
+def _generation_config(
+    model: EagleFSD,
+    sampling: SamplingConfig,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int | None,
+) -> GenerationConfig:
+    """Translate options into Hugging Face's generation configuration."""
+    warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    warpers["top_k"] = sampling.top_k
+    return GenerationConfig(
+        do_sample=bool(sampling.temperature),
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=pad_token_id,
+        bos_token_id=model.model.generation_config.bos_token_id,
+        max_new_tokens=max_new_tokens,
+        **(warpers if sampling.temperature else {}),
+    )
 
 
 @contextmanager
-def _configured(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """``generate`` with ``config`` alone.
+def _generation_config_replaced(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Replace the model's generation configuration.
 
-    What the target's own generation configuration asks for beside it (a repetition penalty, a
-    sampling law of its own) would make Hugging Face decode from another law than everybody else;
-    ``generate`` fills in from there whatever a configuration that it is handed leaves open.
+    Passing ``config`` to ``generate`` is not enough: it fills in unset options from the model's own
+    configuration, which may include a repetition penalty that no other method applies.
     """
     own, model.generation_config = model.generation_config, config
     try:
@@ -249,29 +304,34 @@ def _configured(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
         model.generation_config = own
 
 
-def _padding(model: EagleFSD, ends: Sequence[int]) -> int | None:
-    """What Hugging Face fills rows with that ended before others: not an end, if there is one."""
-    known = getattr(model, "tokenizer", None)
-    found = [known.pad_token_id, known.unk_token_id] if known is not None else []
-    found += [model.model.generation_config.pad_token_id, *ends]
-    usable = [item for item in found if item is not None]
-    return next((item for item in usable if item not in ends), next(iter(usable), None))
+def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:
+    """Choose a padding token, preferably one that is not an end token."""
+    tokenizer = getattr(model, "tokenizer", None)
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id] if tokenizer is not None else []
+    candidates += [model.model.generation_config.pad_token_id, *eos_token_ids]
+    usable = [item for item in candidates if item is not None]
+    return next((item for item in usable if item not in eos_token_ids), next(iter(usable), None))
 
 
-def _count_new(new: Tensor, ends: Sequence[int], pad: int | None) -> int:
-    """Tokens of one row up to and with the first of ``ends``; without one, up to its padding.
+def _count_new(new: Tensor, eos_token_ids: Sequence[int], pad: int | None) -> int:
+    """Count the tokens of a row up to its first end token, inclusive, or else up to its padding.
 
-    (A row that a stop string ended is padded with ``pad``; where that is an end itself, one of
-    them is counted.)
+    A row that ended with a stop string is padded. If the padding token is itself an end token, one
+    padding token is counted.
     """
-    found = torch.isin(new, torch.tensor(list(ends), dtype=new.dtype, device=new.device)).nonzero()
+    ends = torch.tensor(list(eos_token_ids), dtype=new.dtype, device=new.device)
+    found = torch.isin(new, ends).nonzero()
     if len(found):
         return int(found[0]) + 1
     kept = (new != pad).nonzero() if pad is not None else torch.tensor([[len(new) - 1]])
     return int(kept[-1]) + 1 if len(kept) else 0
 
 
-def synchronise(model: EagleFSD) -> None:
-    """Wait for the device, so that a clock read next tells the truth."""
+def synchronize(model: EagleFSD) -> None:
+    """Wait until the target's device has finished its work, so that timings are correct.
+
+    Args:
+        model: The pair.
+    """
     if model.target.device.type == "cuda":
         torch.cuda.synchronize(model.target.device)

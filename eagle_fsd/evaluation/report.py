@@ -1,10 +1,10 @@
-"""From answers to figures: speed, accepted length, quality, each with its sample and interval."""
+"""Summarize answers as the rows of a report: speed, accepted length and quality per method."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +20,25 @@ from eagle_fsd.model.verify import Origin
 
 @dataclass
 class Summary:
-    """What one method's answers show.
+    """Totals over the answers of one method.
 
     Attributes:
-        seconds, tokens, steps: Of all turns; wall time, prefill included.
-        emitted: How many tokens each target pass emitted.
-        origins: Tokens by where they came from.
-        scores: Right or wrong by question, where it has a score.
-        likelihoods: Mean log-probability of the answer under the target by question, nats a token.
-        by_category: Tokens and steps.
-        timed: Session, seconds and tokens by question.
-        failed: Turns that were not answered: the prompt filled the context.
-        cut_off: Turns that ended for want of room: by the limit on new tokens, or the context's.
-        memory: The most that any turn had in use, bytes; None where that is not known.
+        name: The method's name.
+        seconds: Wall time of all turns, including the prefill.
+        tokens: New tokens of all turns.
+        steps: Target passes, not counting the prefill.
+        emitted: Number of target passes by the number of tokens they emitted.
+        origins: Number of tokens by origin.
+        scores: Whether the answer is correct, for each question with a score.
+        likelihoods: The target's mean log-probability of the answer to each question, in nats per
+            token.
+        timings: Session, seconds and tokens for each question.
+        by_category: Tokens and steps for each category.
+        phases: Seconds by phase of decoding; None if they were not recorded.
+        answers: Number of answers.
+        failed: Turns that were not answered because their prompt fills the context.
+        cut_off: Turns that reached the limit on new tokens or the end of the context.
+        memory: Peak memory of any turn in bytes; None if unknown.
     """
 
     name: str
@@ -43,22 +49,32 @@ class Summary:
     origins: Counter[str] = field(default_factory=Counter)
     scores: dict[int | str, bool] = field(default_factory=dict)
     likelihoods: dict[int | str, float] = field(default_factory=dict)
-    timed: dict[int | str, tuple[str, float, int]] = field(default_factory=dict)
+    timings: dict[int | str, tuple[str, float, int]] = field(default_factory=dict)
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    phases: dict[str, float] | None = None
     answers: int = 0
     failed: int = 0
     cut_off: int = 0
     memory: int | None = None
 
     @classmethod
-    def of(cls, name: str, records: Sequence[Record], scores: dict[int | str, bool]) -> Summary:
+    def from_records(
+        cls, name: str, records: Sequence[Record], scores: dict[int | str, bool]
+    ) -> Summary:
+        """Add up the answers of a method.
+
+        Args:
+            name: The method's name.
+            records: Its answers.
+            scores: Whether each answer is correct, by question.
+        """
         found = cls(name, scores=scores, answers=len(records))
         for record in records:
             choice = record["choices"][0]
             found.failed += sum(error is not None for error in choice["errors"])
             found.cut_off += sum(choice["cut_off"])
             seconds, tokens = sum(choice["wall_time"]), sum(choice["new_tokens"])
-            found.timed[record["question_id"]] = record["session"], seconds, tokens
+            found.timings[record["question_id"]] = record["session"], seconds, tokens
             found.seconds += seconds
             found.tokens += tokens
             peaks = [peak for peak in choice["memory"] if peak is not None]
@@ -69,24 +85,32 @@ class Summary:
                 found.by_category[record["category"]][1] += len(accepted)
             for origins in choice["origins"]:
                 found.origins.update(Origin(item).name.lower() for item in origins)
-        found.likelihoods = likelihoods(records)
+            for phases in choice.get("phases", ()):
+                found.phases = found.phases or {}
+                for phase, spent in phases.items():
+                    found.phases[phase] = found.phases.get(phase, 0.0) + spent
+        found.likelihoods = answer_likelihoods(records)
         found.steps = sum(found.emitted.values())
         return found
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where nothing was answered."""
+        """Speed over all answers; None if nothing was answered."""
         return self.tokens / self.seconds if self.seconds else None
 
     def speed_over(self, other: Summary | None) -> Ratio:
-        """How many times as fast as ``other``, on the questions that both answered in one session.
+        """Compare speeds on the questions that both methods answered in the same session.
 
-        Speeds of other runs, at other times or on other machines, are not compared.
+        Speeds measured in different sessions, at other times or on other machines, are not
+        comparable.
+
+        Args:
+            other: The method in the denominator; None gives a ratio of NaN.
         """
-        theirs = other.timed if other is not None else {}
+        theirs = other.timings if other is not None else {}
         both = [
             (own[1:], theirs[key][1:])
-            for key, own in self.timed.items()
+            for key, own in self.timings.items()
             if key in theirs and theirs[key][0] == own[0]
         ]
         pairs = np.asarray(both, dtype=float).reshape(-1, 2, 2)
@@ -94,29 +118,62 @@ class Summary:
 
     @property
     def tau(self) -> float | None:
-        """Tokens emitted per target pass, prefill not counted; None where the method tells none."""
+        """Mean tokens emitted per target pass, without the prefill; None if not reported."""
         if not self.steps:
             return None
         return sum(length * count for length, count in self.emitted.items()) / self.steps
 
     @property
     def accuracy(self) -> Proportion | None:
+        """Fraction of correct answers; None if no question has a score."""
         return Proportion(sum(self.scores.values()), len(self.scores)) if self.scores else None
 
-    def share(self, origin: str) -> float | None:
+    def origin_share(self, origin: str) -> float | None:
+        """Return the fraction of tokens with an origin; None if origins are not reported.
+
+        Args:
+            origin: Name of an :class:`~eagle_fsd.model.verify.Origin` in lowercase.
+        """
         total = sum(self.origins.values())
         return self.origins[origin] / total if total else None
 
     def reach(self) -> list[float]:
-        """How often a pass emits at least 1, 2, 3, ... tokens."""
-        longest = max(self.emitted, default=0)
+        """Return the fraction of target passes that emit at least 1, 2, 3, ... tokens."""
         counts = [
-            sum(c for n, c in self.emitted.items() if n >= at) for at in range(1, longest + 1)
+            sum(passes for length, passes in self.emitted.items() if length >= minimum)
+            for minimum in range(1, max(self.emitted, default=0) + 1)
         ]
         return [count / self.steps for count in counts]
 
-    def as_dict(self, plain: Summary | None, exact: Summary | None) -> dict[str, Any]:
-        """Plain values for files and tables."""
+    def decoding_phases(self) -> dict[str, float]:
+        """Return the seconds by phase without the prefill; empty if phases were not recorded."""
+        return {name: spent for name, spent in (self.phases or {}).items() if name != "prefill"}
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Seconds per target pass, without the prefill; None if phases were not recorded."""
+        return (
+            sum(self.decoding_phases().values()) / self.steps
+            if self.phases and self.steps
+            else None
+        )
+
+    def phase_shares(self) -> dict[str, float]:
+        """Return the fraction of the decoding time by phase, without the prefill."""
+        phases = self.decoding_phases()
+        total = sum(phases.values())
+        return {name: spent / total for name, spent in phases.items()} if total else {}
+
+    def as_row(
+        self, plain: Summary | None, exact: Summary | None, hf: Summary | None = None
+    ) -> dict[str, Any]:
+        """Return a row of the report, as JSON values.
+
+        Args:
+            plain: Plain decoding of the same questions, for the speed-up.
+            exact: Exact speculative decoding, for speed and quality relative to it.
+            hf: Hugging Face's ``generate``, for the speed relative to it.
+        """
         accuracy, likelihood = self.accuracy, Mean.of(list(self.likelihoods.values()))
         over_plain, over_exact = self.speed_over(plain), self.speed_over(exact)
         row: dict[str, Any] = {
@@ -126,9 +183,9 @@ class Summary:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            "speedup": none_if_nan(over_plain.value),
+            "speedup": _none_if_nan(over_plain.value),
             "speedup_interval": over_plain.interval,
-            "speed_over_exact": none_if_nan(over_exact.value),
+            "speed_over_exact": _none_if_nan(over_exact.value),
             "speed_over_exact_interval": over_exact.interval,
             "cut_off": self.cut_off,
             "tau": self.tau,
@@ -137,19 +194,26 @@ class Summary:
             },
             "reach": self.reach(),
             "memory": self.memory,
-            "origins": {name: self.share(name) for name in ("exact", "fuzzy", "target")},
+            "origins": {name: self.origin_share(name) for name in ("exact", "fuzzy", "target")},
             "accuracy": accuracy.value if accuracy else None,
             "accuracy_interval": accuracy.interval if accuracy else None,
             "scored": len(self.scores),
             "log_likelihood": likelihood.value if likelihood.count else None,
             "log_likelihood_interval": likelihood.interval if likelihood.count else None,
         }
+        if hf is not None:
+            row["speed_over_hf"] = _none_if_nan(self.speed_over(hf).value)
+        if self.phases is not None:
+            own, other = self.seconds_per_step, exact.seconds_per_step if exact else None
+            row["seconds_per_step"] = own
+            row["step_over_exact"] = own / other if own and other else None
+            row["phase_shares"] = self.phase_shares()
         if exact is not None and exact is not self:
-            row["against_exact"] = self._against(exact)
+            row["against_exact"] = self._compare_quality(exact)
         return row
 
-    def _against(self, exact: Summary) -> dict[str, Any]:
-        """The same questions under exact decoding: paired, so that their difficulty drops out."""
+    def _compare_quality(self, exact: Summary) -> dict[str, Any]:
+        """Compare with exact decoding on the same questions, paired to cancel their difficulty."""
         found: dict[str, Any] = {}
         both = [key for key in exact.scores if key in self.scores]
         if both:
@@ -165,35 +229,52 @@ class Summary:
         return found
 
 
-def none_if_nan(value: float) -> float | None:
-    """JSON has no NaN."""
+def _none_if_nan(value: float) -> float | None:
+    """Replace NaN, which JSON cannot express."""
     return None if math.isnan(value) else value
 
 
-def summarise(
+def summarize(
     methods: Sequence[str],
-    records: dict[str, Sequence[Record]],
-    scores: dict[str, dict[int | str, bool]],
+    records: Mapping[str, Sequence[Record]],
+    scores: Mapping[str, dict[int | str, bool]],
 ) -> list[dict[str, Any]]:
-    """A row a method; speed-ups over ``plain`` and changes against ``exact`` if they are there."""
-    found = {name: Summary.of(name, records[name], scores[name]) for name in methods}
-    plain, exact = found.get("plain"), found.get("exact")
-    return [found[name].as_dict(plain, exact) for name in methods]
+    """Summarize the answers of several methods.
+
+    Args:
+        methods: The methods' names. Each row is compared with ``plain``, ``exact`` and ``hf`` where
+            these are included.
+        records: Answers by method.
+        scores: Whether each answer is correct, by method and question.
+
+    Returns:
+        A row per method.
+    """
+    found = {name: Summary.from_records(name, records[name], scores[name]) for name in methods}
+    references = [found.get(name) for name in ("plain", "exact", "hf")]
+    return [found[name].as_row(*references) for name in methods]
 
 
-def likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
-    """Mean log-probability of each answer under the target, nats a token, by question."""
+def answer_likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
+    """Return the mean log-probability of each answer under the target.
+
+    Args:
+        records: The answers.
+
+    Returns:
+        Nats per token over all turns, by question. Questions without new tokens are omitted.
+    """
     found = {}
     for record in records:
         choice = record["choices"][0]
-        weighed = [
+        turns = [
             (value, count)
             for value, count in zip(choice["log_likelihood"], choice["new_tokens"], strict=True)
             if value is not None
         ]
-        if weighed:
-            total = sum(count for _, count in weighed)
-            found[record["question_id"]] = sum(value * count for value, count in weighed) / total
+        if turns:
+            total = sum(count for _, count in turns)
+            found[record["question_id"]] = sum(value * count for value, count in turns) / total
     return found
 
 
@@ -204,11 +285,17 @@ def score_records(
     progress: Callable[[int, int], None] | None = None,
     run: Callable[[str], RunResult] = run_program,
 ) -> dict[int | str, bool]:
-    """Right or wrong by question, for those that have a score; the last turn's answer counts.
+    """Score answers by their last turn.
 
     Args:
-        execute_code: Run the code in answers to HumanEval's questions, with ``run``.
-        progress: Called with the answers scored and all of them.
+        questions: The questions.
+        records: The answers.
+        execute_code: Run the code in answers to ``code`` questions.
+        progress: Called with the number of answers processed so far and the total.
+        run: Runs a program.
+
+    Returns:
+        Whether each answer is correct, by question. Questions without a score are omitted.
     """
     by_id = {question.question_id: question for question in questions}
     found = {}

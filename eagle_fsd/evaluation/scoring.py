@@ -1,7 +1,7 @@
-"""Readers of answers: whether the final number, the letter, the code is right.
+"""Score answers by their final number, by their final letter, or by running their code.
 
-Where an answer gives several, the last counts: models correct themselves. What a model thinks
-before ``</think>`` is no answer.
+If an answer states several results, the last one counts, because models correct themselves.
+Reasoning that ends with ``</think>`` is ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from eagle_fsd.evaluation.code_execution.programs import said, test_program
+from eagle_fsd.evaluation.code_execution.programs import build_program, strip_reasoning
 from eagle_fsd.evaluation.code_execution.sandbox import RunResult, run_program
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 
@@ -21,31 +21,37 @@ def score(
     execute_code: bool = False,
     run: Callable[[str], RunResult] = run_program,
 ) -> bool | None:
-    """Whether ``answer`` is right; None where the question has no score of its own.
+    """Decide whether an answer is correct.
 
     Args:
-        execute_code: Run the code that an answer to a ``code`` question holds. Without it such
-            questions have no score: running what a model wrote is for the user to allow.
-        run: Runs a program; :class:`~eagle_fsd.evaluation.code_execution.sandbox.Runs` remembers what came of it.
+        question: The question.
+        answer: The model's answer to its last turn.
+        execute_code: Whether to run the code in answers to ``code`` questions, which requires the
+            user's consent; otherwise these questions have no score.
+        run: Function that runs a program, for instance a
+            :class:`~eagle_fsd.evaluation.code_execution.sandbox.CachedRunner`.
+
+    Returns:
+        Whether the answer is correct; None if it has no score.
     """
     if question.scored_by == "number":
         return same_number(final_number(answer), question.answer)
     if question.scored_by == "letter":
         return final_letter(answer) == question.answer
     if question.scored_by == "code" and execute_code:
-        return run(test_program(question, answer)).passed
+        return run(build_program(question, answer)).passed
     return None
 
 
-#: Full-width forms as ASCII, every dash that may be a minus sign as one, no-break spaces as one.
-_PLAIN_SIGNS = {
+#: Maps full-width forms to ASCII, dashes used as minus signs to "-", and thin to no-break spaces.
+_ASCII_FORMS = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-"),
     **dict.fromkeys((0x2009, 0x202F), "\u00a0"),
     0xFFE5: "\u00a5",
     0x2019: "'",
 }
-#: Mark-up that may stand in the midst of an answer, and what it comes to.
+#: Markdown and LaTeX inside an answer, and the replacement.
 _MARKUP = [
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}"), r"\1"),
@@ -55,56 +61,64 @@ _MARKUP = [
 ]
 
 
-def _without_markup(answer: str) -> str:
-    text = said(answer).translate(_PLAIN_SIGNS)
-    for pattern, plain in _MARKUP:
-        text = pattern.sub(plain, text)
+def _plain_text(answer: str) -> str:
+    """Return the answer without reasoning and markup, in ASCII forms."""
+    text = strip_reasoning(answer).translate(_ASCII_FORMS)
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
     return text
 
 
-# Numbers: a fraction, mixed or not, else digits with or without separators. Neither an exponent
-# nor a part of a longer number; a hyphen that joins it to something is no minus.
+# A number is a fraction, possibly mixed, or digits with or without separators. It is neither an
+# exponent nor part of a longer number, and a hyphen that joins it to a word is not a minus sign.
 _DIGITS = (
     r"(?:(?<!/)(?:\d+ )?\d+/\d+(?![\d/]|\.\d)"
     r"|(?:\d{1,3}(?:,\d{2,3}){0,8},\d{3}(?!\d)|\d+)(?:\.\d+)?)"
 )
-_NUMBER_TEXT = (
+_NUMBER_PATTERN = (
     r"(?:(?<![-\w)\]}%.])-[$€£¥₹]?|[$€£¥₹]-?)?"
     rf"(?:(?<!\^)(?<!\^\{{)(?<!\d)(?<!\d\.){_DIGITS}|(?<![\w.])\.\d+)"
 )
-_NUMBER = re.compile(_NUMBER_TEXT)
+_NUMBER = re.compile(_NUMBER_PATTERN)
 _MARKED_NUMBER = re.compile(
-    rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?(?P<number>{_NUMBER_TEXT})"
+    rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?(?P<number>{_NUMBER_PATTERN})"
 )
-#: What makes "#### 1. First" a heading, and "the answer is 3 + 4" the beginning of a sum.
+# Continuations that make "#### 1. First" a heading and "the answer is 3 + 4" an expression.
 _HEADING = re.compile(r"[.):][ \t]+\S")
-_SUM = re.compile("\\s*[-+*/\u00d7\u00f7^]\\s*[\\d$(.\\\\]|[^\\n]*=")
+_EXPRESSION = re.compile("\\s*[-+*/\u00d7\u00f7^]\\s*[\\d$(.\\\\]|[^\\n]*=")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _NAMED_NUMBER = re.compile(
     r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|equals|would be|will be|comes to)\b"
     r"|[\s\"']*(?:\([^()\n]{0,40}\)\s*)?[:=])"
     r"[\s:=]*(?:(?:about|approximately|exactly|therefore|thus|now|only|just)\s+)?)"
-    rf"[(\\]*(?P<number>{_NUMBER_TEXT})"
+    rf"[(\\]*(?P<number>{_NUMBER_PATTERN})"
 )
 
 
 def final_number(text: str) -> str | None:
-    """The number an answer ends in, without separators and currency; None if it holds none.
+    """Return the final number of an answer.
 
-    The first of these that there is, and the last of its kind:
+    The first of these rules that matches applies, to its last match:
 
-    1. after ``####``, the format the questions ask for (GSM8K's own), with nothing but currency or
-       mark-up between; ``#### Step 3`` and ``#### 1. First`` are headings;
-    2. in ``\\boxed{}``;
-    3. after "answer is", "answer:" and the like, if no sum goes on behind it;
-    4. anywhere.
+    1. a number after ``####``, the format of GSM8K that the prompts request, with nothing but
+       currency signs or markup between; headings such as ``#### Step 3`` and ``#### 1. First``
+       do not match;
+    2. a number in ``\\boxed{}``;
+    3. a number after "answer is", "answer:" and similar phrases, unless it begins an expression;
+    4. any number.
 
-    OpenAI's grader of GSM8K and the strict filter of lm-evaluation-harness know only the first of
-    these, and take the first ``####`` rather than the last; the harness's flexible filter is the
-    last of these alone. "20-30" ends in 30, "1,2,3" in 3, "1,234" is one number, "2 1/2" a number
-    too, and ``cm^2`` none.
+    OpenAI's grader of GSM8K and the strict filter of lm-evaluation-harness apply only the first
+    rule, and to the first ``####``; the harness's flexible filter applies only the last rule.
+    "20-30" ends in 30 and "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2`` contains
+    none.
+
+    Args:
+        text: The answer.
+
+    Returns:
+        The number without separators and currency, or None if the answer contains none.
     """
-    text = _without_markup(text)
+    text = _plain_text(text)
     marked = [
         match["number"]
         for match in _MARKED_NUMBER.finditer(text)
@@ -114,50 +128,62 @@ def final_number(text: str) -> str | None:
     named = [
         match["number"]
         for match in _NAMED_NUMBER.finditer(text)
-        if not _SUM.match(text, match.end())
+        if not _EXPRESSION.match(text, match.end())
     ]
     for found in (marked, boxed, named, _NUMBER.findall(text)):
         if found:
-            return _plain(found[-1])
+            return _strip_symbols(found[-1])
     return None
 
 
-def _plain(number: str) -> str:
-    """Without currency, separators, percent sign and a full stop behind it."""
-    text = re.sub(r"[$€£¥₹,]", "", number.translate(_PLAIN_SIGNS)).strip()
+def _strip_symbols(number: str) -> str:
+    """Remove currency signs, separators, a percent sign and trailing periods."""
+    text = re.sub(r"[$€£¥₹,]", "", number.translate(_ASCII_FORMS)).strip()
     return text.removesuffix("%").rstrip(". ")
 
 
 def number_value(text: str) -> Fraction:
-    """The value of a number as answers write it.
+    """Return the exact value of a number in an answer.
+
+    Args:
+        text: A decimal number or a fraction, possibly mixed, with or without separators, currency
+            or percent sign.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a number.
     """
-    plain = _plain(text)
+    plain = _strip_symbols(text)
     sign = -1 if plain.startswith("-") else 1
     whole, _, rest = plain.lstrip("+-").rpartition(" ")
     try:
         return sign * (Fraction(whole or 0) + Fraction(rest))
     except ZeroDivisionError as error:
-        raise ValueError(f"{text!r} is no number") from error
+        raise ValueError(f"{text!r} is not a number") from error
 
 
-def same_number(found: str | None, right: str | None) -> bool:
-    """Equal as numbers, up to one part in 10^9: ``18.00`` is ``18``, ``1/2`` is ``0.5``."""
-    if found is None or right is None:
+def same_number(first: str | None, second: str | None) -> bool:
+    """Compare two numbers by value, within a relative tolerance of 1e-9.
+
+    Args:
+        first: A number, see :func:`number_value`, or None.
+        second: The number to compare with, or None.
+
+    Returns:
+        Whether both are numbers and equal; ``18.00`` equals ``18``, and ``1/2`` equals ``0.5``.
+    """
+    if first is None or second is None:
         return False
     try:
-        first, second = number_value(found), number_value(right)
+        a, b = number_value(first), number_value(second)
     except ValueError:
         return False
-    return abs(first - second) <= Fraction(1, 10**9) * max(abs(first), abs(second), 1)
+    return abs(a - b) <= Fraction(1, 10**9) * max(abs(a), abs(b), Fraction(1))
 
 
-# Letters: alone, and not the beginning of "C++", "e-mail", "D'Artagnan", "e.g.".
+# A letter must stand alone; it does not begin "C++", "e-mail", "D'Artagnan" or "e.g.".
 _ALONE = r"(?![\w+#]|-\w|'\w|\.\w\.)"
 _OPENING = r"[\s(\[{$\"'<>*_\\]*"
-#: After "is": a small "a" that a word follows is an article.
+# After "is", a lowercase "a" that is followed by a word is an article.
 _CHOICE = rf"(?P<letter>[{LETTERS}]|[b-e]|a(?=\s*(?:[)\].:,;}}\"'$*\\]|\n|\Z))){_ALONE}"
 _ANSWER = r"(?i:\b(?:answers?|(?:correct|right|best)\s+(?:choice|option|letter))\b)"
 _NAMED_LETTERS = [
@@ -182,12 +208,13 @@ _NAMED_LETTERS = [
     ),
 ]
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
-_ONLY_A_LETTER = re.compile(
+_SINGLE_LETTER = re.compile(
     rf"[\s(\[{{$\"'*\\]*([{LETTERS}{LETTERS.lower()}])[\s)\]}}$\"'.:,;*\\]*"
 )
-_LINE_LETTER = re.compile(rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)", re.MULTILINE)
-_VERB = re.compile(r"\s*(?:is|are|was|has|does|can)(?:\b|n't)")
-#: A capital "A" that a word follows is an article, unless the word goes on about a choice.
+_LABELED_LINE = re.compile(rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)", re.MULTILINE)
+_PREDICATE = re.compile(r"\s*(?:is|are|was|has|does|can)(?:\b|n't)")
+# An uppercase "A" that is followed by a word is an article, unless the word continues a statement
+# about a choice.
 _LONE_LETTER = re.compile(
     rf"(?<![\w'+.-])(?<!\bnot )([{LETTERS}]){_ALONE}"
     r"(?<!A(?=\s+(?!(?:is|are|because|since|as|and|or|but|fits|seems|would|has|for|which|over)\b)"
@@ -196,34 +223,39 @@ _LONE_LETTER = re.compile(
 
 
 def final_letter(text: str) -> str | None:
-    """The letter an answer chooses, a capital; None if it chooses none.
+    """Return the letter that an answer chooses.
 
-    The first of these that there is, and the last of its kind:
+    The first of these rules that matches applies, to its last match:
 
-    1. in ``\\boxed{}``;
-    2. named as the answer: "Answer: B", the format the questions ask for, "the answer is (b)",
-       "B is the correct choice";
-    3. alone, as the whole answer or a line of it;
-    4. at the head of the answer, as in "B) bank", where no other line begins like that;
-    5. a capital anywhere that stands alone.
+    1. a letter in ``\\boxed{}``;
+    2. a letter named as the answer: "Answer: B", the format that the prompts request, "the answer
+       is (b)", "B is the correct choice";
+    3. a letter that is the whole answer or a whole line;
+    4. a label at the beginning of the answer, as in "B) bank", if no line has another label;
+    5. any uppercase letter that stands alone.
 
-    An article is no choice: "the answer is a model" has none. OpenAI's simple-evals reads "Answer:
-    B" alone; lm-evaluation-harness's filters read "answer is (B)", and else any letter in
-    brackets.
+    Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
+    "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in
+    parentheses.
+
+    Args:
+        text: The answer.
+
+    Returns:
+        The letter in uppercase, or None if the answer chooses none.
     """
-    text = _without_markup(text)
+    text = _plain_text(text)
     if boxed := [match["letter"] for match in _BOXED_LETTER.finditer(text)]:
         return boxed[-1].upper()
-    named = [match for pattern in _NAMED_LETTERS for match in pattern.finditer(text)]
-    if named:
+    if named := [match for pattern in _NAMED_LETTERS for match in pattern.finditer(text)]:
         return max(named, key=lambda match: match.start("letter"))["letter"].upper()
     for part in (text, *reversed(text.split("\n"))):
-        if only := _ONLY_A_LETTER.fullmatch(part):
-            return only[1].upper()
-    heads = list(_LINE_LETTER.finditer(text))
-    if len({head[1] for head in heads}) == 1:
-        first = heads[0]
-        if not text[: first.start()].strip() and not _VERB.match(text, first.end()):
+        if single := _SINGLE_LETTER.fullmatch(part):
+            return single[1].upper()
+    labels = list(_LABELED_LINE.finditer(text))
+    if len({label[1] for label in labels}) == 1:
+        first = labels[0]
+        if not text[: first.start()].strip() and not _PREDICATE.match(text, first.end()):
             return first[1]
     alone = _LONE_LETTER.findall(text)
     return alone[-1] if alone else None

@@ -1,66 +1,101 @@
-"""Figures as tables: for a terminal, as Markdown, as CSV."""
+"""Format reports as tables, Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
-#: Headers, and a line of cells for each method.
+#: Headers and rows of cells.
 Table = tuple[list[str], list[list[str]]]
+
+#: Phases of decoding shown in tables, apart from the prefill.
+PHASE_COLUMNS = ("target", "draft", "tree", "verify", "cache", "host")
 
 
 def main_table(rows: Sequence[Row]) -> Table:
-    """Speed and quality; columns that no row fills are left out."""
-    headers = ["method", "tokens/s", "x plain", "x exact", "tau", "fuzzy", "MiB"]
-    headers += ["n", "accuracy", "lost/gained", "p", "nats a token", "against exact"]
-    headers += ["judge", "judge against exact"]
+    """Return a table of speed and quality.
+
+    Args:
+        rows: Rows of a report.
+
+    Returns:
+        The table, without columns that are empty in every row.
+    """
+    headers = ["method", "tokens/s", "x plain", "x exact", "x hf", "tau", "fuzzy", "MiB"]
+    headers += ["n", "accuracy", "lost/gained", "p", "nats/token", "nats/token vs exact"]
+    headers += ["judge", "judge vs exact"]
     cells = []
     for row in rows:
-        against = row.get("against_exact", {})
+        quality = row.get("against_exact", {})
         judge = row.get("judge") or {}
-        judged = judge.get("against_exact", {})
-        split = f"{against['lost']}/{against['gained']}" if "lost" in against else ""
+        judge_change = judge.get("against_exact", {})
         cells.append(
             [
                 row["method"],
                 _number(row["tokens_per_second"], ".1f"),
                 _number(row["speedup"], ".2f"),
-                _times(row),
+                _speed_over_exact(row),
+                _number(row.get("speed_over_hf"), ".2f"),
                 _number(row["tau"], ".2f"),
                 _number(row["origins"]["fuzzy"], ".1%"),
                 _number(row["memory"] and row["memory"] / 2**20, ".0f"),
                 str(row["scored"] or row["answers"]),
-                _interval(row["accuracy"], row["accuracy_interval"], ".1%"),
-                split,
-                _number(against.get("mcnemar_p"), ".2g"),
+                _with_interval(row, "accuracy", ".1%"),
+                f"{quality['lost']}/{quality['gained']}" if "lost" in quality else "",
+                _number(quality.get("mcnemar_p"), ".2g"),
                 _number(row["log_likelihood"], ".3f"),
-                _interval(
-                    against.get("log_likelihood_change"),
-                    against.get("log_likelihood_change_interval"),
-                    "+.3f",
-                ),
-                _interval(judge.get("score"), judge.get("score_interval"), ".2f"),
-                _interval(judged.get("score_change"), judged.get("score_change_interval"), "+.2f"),
+                _with_interval(quality, "log_likelihood_change", "+.3f"),
+                _with_interval(judge, "score", ".2f"),
+                _with_interval(judge_change, "score_change", "+.2f"),
             ]
         )
     kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
     return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
 
 
-def _times(row: Row) -> str:
-    """Speed over exact decoding's, and half of its interval's width."""
+def _speed_over_exact(row: Row) -> str:
+    """Format the speed relative to exact decoding, with half the width of its interval."""
     value, interval = row["speed_over_exact"], row["speed_over_exact_interval"]
     if value is None or interval is None or row["method"] == "exact":
         return _number(value, ".2f")
     return f"{value:.2f} ± {(interval[1] - interval[0]) / 2:.2f}"
 
 
+def phase_table(rows: Sequence[Row]) -> Table:
+    """Return a table of the time per target pass and the share of each phase.
+
+    Args:
+        rows: Rows of a benchmark's report.
+    """
+    headers = ["method", "ms/pass", "x exact", *PHASE_COLUMNS]
+    headers += ["exact tokens", "fuzzy tokens", "target tokens"]
+    cells = []
+    for row in rows:
+        seconds, shares = row.get("seconds_per_step"), row.get("phase_shares")
+        if not seconds or not shares:
+            continue
+        cells.append(
+            [
+                row["method"],
+                f"{1000 * seconds:.2f}",
+                _number(row["step_over_exact"], ".2f"),
+                *(f"{shares.get(phase, 0.0):.1%}" for phase in PHASE_COLUMNS),
+                *(_number(row["origins"][name], ".0%") for name in ("exact", "fuzzy", "target")),
+            ]
+        )
+    return headers, cells
+
+
 def category_table(rows: Sequence[Row]) -> Table:
-    """Tau by category."""
+    """Return a table of tau by category.
+
+    Args:
+        rows: Rows of a report.
+    """
     names = sorted({name for row in rows for name in row["tau_by_category"]})
     known = [row for row in rows if row["tau_by_category"]]
     cells = [
@@ -71,19 +106,29 @@ def category_table(rows: Sequence[Row]) -> Table:
 
 
 def position_table(rows: Sequence[Row]) -> Table:
-    """Accepted length by position: the share of target passes that emit at least so many tokens."""
+    """Return a table of the share of target passes that emit at least 1, 2, 3, ... tokens.
+
+    Args:
+        rows: Rows of a report.
+    """
     shown = [row for row in rows if len(row["reach"]) > 1]
     longest = max((len(row["reach"]) for row in shown), default=0)
     cells = []
     for row in shown:
         reach = row["reach"] + [0.0] * (longest - len(row["reach"]))
         cells.append([row["method"], *(f"{share:.0%}" for share in reach)])
-    return ["tokens a pass", *(f">= {at}" for at in range(1, longest + 1))], cells
+    return ["tokens per pass", *(f">= {count}" for count in range(1, longest + 1))], cells
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Those there is something to say in."""
+    """Return the tables of a report, without empty ones.
+
+    Args:
+        rows: Rows of a report.
+    """
     found = [main_table(rows)]
+    if phase_table(rows)[1]:
+        found.append(phase_table(rows))
     if len(category_table(rows)[1]) > 1:
         found.append(category_table(rows))
     if position_table(rows)[1]:
@@ -92,22 +137,31 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The tables of a report, and how it was made, in Markdown."""
+    """Format a report as Markdown: tables, conclusions, and a footnote on how it was measured.
+
+    Args:
+        report: The report.
+    """
     found = [*report.get("tables", []), *tables(report["rows"])]
     parts = [markdown(*table) for table in found]
     return "\n\n".join([*parts, *report.get("conclusions", []), footnote(report)]) + "\n"
 
 
 def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table; a bar within a cell does not end it."""
+    """Format a table as Markdown.
 
-    def line(items: Sequence[str]) -> str:
+    Args:
+        headers: The column headers.
+        cells: Lines of cells. Vertical bars are escaped.
+    """
+
+    def line(items: Iterable[str]) -> str:
         return "| " + " | ".join(item.replace("|", "\\|") for item in items) + " |"
 
     return "\n".join([line(headers), "|---" * len(headers) + "|", *map(line, cells)])
 
 
-#: A CSV line's own columns: the name, and where in a row of the report the value is.
+#: Columns of the CSV file that differ between methods, with the path of each value in a report row.
 _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "method": ("method",),
     "rule": ("settings", "method"),
@@ -143,17 +197,18 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def csv_text(report: dict[str, Any]) -> str:
-    """A line a method, full precision; what the whole run has in common stands in every line."""
-    environment = report["environment"]
+    """Format a report as CSV: a line per method, in full precision.
+
+    Args:
+        report: The report. Values that apply to the whole run are repeated in every line.
+    """
+    environment, about = report["environment"], report["about"]
+    names = ("questions", "count", "target", "head", "seed", "template")
     common = {
-        **{
-            key: report["about"][key]
-            for key in ("questions", "count", "target", "head", "seed", "template")
-        },
-        **{key: report["about"][key] for key in ("temperature", "top_p", "batch")},
-        "sampling_top_k": report["about"]["top_k"],
-        "max_new_tokens": report["about"]["max_new_tokens"],
-        **{key: report["settings"][key] for key in ("total_tokens", "depth", "top_k")},
+        **{name: about[name] for name in (*names, "temperature", "top_p", "batch")},
+        "sampling_top_k": about["top_k"],
+        "max_new_tokens": about["max_new_tokens"],
+        **{name: report["settings"][name] for name in ("total_tokens", "depth", "top_k")},
         "dtype": report["dtype"],
         "machine": _machine(report),
         "date": environment["date"],
@@ -165,73 +220,84 @@ def csv_text(report: dict[str, Any]) -> str:
     writer = csv.DictWriter(text, [*_CSV_COLUMNS, *common], lineterminator="\n")
     writer.writeheader()
     for row in report["rows"]:
-        own = {name: _inside(row, path) for name, path in _CSV_COLUMNS.items()}
+        own = {name: _look_up(row, path) for name, path in _CSV_COLUMNS.items()}
         writer.writerow({**own, **common})
     return text.getvalue()
 
 
 def footnote(report: dict[str, Any]) -> str:
-    """With what and on what a report was made, in a few sentences."""
+    """Describe how a report was measured, in a few sentences.
+
+    Args:
+        report: The report.
+    """
     environment, about, tree = report["environment"], report["about"], report["settings"]
     machine, versions = environment["machine"], environment["versions"]
     sessions = [item["environment"] for item in report["sessions"].values()] or [environment]
     dates = sorted({item["date"][:10] for item in sessions})
     revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
-    failed = sum(row["failed"] for row in report["rows"])
-    fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
-    at_once = "" if about["batch"] == 1 else f", {about['batch']} at once"
-    text = (
-        f"{report['questions']} questions of {about['questions']}{at_once}; {_sampling(about)},"
-        f" {str(report['dtype']).removeprefix('torch.')} on"
+    batch = "" if about["batch"] == 1 else f", batches of {about['batch']}"
+    repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
+    sentences = [
+        f"{report['questions']} questions of {about['questions']}{batch}{repeats};"
+        f" {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {machine['threads']} threads; tree"
         f" {tree['total_tokens']}/{tree['depth']}/{tree['top_k']}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
-        f" revision {', '.join(revisions)}. Intervals are 95 %."
-    )
+        f" revision {', '.join(revisions)}. Intervals are 95%."
+    ]
     if about["template"]:
-        text += f" FastChat's template {about['template']}."
+        sentences.append(f"FastChat template {about['template']}.")
+    fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
     if fsd is not None and fsd["method"] == "fsd":
         names = ("divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on")
-        text += f" fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}."
+        sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
     elif fsd is not None:
-        text += " fsd: no threshold is set, so it is exact decoding."
+        sentences.append("fsd: the threshold is 0, which is exact decoding.")
     if len(sessions) > 1:
-        text += (
-            f" The answers were drawn in {len(sessions)} sessions; x compares within a session,"
-            " tokens/s is over all of them."
+        sentences.append(
+            f"The answers come from {len(sessions)} sessions; x compares within a session, tokens/s"
+            " is over all of them."
         )
-    text += " MiB is the process's peak."
+    if any(row["memory"] for row in report["rows"]):
+        sentences.append("MiB is the process's peak memory.")
+    if any(row.get("phase_shares") for row in report["rows"]):
+        sentences.append("Phases are shares of the decoding time, without the prefill.")
     if cut := {row["method"]: row["cut_off"] for row in report["rows"] if row["cut_off"]}:
         most = max(cut, key=lambda name: cut[name])
-        text += (
-            f" Answers that had not ended by {about['max_new_tokens']} tokens or the context's end:"
+        sentences.append(
+            f"Answers that had not ended by {about['max_new_tokens']} tokens or the context's end:"
             f" up to {cut[most]} ({most})."
         )
     if report["unscored"]:
-        text += f" {report['unscored']}"
-    if failed:
-        text += f" {failed} turns, over all methods, were not answered: their prompts fill the"
-        text += " context."
-    return text
+        sentences.append(report["unscored"])
+    if failed := sum(row["failed"] for row in report["rows"]):
+        sentences.append(
+            f"{failed} turns, over all methods, were not answered: their prompts fill the context."
+        )
+    return " ".join(sentences)
 
 
-def _sampling(about: dict[str, Any]) -> str:
-    """How tokens were drawn, in a few words."""
+def _describe_sampling(about: dict[str, Any]) -> str:
+    """Describe how tokens were sampled."""
     if not about["temperature"]:
         return "greedy"
     parts = [f"temperature {about['temperature']:g}"]
-    parts += [f"top-p {about['top_p']:g}"] * (about["top_p"] < 1)
-    parts += [f"top-k {about['top_k']}"] * bool(about["top_k"])
+    if about["top_p"] < 1:
+        parts.append(f"top-p {about['top_p']:g}")
+    if about["top_k"]:
+        parts.append(f"top-k {about['top_k']}")
     return ", ".join([*parts, f"seed {about['seed']}"])
 
 
 def _machine(report: dict[str, Any]) -> str:
-    """What decoded: a machine with a GPU can be told to use its CPU."""
-    machine = report["environment"]["machine"]
+    """Return the name of the GPU or CPU that decoded."""
+    machine: dict[str, str] = report["environment"]["machine"]
     return machine.get("gpu", "") if report["device"].startswith("cuda") else machine["cpu"]
 
 
-def _inside(value: Any, path: Sequence[str]) -> Any:
+def _look_up(value: Any, path: Sequence[str]) -> Any:
+    """Follow keys and indices into nested values; None where one is missing."""
     for key in path:
         if value is None:
             return None
@@ -243,8 +309,10 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
-def _interval(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+def _with_interval(values: dict[str, Any], name: str, form: str) -> str:
+    """Format a value with its interval, if it has one."""
+    value, interval = values.get(name), values.get(f"{name}_interval")
     if value is None or interval is None:
-        return _number(value, form)  # of a single value there is no interval
-    low, high = (format(item, form) for item in interval)
+        return _number(value, form)
+    low, high = (format(end, form) for end in interval)
     return f"{format(value, form)} ({low} to {high})"

@@ -1,8 +1,9 @@
-"""Loading and saving draft heads in the layout EAGLE-1/2 heads are published in.
+"""Load and save draft heads in the layout of published EAGLE-1/2 heads.
 
-A folder (or a Hub repository) with ``config.json`` and ``model.safetensors`` or
-``pytorch_model.bin``, holding ``fc.weight``, ``fc.bias`` where ``config.bias`` is true (the default
-when absent), ``layers.0.*`` without an input norm, and mostly the target's ``embed_tokens.weight``.
+A checkpoint is a folder or a Hub repository with ``config.json`` and ``model.safetensors`` or
+``pytorch_model.bin``. The weights are ``fc.weight``, ``fc.bias`` if ``config.bias`` is true (the
+default when absent), ``layers.0.*`` without an input norm, and in most checkpoints a copy of the
+target's ``embed_tokens.weight``.
 """
 
 from __future__ import annotations
@@ -22,32 +23,38 @@ from transformers.utils import cached_file
 
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
-from eagle_fsd.model.loading import one_line
 from eagle_fsd.model.target import Target
+from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
-#: Buffers that older checkpoints carry and that are computed from the configuration.
+#: Buffers in older checkpoints that are computed from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
-#: What a configuration class raises for a field of the wrong type or value.
+#: Exceptions that configuration classes raise for a field with a wrong type or value.
 _STRICT = (hub_errors.StrictDataclassError,)
 
 
 class CheckpointError(ValueError):
-    """A head's files are missing, damaged or of another shape; the message says which."""
+    """The files of a head are missing or damaged, or do not match its configuration."""
 
 
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """The head at ``path``, attached to ``target``, with the target's dtype unless told.
+    """Load a draft head and attach it to its target.
+
+    Args:
+        path: A folder or a Hub name.
+        target: The target that the head was trained for.
+        dtype: Data type of the weights; default: the target's.
+        token: A Hugging Face token for gated repositories.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or a tensor is missing, unexpected or of the
-            wrong shape (each is named).
+        CheckpointError: Files are missing or damaged, or tensors are missing, unexpected or of the
+            wrong shape; the message names each.
         ValueError: The head's hidden size or vocabulary is not the target's.
     """
     config = _read_config(path, token)
@@ -60,33 +67,35 @@ def load_head(
         head = EagleHead(config, getattr(config, "bias", True), dtype or target.dtype)
     except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: no head can be made of its {CONFIG_FILE}: {error}"
+            f"{path}: cannot build a head from its {CONFIG_FILE}: {error}"
         ) from error
     head.attach(target)
     embedding = weights.pop(EMBEDDING, None)
     _check(path, head.state_dict(), weights)
     head.load_state_dict(weights)
     if embedding is not None:
-        _take_embedding(path, head, target, embedding)
+        _set_embedding(path, head, target, embedding)
     return head.eval().requires_grad_(False)
 
 
 def save_head(
     head: EagleHead, path: str | Path, dtype: torch.dtype | None = None, binary: bool = False
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` to the folder ``path``.
+    """Save a draft head as ``config.json`` and ``model.safetensors``.
 
     Args:
-        dtype: Of the weights; default: the head's own.
-        binary: Write ``pytorch_model.bin`` instead, as EAGLE's own code reads it.
+        head: The head to save.
+        path: A folder, created if it does not exist.
+        dtype: Data type of the saved weights; default: the head's.
+        binary: Write ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = head.config.to_diff_dict()
-    config.pop("_name_or_path", None)  # where the target happened to lie
-    kept = str(dtype or head.dtype).removeprefix("torch.")
-    config.update(num_hidden_layers=1, bias=head.fc.bias is not None, dtype=kept)
-    if config.get("layer_types"):  # of all the target's layers; the head has one
+    config.pop("_name_or_path", None)  # a local path of the target
+    saved = str(dtype or head.dtype).removeprefix("torch.")
+    config.update(num_hidden_layers=1, bias=head.fc.bias is not None, dtype=saved)
+    if config.get("layer_types"):  # one for each of the target's layers
         config["layer_types"] = ["full_attention"]
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {
@@ -100,7 +109,15 @@ def save_head(
 
 
 def settings_file(path: str | Path, token: str | None = None) -> Path | None:
-    """The ``fsd.json`` beside the head, if there is one."""
+    """Return the path of the ``fsd.json`` beside a head, or None if there is none.
+
+    Args:
+        path: The head's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        CheckpointError: ``path`` is neither a folder nor an accessible repository.
+    """
     found = _file(path, SETTINGS_FILE, token)
     return Path(found) if found else None
 
@@ -109,14 +126,14 @@ def _file(path: str | Path, name: str, token: str | None) -> str | None:
     if Path(path).is_dir():
         return str(Path(path) / name) if (Path(path) / name).is_file() else None
     if Path(path).exists():
-        raise CheckpointError(f"{path} is a file; give the folder that holds the head")
+        raise CheckpointError(f"{path} is a file; pass the folder that holds the head")
     try:
         return cached_file(
             str(path), name, token=token, _raise_exceptions_for_missing_entries=False
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is neither a folder nor a model that can be reached: {one_line(error)}"
+            f"{path} is neither a folder nor an accessible model: {one_line(error)}"
         ) from error
 
 
@@ -128,11 +145,12 @@ def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
         values = json.loads(Path(found).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-        return AutoConfig.for_model(values.pop("model_type", "llama"), **values)
+        config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
         raise CheckpointError(
-            f"{found} is not a head's configuration: {one_line(error)}"
+            f"{found} is not a configuration of a head: {one_line(error)}"
         ) from error
+    return config
 
 
 def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
@@ -145,36 +163,34 @@ def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
                 return load_file(found)
             weights = torch.load(found, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            # torch's own message advises to switch its safety off.
+            # torch's own message suggests disabling weights_only.
             raise CheckpointError(
-                f"{found} is damaged or holds more than tensors; only plain state dicts are read"
+                f"{found} is damaged or holds more than tensors; only plain state dicts are loaded"
             ) from error
         except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"{found} cannot be read: {one_line(error)}") from error
+            raise CheckpointError(f"cannot read {found}: {one_line(error)}") from error
         if not isinstance(weights, dict) or not all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
         ):
-            raise CheckpointError(f"{found} is not a state dict: tensors by name")
+            raise CheckpointError(f"{found} is not a state dict of tensors by name")
         return weights
     raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
 
 
 def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    faults = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
-    faults += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
-    faults += [
+    problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
+    problems += [
         f"{name} is {list(found[name].shape)}, not {list(expected[name].shape)}"
         for name in sorted(expected.keys() & found.keys())
         if found[name].shape != expected[name].shape
     ]
-    if faults:
-        raise CheckpointError(
-            f"{path} does not hold the head its configuration describes: " + "; ".join(faults)
-        )
+    if problems:
+        raise CheckpointError(f"{path} does not match its configuration: " + "; ".join(problems))
 
 
-def _take_embedding(path: str | Path, head: EagleHead, target: Target, embedding: Tensor) -> None:
-    """Keep the checkpoint's embedding only where it differs from the target's."""
+def _set_embedding(path: str | Path, head: EagleHead, target: Target, embedding: Tensor) -> None:
+    """Keep the checkpoint's embedding only if it differs from the target's."""
     own = target.embed.weight
     if embedding.shape != own.shape:
         raise CheckpointError(
@@ -183,5 +199,5 @@ def _take_embedding(path: str | Path, head: EagleHead, target: Target, embedding
     embedding = embedding.to(own.device, own.dtype)
     if torch.equal(embedding, own):
         return
-    log.warning("%s: the head brings an embedding that is not the target's; keeping both", path)
+    log.warning("%s: the head has an embedding other than the target's; keeping both", path)
     head.embed_tokens = nn.Embedding.from_pretrained(embedding.to(head.device, head.dtype))

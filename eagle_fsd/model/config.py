@@ -1,89 +1,207 @@
-"""The settings of Fuzzy Speculative Decoding, declared once.
+"""Options of decoding: the draft tree, acceptance, sampling, and the models to load.
 
-Python arguments, command-line options, request fields and ``fsd.json`` files all derive from
-:class:`FSDSettings`: its fields carry their bounds and their help.
+Python arguments, command-line options, request bodies and ``fsd.json`` files derive from these
+classes. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from eagle_fsd.utils.options import Options, choice, number
+from pydantic import BeforeValidator, Field
 
+from eagle_fsd.utils.options import Options
+
+#: File beside a draft head with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
-#: What :data:`eagle_fsd.model.divergence.DIVERGENCES` holds, told without a need for torch.
-DIVERGENCE_NAMES = tuple(
-    prefix + name
-    for prefix in ("", "top_k_", "top_p_")
-    for name in ("js", "js_reference", "kl", "kl_reversed", "tv")
-)
-FALLBACKS = ("exact", "stop")
-SELECTIONS = ("longest", "target", "sample")
-DISTRIBUTIONS = ("raw", "warped")
+
+DivergenceName = Literal[
+    "js",
+    "js_reference",
+    "kl",
+    "kl_reversed",
+    "tv",
+    "top_k_js",
+    "top_k_js_reference",
+    "top_k_kl",
+    "top_k_kl_reversed",
+    "top_k_tv",
+    "top_p_js",
+    "top_p_js_reference",
+    "top_p_kl",
+    "top_p_kl_reversed",
+    "top_p_tv",
+]
+#: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
+DIVERGENCE_NAMES: tuple[str, ...] = get_args(DivergenceName)
+
+
+class TreeConfig(Options):
+    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's."""
+
+    total_tokens: int = Field(
+        default=60, ge=1, le=1024, description="Nodes in the draft tree, including its root."
+    )
+    depth: int = Field(
+        default=6,
+        ge=1,
+        le=32,
+        description="Times the draft head expands the tree below its first level.",
+    )
+    top_k: int = Field(
+        default=10, ge=1, le=256, description="Nodes expanded per level, and children of each."
+    )
+
+    @classmethod
+    def for_device(cls, device_type: str) -> TreeConfig:
+        """Return the default tree for a device.
+
+        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a
+        CPU, where a small tree wins.
+
+        Args:
+            device_type: ``torch.device.type`` of the target.
+        """
+        return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
+
+
+class AcceptanceConfig(Options):
+    """Which drafted tokens verification accepts (FSD, arXiv 2502.20704). Lossless by default."""
+
+    threshold: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="T: accept a drafted token where the divergence is below T. 0 is lossless.",
+    )
+    divergence: DivergenceName = Field(
+        default="js", description="Divergence that is compared with the threshold."
+    )
+    min_ratio: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="A fuzzy token also needs this fraction of the target's largest probability.",
+    )
+    fallback: Literal["exact", "stop"] = Field(
+        default="exact",
+        description="Where the divergence is not below T: follow the target's own token, or stop.",
+    )
+    selection: Literal["longest", "target", "sample"] = Field(
+        default="longest",
+        description="Path to keep: the longest, the one the target prefers, or one sampled from"
+        " the draft (the only one with a per-token law at temperatures above 0).",
+    )
+    divergence_on: Literal["raw", "warped"] = Field(
+        default="raw",
+        description="Compare the models' own distributions, or those after temperature, top-k and"
+        " top-p.",
+    )
+
+
+class SamplingConfig(Options):
+    """Sampling options, with the same meaning as in Hugging Face."""
+
+    temperature: float = Field(
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Sampling temperature; 0 is greedy."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Nucleus sampling: probability mass to keep; 1 is off.",
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="Sample from the k most likely tokens only; 0 is off."
+    )
+    seed: int | None = Field(
+        default=None, ge=0, le=2**63 - 1, description="Seed that makes sampling reproducible."
+    )
+
+
+#: A folder or a Hub name; a ``Path`` is converted to a string.
+ModelName = Annotated[
+    str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)
+]
+
+
+class TargetOptions(Options):
+    """Which target to load, and how its chats are formatted."""
+
+    target: ModelName | None = Field(
+        default=None, description="Target: a folder or a Hub name; default: the bundled target."
+    )
+    dtype: str | None = Field(
+        default=None,
+        description="float32, bfloat16 or float16; default: float32 on a CPU, else the"
+        " checkpoint's.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="FastChat template, such as vicuna_v1.1; default: the tokenizer's own.",
+    )
+
+
+class PairOptions(TargetOptions):
+    """Which target and draft head to load, and where."""
+
+    head: ModelName | None = Field(
+        default=None, description="Draft head: a folder or a Hub name; default: the bundled head."
+    )
+    device: str | None = Field(
+        default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
+    )
+
+
+class _SettingsFile(AcceptanceConfig, TreeConfig):
+    """All options that an ``fsd.json`` file may set."""
 
 
 @dataclass(frozen=True)
-class FSDSettings(Options):
-    """How a draft tree is grown and what verification keeps of it.
+class Settings:
+    """The options that an ``fsd.json`` file sets; all others are absent.
 
-    Raises:
-        ValueError: A value is out of its bounds; the message names the field and the bounds.
-        TypeError: A value is of another type, or a field does not exist.
+    Attributes:
+        tree: Fields of :class:`TreeConfig` by name.
+        acceptance: Fields of :class:`AcceptanceConfig` by name.
     """
 
-    threshold: float = number(
-        0.0, 0.0, math.inf, "T: keep a drafted token where the divergence is below it; 0 is exact"
-    )
-    divergence: str = choice("js", DIVERGENCE_NAMES, "which divergence is compared with T")
-    min_ratio: float = number(
-        0.0, 0.0, 1.0, "a fuzzy token also needs this share of the target's largest probability"
-    )
-    fallback: str = choice(
-        "exact",
-        FALLBACKS,
-        "where the divergence is not below T: accept the target's own token, or stop there",
-    )
-    selection: str = choice(
-        "longest",
-        SELECTIONS,
-        "which accepted path is kept: the deepest, the target's favourite, or one sampled from"
-        " the draft (the only one with a per-token law at temperature above 0)",
-    )
-    divergence_on: str = choice(
-        "raw",
-        DISTRIBUTIONS,
-        "compare the models' own distributions, or those left by temperature, top-k and top-p",
-    )
-    total_tokens: int = number(60, 1, 1024, "nodes in the draft tree, its root included")
-    depth: int = number(6, 1, 32, "times the draft head expands the tree below the first level")
-    top_k: int = number(10, 1, 256, "nodes expanded at each level, and children of each")
-
-    @classmethod
-    def for_device(cls, device_type: str) -> FSDSettings:
-        """The lossless defaults, with the tree that suits the device.
-
-        On a GPU a pass over 60 nodes costs about what a pass over one does (EAGLE-2's tree); on a
-        CPU it does not, and a small tree wins.
-        """
-        return replace(cls(), total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
+    tree: dict[str, Any] = field(default_factory=dict)
+    acceptance: dict[str, Any] = field(default_factory=dict)
 
 
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings a JSON file holds, checked; fields it leaves out are left out.
+def read_settings(path: str | Path) -> Settings:
+    """Read an ``fsd.json`` file.
+
+    Args:
+        path: A file with a JSON object of tree and acceptance options. Its ``about`` entry is
+            ignored.
 
     Raises:
-        ValueError: The file is not a JSON object of known settings within their bounds.
+        ValueError: The file is not a JSON object, or an option is unknown or out of bounds.
+        OSError: The file cannot be read.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-        values.pop("about", None)  # free-form provenance, written by calibration
-        FSDSettings.from_dict(values)
-    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        values.pop("about", None)
+        _SettingsFile.from_dict(values)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return values
+    return Settings(
+        {name: value for name, value in values.items() if name in TreeConfig.model_fields},
+        {name: value for name, value in values.items() if name in AcceptanceConfig.model_fields},
+    )
+
+
+def settings_dict(tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
+    """Combine tree and acceptance options into one flat dictionary, as in files and reports.
+
+    Args:
+        tree: Shape of the draft tree.
+        acceptance: Acceptance options; they come first.
+    """
+    return {**acceptance.model_dump(), **tree.model_dump()}

@@ -1,6 +1,7 @@
 """Divergences between the target's and the draft's next-token distributions.
 
-All take natural-log probabilities in float32 and return nats (``tv`` is a plain share of mass):
+All take natural-log probabilities ``log p`` of the target and ``log q`` of the draft in float32 and
+return nats (``tv`` is a probability mass):
 
 =================  ==========================================  ==============
 name               formula, with ``m = (p + q) / 2``           range
@@ -12,13 +13,14 @@ name               formula, with ``m = (p + q) / 2``           range
 ``tv``             ``sum |p - q| / 2``                         ``[0, 1]``
 =================  ==========================================  ==============
 
-``js_reference`` is what the code released with the FSD paper (arXiv 2502.20704) computes under the
-name ``js_div``: its arguments are the other way round, so it is not bounded by ``ln 2`` and its
-thresholds do not carry over to ``js``. Their ``kl_div`` is ``kl`` here.
+``js_reference`` is ``js_div`` in the code released with the FSD paper (arXiv 2502.20704). The
+arguments of ``KL`` are swapped, so it is not bounded by ``ln 2``, and thresholds chosen for it do
+not carry over to ``js``. ``kl_div`` in that code is ``kl`` here.
 
-Each also exists as ``top_k_<name>``, over the target's 50 most likely tokens with everything else
-in one bucket, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 with one bucket
-likewise. Putting tokens in a bucket can only lower a divergence (data-processing inequality).
+Each divergence also exists as ``top_k_<name>``, over the target's 50 most likely tokens plus one
+bucket for all others, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 plus one
+bucket.
+Merging tokens into a bucket can only lower a divergence (data-processing inequality).
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from torch import Tensor
 #: ``(log p, log q)``, both ``[..., V]`` float32, to ``[...]`` float32.
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
-#: Log-probabilities are raised to this before use: ``exp`` of it is 0 in float32, so no probability
-#: changes, and products such as ``p * log p`` stay finite where a probability has vanished.
+#: Log-probabilities are clamped to this value: ``exp`` of it is 0 in float32, so no probability
+#: changes, and products such as ``p * log p`` stay finite where a probability is 0.
 LOG_FLOOR = -1e4
+#: Tokens outside the bucket of ``top_k_*`` divergences.
 TOP_K = 50
+#: Probability mass outside the bucket of ``top_p_*`` divergences, at least.
 TOP_P = 0.95
 
 
@@ -47,8 +51,12 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
 def js(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Jensen-Shannon divergence, in ``[0, ln 2]`` nats.
 
-    Computed from ``s = p + q`` as ``sum (p log(p/s) + q log(q/s)) / 2 + ln 2``: three
-    transcendental functions a token instead of five, and this one runs at every step.
+    Computed from ``s = p + q`` as ``sum (p log(p/s) + q log(q/s)) / 2 + ln 2``, which takes three
+    transcendental functions per token instead of five.
+
+    Args:
+        log_p: ``[..., V]`` finite log-probabilities of the target.
+        log_q: ``[..., V]`` finite log-probabilities of the draft.
     """
     p, q = log_p.exp(), log_q.exp()
     s = p + q
@@ -58,28 +66,48 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The reversed, unbounded form that the FSD authors' code names ``js_div``."""
+    """Reversed, unbounded form of ``js``; ``js_div`` in the FSD authors' code.
+
+    Args:
+        log_p: ``[..., V]`` finite log-probabilities of the target.
+        log_q: ``[..., V]`` finite log-probabilities of the draft.
+    """
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(q||p)``, draft from target: the FSD authors' ``kl_div``."""
+    """``KL(q||p)``, the draft relative to the target; ``kl_div`` in the FSD authors' code.
+
+    Args:
+        log_p: ``[..., V]`` finite log-probabilities of the target.
+        log_q: ``[..., V]`` finite log-probabilities of the draft.
+    """
     return _kl(log_q, log_p)
 
 
 def kl_reversed(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(p||q)``, target from draft."""
+    """``KL(p||q)``, the target relative to the draft.
+
+    Args:
+        log_p: ``[..., V]`` finite log-probabilities of the target.
+        log_q: ``[..., V]`` finite log-probabilities of the draft.
+    """
     return _kl(log_p, log_q)
 
 
 def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Total variation distance, in ``[0, 1]``."""
+    """Total variation distance, in ``[0, 1]``.
+
+    Args:
+        log_p: ``[..., V]`` finite log-probabilities of the target.
+        log_q: ``[..., V]`` finite log-probabilities of the draft.
+    """
     return (0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)).clamp_max(1.0)
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Both over the target's ``TOP_K`` best tokens plus one bucket: ``[..., TOP_K + 1]``."""
+    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``."""
     index = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1).indices
 
     def bucketed(log_x: Tensor) -> Tensor:
@@ -90,7 +118,7 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with what lies outside the target's nucleus moved to a bucket: ``[..., V + 1]``."""
+    """Move the mass outside the target's nucleus to a bucket: ``[..., V + 1]``."""
     ordered, index = log_p.sort(-1, descending=True)
     mass = ordered.exp()
     outside = torch.zeros_like(log_p, dtype=torch.bool)
@@ -124,7 +152,8 @@ _BASE: dict[str, Divergence] = {
     "tv": tv,
 }
 
-#: Every divergence by name; finite for the log-softmax of any finite logits.
+#: Every divergence by name. Inputs are clamped to :data:`LOG_FLOOR`, so that they may contain
+#: ``-inf``; values are finite.
 DIVERGENCES: dict[str, Divergence] = {
     prefix + name: _build(name, buckets)
     for prefix, buckets in (("", None), ("top_k_", _top_k_buckets), ("top_p_", _top_p_buckets))

@@ -1,8 +1,9 @@
-"""One decoding step on a batch: draft a tree, score it, keep a path, tidy the caches.
+"""One decoding step on a batch: draft a tree, score it, keep a path, compact the caches.
 
-Everything here stays on the device; the host learns what a step emitted from
-:meth:`Engine.step`'s result and nothing else. Shape letters as in ``verify.py``; ``A`` is the most
-tokens a step can emit.
+All state stays on the device; the host reads only the result of :meth:`Engine.step`.
+
+Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``K`` nodes expanded per level, ``H``
+hidden size, ``V`` vocabulary, ``A`` the largest number of tokens that one step can emit.
 """
 
 from __future__ import annotations
@@ -13,30 +14,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.acceptance import FuzzyRule
-from eagle_fsd.model.cache import additive_mask
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.acceptance import FuzzyRule, rule_for
+from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
-from eagle_fsd.model.prefix_cache import Conversation
+from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.sampling import History, Sampler
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
-from eagle_fsd.model.verify import AcceptanceRule, Evidence, Verification, verify, verify_root
+from eagle_fsd.model.verify import (
+    AcceptanceRule,
+    Verification,
+    VerificationInputs,
+    verify,
+    verify_root,
+)
 
-#: Prompt tokens the target reads in one pass.
+#: Prompt tokens that the target processes in one pass.
 PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
 class TokenDetail:
-    """What is known of one emitted token.
+    """Log-probability, divergence and alternatives of one emitted token.
 
     Attributes:
-        log_prob: The target's own, before processors and sampling options; nats.
-        divergence: Between target and draft where the token follows, by the settings' divergence;
-            None where the draft was not asked there.
-        top: The likeliest tokens at its place and their log-probabilities, likeliest first.
+        log_prob: The target's log-probability, before processors and sampling options; nats.
+        divergence: Between target and draft at the token's parent, by the divergence that the
+            acceptance options select; None if the parent is a leaf or was not expanded.
+        top: The target's most likely tokens at this position and their log-probabilities, in
+            descending order.
     """
 
     log_prob: float
@@ -46,12 +54,12 @@ class TokenDetail:
 
 @dataclass
 class StepResult:
-    """What a step emitted, read back from the device in one transfer.
+    """The tokens that a step emitted, on the host.
 
     Attributes:
-        tokens: For each live row, the emitted tokens; at least one.
-        origins: Their :class:`~eagle_fsd.model.verify.Origin`, alike.
-        details: What is known of each token, alike; None unless it was asked for.
+        tokens: For each row, the emitted tokens, at least one.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
+        details: The details of each token; None unless requested.
     """
 
     tokens: list[list[int]]
@@ -60,65 +68,106 @@ class StepResult:
 
 
 class Engine:
-    """The rows of one call and everything they need on the device.
+    """The rows of one call and their state on the device.
 
-    The target's cache holds all of a row but its last token, which is the root of the next tree.
-    The head's cache holds the pairs (feature, next token) before that; pairs that the last step
-    added are pending and open the next draft.
+    Call :meth:`prefill` once, then :meth:`step` until every row has ended; :meth:`drop` removes
+    ended rows.
+
+    The target's cache holds all tokens of a row but the last, which is the root of the next tree.
+    The head's cache holds the (feature, next token) pairs up to the root, except for those that the
+    last step added: they stay pending until the next draft processes them.
 
     Args:
-        head: None for plain decoding, which is the same step on a tree of one node.
-        prompts: For each row its tokens, at least one, on the target's device.
-        max_new_tokens: How many tokens a row may add; sizes the caches.
-        history: Needed where the sampler's processors look at prefixes.
-        conversation: Caches of earlier calls; one prompt only.
-        details: With every token its :class:`TokenDetail`, of so many likeliest ones; None: no.
+        target: The target.
+        head: The draft head. None for plain decoding, which is the same step on a tree of one node.
+        sampler: Processes logits and samples.
+        tree: Shape of the draft tree.
+        acceptance: Acceptance options.
+        rule: Replaces the acceptance rule that ``acceptance`` selects.
+        clock: Measures the phases of a step.
+        details: Number of most likely tokens in the :class:`TokenDetail` of every token; default:
+            no details.
     """
+
+    cache: TreeCache
+    head_cache: TreeCache
+    builder: TreeBuilder
+    roots: Tensor  # [B] the last token of each row, not in the target's cache
+    lengths: Tensor  # [B] tokens in the target's cache
+    head_lengths: Tensor  # [B] pairs in the head's cache
+    pending: Tensor  # [B] number of pending pairs
+    pending_features: Tensor  # [B, S, H]
+    pending_tokens: Tensor  # [B, S]
+    host_lengths: list[int]  # `lengths` on the host
+    history: History | None
+    prefilled: int  # prompt tokens processed
 
     def __init__(
         self,
         target: Target,
         head: EagleHead | None,
-        settings: FSDSettings,
-        rule: AcceptanceRule,
         sampler: Sampler,
-        prompts: list[Tensor],
-        max_new_tokens: int,
-        clock: PhaseClock,
-        history: History | None = None,
-        conversation: Conversation | None = None,
+        tree: TreeConfig,
+        acceptance: AcceptanceConfig,
+        rule: AcceptanceRule | None = None,
+        clock: PhaseClock | None = None,
         details: int | None = None,
     ) -> None:
+        self.target, self.head, self.sampler = target, head, sampler
+        self.tree, self.acceptance = tree, acceptance
+        self.rule = rule or rule_for(acceptance)
+        self.clock = clock or PhaseClock(target.device)
         self.details = details
-        self.target, self.head, self.settings = target, head, settings
-        self.rule, self.sampler, self.clock, self.history = rule, sampler, clock, history
-        self.host_lengths = [len(prompt) - 1 for prompt in prompts]
-        self.opening = self.host_lengths[0]
-        self.conversation = conversation
-        longest = max(self.host_lengths) + max_new_tokens
-        length, head_length = longest + (settings.total_tokens if head is not None else 1), 0
-        if head is not None:
-            tree = settings.total_tokens, settings.depth, settings.top_k
-            self.builder = TreeBuilder(*tree, target.vocabulary, head.device)
-            drafted = settings.depth + 2 + settings.depth * self.builder.width
-            head_length = longest + drafted
-        start = 0
-        if conversation is None:
-            self.cache = target.new_cache(len(prompts), length)
-            if head is not None:
-                self.head_cache = head.new_cache(len(prompts), head_length)
-        else:
-            self.sequence = prompts[0].tolist()
-            start = conversation.resume(target, head, self.sequence)
-            self.cache, self.head_cache = conversation.caches(target, head, length, head_length)
-        self.prefilled = sum(self.host_lengths) - start
-        clock.enter("prefill")
-        self._prefill(prompts, start)
-        self._remember(max(0, self.host_lengths[0] - 1))
 
     @property
     def rows(self) -> int:
+        """Number of rows being decoded."""
         return self.roots.shape[0]
+
+    def prefill(
+        self,
+        prompts: list[Tensor],
+        max_new_tokens: int,
+        history: History | None = None,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        """Allocate the caches and process the prompts, all but the last token of each.
+
+        Args:
+            prompts: ``[S]`` token ids of each row, at least one, on the target's device.
+            max_new_tokens: Maximum number of tokens added to a row.
+            history: The tokens of every row, for processors that read previous tokens.
+            prefix_cache: Caches of earlier calls; for a single prompt only.
+
+        Raises:
+            ValueError: The target's layers are offloaded, or the prefix cache belongs to another
+                model.
+        """
+        self.clock.enter("prefill")
+        self.history, self._prefix_cache = history, prefix_cache
+        self.host_lengths = [len(prompt) - 1 for prompt in prompts]
+        self._single_token_prompt = self.host_lengths[0] == 0
+        max_length = max(self.host_lengths) + max_new_tokens
+        length, head_length = max_length + 1, 0
+        if self.head is not None:
+            self.builder = TreeBuilder(self.tree, self.target.vocab_size, self.head.device)
+            length = max_length + self.tree.total_tokens
+            head_length = max_length + self.tree.depth * (self.builder.width + 1) + 2
+        start = 0
+        if prefix_cache is None:
+            self.cache = self.target.new_cache(len(prompts), length)
+            if self.head is not None:
+                self.head_cache = self.head.new_cache(len(prompts), head_length)
+        else:
+            self._sequence: list[int] = prompts[0].tolist()
+            start = prefix_cache.resume(self.target, self.head, self._sequence)
+            cache, head_cache = prefix_cache.caches(self.target, self.head, length, head_length)
+            self.cache = cache
+            if head_cache is not None:
+                self.head_cache = head_cache
+        self.prefilled = sum(self.host_lengths) - start
+        self._process_prompts(prompts, start)
+        self._update_prefix_cache(max(0, self.host_lengths[0] - 1))
 
     def step(self) -> StepResult:
         """Emit at least one token for every row.
@@ -126,27 +175,36 @@ class Engine:
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        plain = self.head is None
-        tree = single_node(self.roots, self.target.vocabulary) if plain else self._draft()
+        if self.head is None:
+            tree = single_node(self.roots, self.target.vocab_size)
+        else:
+            tree = self._draft(self.head)
         self.clock.enter("target")
         scored = self.target.forward_tree(tree, self.lengths, max(self.host_lengths), self.cache)
         self.clock.enter("verify")
-        evidence = self.sampler(tree, scored.logits, self.history)
-        if plain:
-            kept = verify_root(evidence)
+        inputs = self.sampler(tree, scored.logits, self.history)
+        if self.head is None:
+            kept = verify_root(inputs)
         else:
-            kept = verify(evidence, self.rule, self.settings.fallback, self.settings.selection)
-        # A NaN or +inf anywhere in a row of logits makes all of its log-softmax NaN.
-        first = torch.stack([evidence.raw_log_probs[..., 0], evidence.warped_log_probs[..., 0]])
-        broken = first.isnan().any(-1).any(0)
-        details = None if self.details is None else self._describe(evidence, kept)
+            kept = verify(inputs, self.rule, self.acceptance.fallback, self.acceptance.selection)
+        # A single NaN or +inf in a row of logits makes its whole log-softmax NaN.
+        first = torch.stack([inputs.raw_log_probs[..., 0], inputs.warped_log_probs[..., 0]])
+        broken = first.isnan().any(-1).any(0)  # [B]
+        details = None if self.details is None else self._describe(inputs, kept, self.details)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
         self.clock.enter("host")
         return self._read(kept, broken, details)
 
     def drop(self, rows: list[int]) -> list[int]:
-        """Forget finished rows; returns the old index of every row left, in the new order."""
+        """Remove rows.
+
+        Args:
+            rows: Indices of the rows to remove.
+
+        Returns:
+            The previous index of every remaining row, in the new order.
+        """
         order = list(range(self.rows))
         for row in sorted(rows, reverse=True):
             last = len(order) - 1
@@ -168,15 +226,15 @@ class Engine:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def _prefill(self, prompts: list[Tensor], first: int) -> None:
-        """Read every prompt from ``first`` but its last token, chunk by chunk, into both caches."""
+    def _process_prompts(self, prompts: list[Tensor], first: int) -> None:
+        """Fill both caches chunk by chunk from position ``first`` on."""
         device = self.target.device
         self.roots = torch.stack([prompt[-1] for prompt in prompts])
         self.lengths = torch.tensor(self.host_lengths, device=device)
         longest = max(self.host_lengths)
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # right: [B, longest + 1]
-        last = (self.lengths - 1).clamp_min(0)  # the position of each row's last feature
-        feature = None
+        last = (self.lengths - 1).clamp_min(0)  # [B] position of each row's last feature
+        feature: Tensor | None = None
         for start in range(first, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
             features = self.target.prefill(ids[:, start:stop], start, self.cache)
@@ -193,45 +251,45 @@ class Engine:
         if feature is None:
             shape = (len(prompts), 1, self.target.hidden_size)
             feature = torch.zeros(shape, dtype=self.head.dtype, device=device)
-        # The last pair is kept pending: the draft that it opens needs its output. A prompt of one
-        # token has no feature before that token; its draft opens with zeros in that place.
+        # The last pair stays pending, because the next draft needs its output. A prompt of one
+        # token has no feature before that token; zeros take its place.
         self.head_lengths = last
         self.pending_features = feature.masked_fill((self.lengths == 0)[:, None, None], 0.0)
         self.pending_tokens = self.roots[:, None]
         self.pending = torch.ones_like(self.lengths)
 
-    # -- a step's parts --------------------------------------------------------------------------
+    # -- parts of a step -------------------------------------------------------------------------
 
-    def _draft(self) -> DraftTree:
-        """Grow the tree: the pending pairs give the root's children, then one pass a level."""
-        head, builder, cache = self.head, self.builder, self.head_cache
+    def _draft(self, head: EagleHead) -> DraftTree:
+        """Grow a tree: the pending pairs give the root's children, then one pass per level."""
+        builder, cache = self.builder, self.head_cache
         self.clock.enter("draft")
-        # Host's bound on the pairs in the cache: as many as the target's holds tokens, but for a
-        # prompt of one token one more.
-        longest = max(self.host_lengths) + 1
+        # The head's cache holds at most as many pairs as the target's holds tokens, plus one after
+        # a prompt of one token.
+        max_length = max(self.host_lengths) + 1
         output = head.append(
-            self.pending_features, self.pending_tokens, self.head_lengths, longest, cache
+            self.pending_features, self.pending_tokens, self.head_lengths, max_length, cache
         )
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         features = output.gather(1, last)  # [B, 1, H], at the root
         self.head_lengths = self.head_lengths + self.pending
-        log_probs = head.readout(features[:, 0])
+        log_probs = head.log_probs(features[:, 0])
         self.clock.enter("tree")
         builder.start(log_probs)
 
         depth, width, lengths = builder.depth, builder.width, self.head_lengths[:, None]
         steps = torch.arange(depth * width, device=lengths.device)
         positions = (lengths + steps[:depth])[:, :, None].expand(-1, -1, width).unbind(1)
-        slots = (lengths + steps).view(-1, depth, width)  # where the drafted pairs go
+        slots = (lengths + steps).view(-1, depth, width)  # where drafted pairs are written
         addresses = cache.addresses(slots).transpose(0, 1).flatten(1).unbind()
-        own = slots[:, None, :, :, None].unbind(2)  # a level each, as the rest: [B, 1, K, 1]
-        view = cache.visible(longest + depth * width)
+        own = slots[:, None, :, :, None].unbind(2)  # one entry per level: [B, 1, K, 1]
+        view = cache.visible(max_length + depth * width)
         committed = torch.arange(view, device=lengths.device) < lengths
         mask = additive_mask(committed[:, None], head.dtype).expand(-1, -1, width, -1)
         features = features.expand(-1, width, -1)
         for level in range(depth):
             tokens, parents = builder.choose()
-            if level:  # every node starts from its parent's feature and sees what that saw
+            if level:  # every node starts from its parent's feature and sees what its parent saw
                 index = parents[:, :, None]
                 features = features.gather(1, index.expand_as(features))
                 mask = mask.gather(2, index[:, None].expand_as(mask))
@@ -239,17 +297,17 @@ class Engine:
             cache.place_at(addresses[level], view)
             self.clock.enter("draft")
             features = head(features, tokens, positions[level], mask, cache)
-            log_probs = head.readout(features)
+            log_probs = head.log_probs(features)
             self.clock.enter("tree")
             builder.extend(log_probs)
         return builder.finish(self.roots)
 
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
-        """Close up the target's cache behind the kept path and queue the head's new pairs."""
+        """Compact the target's cache to the kept path and make the head's new pairs pending."""
         if tree.size > 1:
             source = self.lengths[:, None] + kept.path
             slots = torch.arange(kept.path.shape[1], device=source.device)
-            # Slots past the path hold nothing that is ever read: write each to itself.
+            # Beyond the path, copy the root's slot onto itself.
             target = torch.where(slots < kept.count[:, None], slots, kept.path)
             self.cache.move(source, self.lengths[:, None] + target)
         self.lengths = self.lengths + kept.count
@@ -260,52 +318,59 @@ class Engine:
         self.pending_features, self.pending_tokens = features.gather(1, index), kept.tokens
         self.pending = kept.count
 
-    def _describe(self, evidence: Evidence, kept: Verification) -> tuple[Tensor, Tensor]:
-        """For every slot of the kept path ``[B, A, 2 + n]``: log-probability, divergence, the ``n``
-        largest log-probabilities; and ``[B, A, n]`` their tokens."""
-        vocabulary = evidence.raw_log_probs.shape[-1]
-        path = kept.path[:, :, None].expand(-1, -1, vocabulary)
-        rows = evidence.raw_log_probs.gather(1, path)
+    def _describe(
+        self, inputs: VerificationInputs, kept: Verification, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Collect the details of every emitted token.
+
+        Returns:
+            ``[B, A, 2 + count]``: log-probability, divergence, and the largest log-probabilities;
+            ``[B, A, count]``: the tokens of the latter.
+        """
+        vocab_size = inputs.raw_log_probs.shape[-1]
+        path = kept.path[:, :, None].expand(-1, -1, vocab_size)
+        rows = inputs.raw_log_probs.gather(1, path)
         own = rows.gather(-1, kept.tokens[:, :, None])
-        settings = self.settings
-        rule = FuzzyRule(0.0, settings.divergence, divergence_on=settings.divergence_on)
-        divergence = rule.divergences(evidence).gather(1, kept.path)[:, :, None]
-        top = rows.topk(min(self.details, vocabulary), -1)
+        rule = FuzzyRule(
+            0.0, self.acceptance.divergence, divergence_on=self.acceptance.divergence_on
+        )
+        divergence = rule.divergences(inputs).gather(1, kept.path)[:, :, None]
+        top = rows.topk(min(count, vocab_size), -1)
         return torch.cat([own, divergence, top.values], -1), top.indices
 
     def _read(
         self, kept: Verification, broken: Tensor, details: tuple[Tensor, Tensor] | None
     ) -> StepResult:
-        """The only place of a step where the host waits for the device."""
+        """Transfer the result to the host, which waits for the device here."""
         packed = torch.cat(
             [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins], 1
         ).tolist()
         if any(row[1] for row in packed):
             raise FloatingPointError(
                 "the target produced NaN or infinite logits; check its weights and dtype"
-                " (float16 overflows in some models: try bfloat16 or float32)"
+                " (some models overflow in float16: try bfloat16 or float32)"
             )
-        most = kept.tokens.shape[1]
+        width = kept.tokens.shape[1]
         tokens = [row[2 : 2 + row[0]] for row in packed]
-        pairs = self.host_lengths[0]  # what the kept tokens add is pending till the next draft
-        origins = [row[2 + most : 2 + most + row[0]] for row in packed]
+        origins = [row[2 + width : 2 + width + row[0]] for row in packed]
+        pairs = self.host_lengths[0]  # the pairs of the new tokens stay pending
         for row, emitted in enumerate(tokens):
             self.host_lengths[row] += len(emitted)
             if self.history is not None:
                 self.history.append(row, kept.tokens[row], len(emitted))
-        if self.conversation is not None:
-            self.sequence += tokens[0]
-            self._remember(pairs)
+        if self._prefix_cache is not None:
+            self._sequence += tokens[0]
+            self._update_prefix_cache(pairs)
         return StepResult(tokens, origins, _token_details(tokens, details))
 
-    def _remember(self, pairs: int) -> None:
-        """Tell the conversation what the caches hold now."""
-        if self.conversation is None:
+    def _update_prefix_cache(self, pairs: int) -> None:
+        """Record the tokens and pairs that the caches hold now."""
+        if self._prefix_cache is None:
             return
-        self.conversation.tokens = self.sequence[: self.host_lengths[0]]
-        # The head's pairs of a prompt of one token stand one place further on: of no use later.
-        if self.head is not None and self.opening:
-            self.conversation.pairs = pairs
+        self._prefix_cache.tokens = self._sequence[: self.host_lengths[0]]
+        # After a prompt of one token the head's pairs are shifted by one slot and cannot be reused.
+        if self.head is not None and not self._single_token_prompt:
+            self._prefix_cache.pairs = pairs
 
     def _move_row(self, source: int, target: int) -> None:
         tensors = [self.roots, self.lengths]
@@ -323,14 +388,20 @@ class Engine:
 def _token_details(
     tokens: list[list[int]], details: tuple[Tensor, Tensor] | None
 ) -> list[list[TokenDetail]] | None:
-    """:meth:`Engine._describe` read back, for the tokens that were emitted."""
+    """Convert the result of :meth:`Engine._describe` for the emitted tokens."""
     if details is None:
         return None
-    numbers, alternatives = (item.tolist() for item in details)
+    values, alternatives = (item.tolist() for item in details)
     return [
         [
-            TokenDetail(own, None if math.isinf(gap) else gap, list(zip(ids, top, strict=True)))
-            for (own, gap, *top), ids in zip(row_numbers[: len(emitted)], row_ids, strict=False)
+            TokenDetail(
+                log_prob,
+                None if math.isinf(divergence) else divergence,
+                list(zip(ids, top, strict=True)),
+            )
+            for (log_prob, divergence, *top), ids in zip(
+                row_values[: len(emitted)], row_ids, strict=False
+            )
         ]
-        for emitted, row_numbers, row_ids in zip(tokens, numbers, alternatives, strict=True)
+        for emitted, row_values, row_ids in zip(tokens, values, alternatives, strict=True)
     ]

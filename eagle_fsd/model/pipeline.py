@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -22,24 +22,58 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
+from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.checkpoint import load_head, settings_file
-from eagle_fsd.model.config import FSDSettings, read_settings
+from eagle_fsd.model.config import (
+    AcceptanceConfig,
+    SamplingConfig,
+    Settings,
+    TreeConfig,
+    read_settings,
+)
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.generation import Decoding, GenerateOutput
+from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
 from eagle_fsd.model.loading import load_target, load_tokenizer
-from eagle_fsd.model.prefix_cache import Conversation
-from eagle_fsd.model.sampling import WARPERS, History, Sampler
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.sampling import WARPERS, Sampler
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
+from eagle_fsd.utils.options import Options
 
 log = logging.getLogger(__name__)
 
+#: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
+
+Config = TypeVar("Config", bound=Options)
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`EagleFSD.generate`, which describes them."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    sampling: SamplingConfig | None
+    threshold: float | None
+    min_ratio: float | None
+    divergence: str | None
+    acceptance: AcceptanceConfig | None
+    method: str
+    rule: AcceptanceRule | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    stopping_criteria: Sequence[StoppingCriteria] | None
+    logits_processor: Sequence[LogitsProcessor] | None
+    logits_warper: Sequence[LogitsProcessor] | None
+    prefix_cache: PrefixCache | None
+    details: int | None
 
 
 class EagleFSD:
@@ -48,26 +82,33 @@ class EagleFSD:
     Use :meth:`from_pretrained`, or pass a loaded Hugging Face model and head.
 
     Args:
-        model: An unmodified causal LM of Hugging Face transformers, with full attention.
-        head: Attached to the same target, or None to decode plainly (``method="ar"``) only.
-        settings: Defaults of every call; lossless, with the device's tree, when not given.
-        tokenizer: For the convenience of callers; decoding itself works on ids.
+        model: An unmodified Hugging Face causal LM with full attention.
+        head: A head for this target. None permits plain decoding (``method="ar"``) only.
+        tree: Shape of the draft tree; default: :meth:`TreeConfig.for_device`.
+        acceptance: Acceptance options of calls that pass none; default: lossless.
+        tokenizer: The target's tokenizer; default: loaded on first use. Decoding works on token ids
+            and does not need it.
 
     Raises:
-        ValueError: The architecture or its attention implementation does not suit a tree pass.
+        ValueError: The model's architecture or attention implementation is not supported, or the
+            head belongs to another target.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         head: EagleHead | None,
-        settings: FSDSettings | None = None,
+        tree: TreeConfig | None = None,
+        acceptance: AcceptanceConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.model = model.eval()
         self.target = Target(model)
         self.head = head.attach(self.target).eval() if head is not None else None
-        self.settings = settings or FSDSettings.for_device(self.target.device.type)
+        self.tree = tree or TreeConfig.for_device(self.target.device.type)
+        self.acceptance = acceptance or AcceptanceConfig()
+        self._name: str | None = None
+        self._token: str | None = None
         if tokenizer is not None:
             self.tokenizer = tokenizer
 
@@ -79,215 +120,171 @@ class EagleFSD:
         *,
         dtype: str | torch.dtype | None = None,
         device_map: str | torch.device | dict[str, Any] | None = None,
-        settings: str | Path | FSDSettings | None = None,
+        settings: str | Path | None = None,
+        tree: TreeConfig | None = None,
+        acceptance: AcceptanceConfig | None = None,
         total_tokens: int | None = None,
         depth: int | None = None,
         top_k: int | None = None,
         token: str | None = None,
         **target_options: Any,
     ) -> EagleFSD:
-        """Load a target and a head; the bundled pair when neither is named.
+        """Load a target and a head; the bundled pair if neither is given.
 
         Args:
             target: A folder, a Hub name, or a loaded model.
             head: A folder or Hub name in the published EAGLE-1/2 layout, or a loaded head.
-            dtype: ``"bfloat16"``, say. Default: float32 on a CPU, the checkpoint's own elsewhere.
+            dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
-            settings: An ``fsd.json`` or settings; default: ``fsd.json`` beside the head, and
-                lossless decoding where there is none.
-            total_tokens, depth, top_k: The draft tree, above what the settings say.
-            token: For gated repositories.
-            **target_options: Handed to ``AutoModelForCausalLM.from_pretrained``.
+            settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
+                beside the head; decoding is lossless if there is none.
+            tree: Shape of the draft tree; overrides ``settings``.
+            acceptance: Acceptance options; overrides ``settings``.
+            total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
+            depth: As ``total_tokens``.
+            top_k: As ``total_tokens``.
+            token: A Hugging Face token for gated repositories.
+            **target_options: Passed to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
-            LoadError, CheckpointError: The target's or the head's files are missing or damaged.
-            ValueError: Target and head do not fit, or a setting is out of its bounds.
-            TypeError: An option that a loaded target cannot take.
+            LoadError: The target's files are missing or damaged.
+            CheckpointError: The head's files are missing or damaged.
+            ValueError: Only one of target and head is given, they do not match, the architecture is
+                not supported, or an option is invalid.
+            TypeError: An option does not apply to a target that is already loaded.
         """
         if target is None and head is None:
             target, head = BUNDLED_TARGET, BUNDLED_HEAD
         if target is None or head is None:
-            raise ValueError("name both a target and a head, or neither for the bundled pair")
+            raise ValueError("pass both a target and a head, or neither for the bundled pair")
         name = None
         if not isinstance(target, PreTrainedModel):
             name = str(target)
             target = load_target(name, dtype, device_map, token=token, **target_options)
         elif dtype is not None or device_map is not None or target_options:
-            names = {"dtype": dtype, "device_map": device_map}
-            given = [option for option, value in names.items() if value is not None]
-            given += target_options
-            raise TypeError(f"a loaded target takes no {', '.join(given)}: load it that way")
+            given = {"dtype": dtype, "device_map": device_map}
+            names = [option for option, value in given.items() if value is not None]
+            names += target_options
+            raise TypeError(f"{', '.join(names)} cannot be set on a target that is already loaded")
         wrapped = Target(target)
-        values: dict[str, Any] = {}
-        if isinstance(settings, FSDSettings):
-            values = settings.as_dict()
-        elif settings is not None:
-            values = read_settings(settings)
-        elif not isinstance(head, EagleHead) and (beside := settings_file(head, token)):
-            values = read_settings(beside)
+        if settings is None and not isinstance(head, EagleHead):
+            settings = settings_file(head, token)
+        from_file = read_settings(settings) if settings is not None else Settings()
         if not isinstance(head, EagleHead):
             head = load_head(head, wrapped, token=token)
-        merged = FSDSettings.for_device(wrapped.device.type).updated(**values)
-        merged = merged.updated(total_tokens=total_tokens, depth=depth, top_k=top_k)
-        model = cls(target, head, merged)
+        default_tree = TreeConfig.for_device(wrapped.device.type).updated(**from_file.tree)
+        model = cls(
+            target,
+            head,
+            _override(
+                default_tree, "tree", tree, total_tokens=total_tokens, depth=depth, top_k=top_k
+            ),
+            acceptance or AcceptanceConfig().updated(**from_file.acceptance),
+        )
         model._name, model._token = name, token
         return model
 
-    _name: str | None = None
-    _token: str | None = None
-
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's tokenizer, loaded when first asked for."""
+        """The target's tokenizer, loaded on first use.
+
+        Raises:
+            ValueError: The target was not loaded from files.
+            LoadError: The tokenizer's files are missing or damaged.
+        """
         name = self._name or self.model.config._name_or_path
         if not name:
-            raise ValueError("this target was not loaded from files: pass its tokenizer")
+            raise ValueError("this target was not loaded from files; pass its tokenizer")
         return load_tokenizer(name, self._token)
 
     @property
-    def end_tokens(self) -> list[int]:
-        """Ids that end an answer unless a call names others: the target's."""
+    def eos_token_ids(self) -> list[int]:
+        """The target's end-of-sequence tokens, which ``eos_token_id`` overrides in a call."""
         eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else torch.as_tensor(eos).flatten().tolist()
+        return [] if eos is None else _token_ids(eos)
 
     def generate(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 256,
+        *,
+        streamer: BaseStreamer | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> GenerateOutput:
-        """Decode every prompt to its end.
+        """Generate an answer to every prompt.
 
-        Takes what :meth:`stream` takes, and ``streamer``, a Hugging Face streamer (one prompt
-        only), which is given the prompt and then each step's tokens.
+        Args:
+            input_ids: ``[B, S]`` token ids; shorter prompts are padded on the left.
+            attention_mask: ``[B, S]``, 1 at tokens and 0 at padding. Default: 0 at the padding
+                token, unless it is also an end-of-sequence token.
+            max_new_tokens: Maximum number of new tokens per row, at least 1; reduced to fit the
+                target's context.
+            streamer: A Hugging Face streamer, which receives the prompt and then the tokens of each
+                step; for a single prompt only.
+            **options: Further keyword arguments:
+
+                - ``temperature``, ``top_p``, ``top_k``, ``seed``: the fields of
+                  :class:`SamplingConfig`; or pass ``sampling`` instead. Default: greedy. (The
+                  tree's ``top_k`` is set in :meth:`from_pretrained`.)
+                - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
+                  :attr:`acceptance`; or pass ``acceptance`` to replace all of it.
+                - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without the draft head.
+                - ``rule``: an acceptance rule that replaces FSD's.
+                - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
+                  target's.
+                - ``pad_token_id``: fills rows that end before others. Default: the target's, else
+                  the first of ``eos_token_id``, else 0.
+                - ``stopping_criteria``: Hugging Face stopping criteria, checked after every token.
+                - ``logits_processor``: Hugging Face logits processors; each tree node is processed
+                  with its own prefix. Processors from the target's generation configuration, such
+                  as a repetition penalty, are not applied: for those, call ``target.generate``
+                  with :meth:`custom_generate`.
+                - ``logits_warper``: Hugging Face logits processors that replace ``temperature``,
+                  ``top_p`` and ``top_k``; a ``temperature`` above 0 then only enables sampling.
+                  They must not read previous tokens.
+                - ``prefix_cache``: keeps the caches for the next turn of a chat; for a single
+                  prompt only. The prefix shared with earlier turns is not processed again.
+                - ``details``: number of alternatives to report for every token, along with its
+                  log-probability and divergence, in the chunks of :meth:`stream`. Default: no
+                  details.
+
+        Raises:
+            ValueError: An argument is invalid, or a field is passed both by itself and in its
+                config object.
+            FloatingPointError: The target produced NaN or infinite logits.
         """
-        streamer: BaseStreamer | None = options.pop("streamer", None)
-        decoding = self.stream(input_ids, attention_mask, **options)
+        generation = self._prepare(input_ids, attention_mask, max_new_tokens, **options)
         if streamer is not None:
             if input_ids.shape[0] != 1:
-                raise ValueError("a streamer follows one prompt; this call has several")
+                raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
             streamer.put(input_ids[0].cpu())
-        return decoding.finish(streamer)
+        return generation.finish(streamer)
 
     def stream(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        *,
-        threshold: float | None = None,
-        divergence: str | None = None,
-        min_ratio: float | None = None,
-        fallback: str | None = None,
-        selection: str | None = None,
-        divergence_on: str | None = None,
-        settings: FSDSettings | None = None,
-        method: str = "fsd",
-        rule: AcceptanceRule | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        stopping_criteria: Sequence[StoppingCriteria] | None = None,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
-        logits_warper: Sequence[LogitsProcessor] | None = None,
-        seed: int | None = None,
-        conversation: Conversation | None = None,
-        details: int | None = None,
-    ) -> Decoding:
-        """Decode step by step: iterate over the result for a :class:`StreamChunk` a row and step.
+        **options: Unpack[DecodeOptions],
+    ) -> Generation:
+        """Decode step by step.
 
         Args:
-            input_ids: ``[B, S]``; shorter prompts padded on the left.
-            attention_mask: ``[B, S]``, 1 at tokens. Default: everything but the padding token, or
-                everything where that is an ``eos`` too.
-            max_new_tokens: At least 1; a row never grows beyond the target's context.
-            temperature: 0 is greedy.
-            top_p, top_k: Sampling, as in Hugging Face; ``top_k=0`` and ``top_p=1`` are off. (The
-                tree's ``top_k`` is set by :meth:`from_pretrained` or ``settings``.)
-            threshold, divergence, min_ratio, fallback, selection, divergence_on: See
-                :class:`FSDSettings`; None takes the settings' value.
-            settings: Takes the place of the model's settings.
-            method: ``"fsd"``, or ``"ar"`` for plain decoding over the same cache.
-            rule: An acceptance rule that takes the place of FSD's.
-            eos_token_id: One id or several, ``[]`` for none; default: the target's.
-            pad_token_id: Fills rows that ended; default: the target's, else the first ``eos``.
-            stopping_criteria: Hugging Face's, asked after every token.
-            logits_processor: Hugging Face's; each tree node is given its own prefix. Only what is
-                given here is applied: for what the target's generation configuration asks for
-                (a repetition penalty, say), call ``target.generate`` with
-                :meth:`custom_generate`.
-            logits_warper: Hugging Face's, in the place of ``top_p`` and ``top_k`` and of what
-                ``temperature`` does but for switching sampling on.
-            seed: Makes sampling repeatable; default: a seed from torch's own generator.
-            conversation: Keeps the caches for the next turn of a chat (one prompt only): what it
-                shares with this prompt is not read again.
-            details: Tell of every token its log-probability under the target, the divergence
-                where it stands, and so many of the likeliest tokens there: in the chunks.
+            input_ids: See :meth:`generate`.
+            attention_mask: See :meth:`generate`.
+            max_new_tokens: See :meth:`generate`.
+            **options: See :meth:`generate`.
+
+        Returns:
+            An iterable of one :class:`StreamChunk` per row and step. Nothing is decoded until it is
+            iterated.
 
         Raises:
-            ValueError: Something of the above is out of its bounds; the message says what.
-            FloatingPointError: The target produced NaN or infinite logits.
+            ValueError: See :meth:`generate`.
+            FloatingPointError: While iterating: the target produced NaN or infinite logits.
         """
-        target = self.target
-        settings = (settings or self.settings).updated(
-            threshold=threshold,
-            divergence=divergence,
-            min_ratio=min_ratio,
-            fallback=fallback,
-            selection=selection,
-            divergence_on=divergence_on,
-        )
-        self._check_method(method, settings)
-        eos, pad, padding = self._end_tokens(eos_token_id, pad_token_id)
-        prompts = _prompts(input_ids, attention_mask, target, padding)
-        max_new_tokens = self._room(max(map(len, prompts)), max_new_tokens)
-        if top_k > target.vocabulary:
-            raise ValueError(
-                f"top_k is {top_k}, more than the vocabulary of {target.vocabulary} tokens"
-            )
-        if seed is not None and not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must be a whole number of 64 bits; got {seed!r}")
-        if conversation is not None and len(prompts) != 1:
-            raise ValueError("a conversation is one prompt's; this call has several")
-        if details is not None and details < 0:
-            raise ValueError(f"details must be 0 or more; got {details}")
-        generator = None
-        if temperature:
-            generator = torch.Generator(target.device)
-            generator.manual_seed(seed if seed is not None else int(torch.randint(2**62, ())))
-        sampler = Sampler(
-            temperature,
-            top_k,
-            top_p,
-            logits_processor or (),
-            logits_warper,
-            draw_from_draft=settings.selection == "sample",
-            warp_draft=rule is not None or settings.divergence_on == "warped",
-            draw_uniform=rule is not None,
-            generator=generator,
-        )
-        history = None
-        if sampler.needs_history:
-            room = max_new_tokens + settings.depth + 2
-            history = History(input_ids.to(target.device, torch.long), room)
-        clock = PhaseClock(target.device)
-
-        def make_engine() -> Engine:
-            return Engine(
-                target,
-                self.head if method == "fsd" else None,
-                settings,
-                rule or rule_for(settings),
-                sampler,
-                prompts,
-                max_new_tokens,
-                clock,
-                history,
-                conversation,
-                details,
-            )
-
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        return Decoding(make_engine, clock, input_ids, max_new_tokens, eos, pad, criteria)
+        return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
 
     def custom_generate(
         self,
@@ -295,7 +292,7 @@ class EagleFSD:
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
-        generation_config: Any,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
         threshold: float | None = None,
@@ -308,31 +305,56 @@ class EagleFSD:
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """The decoding loop for ``target.generate(..., custom_generate=fsd.custom_generate)``.
+        """Decoding loop for ``target.generate(..., custom_generate=fsd.custom_generate)``.
 
-        Takes its sampling options from Hugging Face's generation configuration, FSD's own from the
-        call, and returns the sequences as ``generate`` does. (Hugging Face hands over what the
-        signature names and nothing else, so FSD's options are spelled out.)
+        Sampling options come from Hugging Face's generation configuration, FSD's options from the
+        call. (Hugging Face passes on only named parameters, so all of them are in the signature.)
+
+        Args:
+            model: The target, passed by Hugging Face.
+            input_ids: ``[B, S]`` token ids.
+            logits_processor: Built by Hugging Face from its generation configuration.
+            stopping_criteria: Built by Hugging Face from its generation configuration.
+            generation_config: Hugging Face's generation configuration.
+            synced_gpus: Ignored.
+            streamer: A Hugging Face streamer.
+            threshold: Overrides this field of :attr:`acceptance`.
+            divergence: Overrides this field of :attr:`acceptance`.
+            min_ratio: Overrides this field of :attr:`acceptance`.
+            fallback: Overrides this field of :attr:`acceptance`.
+            selection: Overrides this field of :attr:`acceptance`.
+            divergence_on: Overrides this field of :attr:`acceptance`.
+            method: ``"fsd"`` or ``"ar"``.
+            seed: Seed that makes sampling reproducible.
+            **model_kwargs: Ignored except for ``attention_mask``.
+
+        Returns:
+            ``[B, S + new]`` token ids, as Hugging Face's ``generate`` returns them.
+
+        Raises:
+            ValueError: ``model`` is not this target, an option is invalid, or the generation
+                configuration requests beam search or ``return_dict_in_generate``.
+            FloatingPointError: The target produced NaN or infinite logits.
         """
         if model is not self.model:
-            raise ValueError("custom_generate belongs to another target than the one it was given")
+            raise ValueError("custom_generate was called on a model other than its target")
         config = generation_config
         if config.num_beams != 1:
-            raise ValueError("draft trees and beam search do not go together: set num_beams=1")
+            raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
         if config.return_dict_in_generate:
             raise ValueError(
-                "custom_generate returns sequences alone: leave return_dict_in_generate out, or"
+                "custom_generate returns sequences only: leave return_dict_in_generate out, or"
                 " call EagleFSD.generate for origins and statistics"
             )
         processors, warpers = _split_warpers(logits_processor)
-        decoding = self.stream(
+        generation = self._prepare(
             input_ids,
             model_kwargs.get("attention_mask"),
-            max_new_tokens=config.max_length - input_ids.shape[1],
+            config.max_length - input_ids.shape[1],
             temperature=1.0 if config.do_sample else 0.0,
             logits_processor=processors,
             logits_warper=warpers,
-            # Length and end tokens are seen to here; to ask again costs a look at every token.
+            # The generation loop checks length and end-of-sequence tokens at no extra cost.
             stopping_criteria=[
                 item
                 for item in stopping_criteria
@@ -340,100 +362,195 @@ class EagleFSD:
             ],
             eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,
             pad_token_id=config.pad_token_id,
-            threshold=threshold,
-            divergence=divergence,
-            min_ratio=min_ratio,
-            fallback=fallback,
-            selection=selection,
-            divergence_on=divergence_on,
+            acceptance=self.acceptance.updated(
+                threshold=threshold,
+                divergence=divergence,
+                min_ratio=min_ratio,
+                fallback=fallback,
+                selection=selection,
+                divergence_on=divergence_on,
+            ),
             method=method,
             seed=seed,
         )
-        return decoding.finish(streamer).sequences
+        return generation.finish(streamer).sequences
 
-    def _check_method(self, method: str, settings: FSDSettings) -> None:
+    def _prepare(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_new_tokens: int,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        sampling: SamplingConfig | None = None,
+        threshold: float | None = None,
+        min_ratio: float | None = None,
+        divergence: str | None = None,
+        acceptance: AcceptanceConfig | None = None,
+        method: str = "fsd",
+        rule: AcceptanceRule | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        logits_warper: Sequence[LogitsProcessor] | None = None,
+        prefix_cache: PrefixCache | None = None,
+        details: int | None = None,
+    ) -> Generation:
+        """Validate the arguments of a call and set up its engine; nothing is decoded yet."""
+        target = self.target
+        sampling = _override(
+            SamplingConfig(),
+            "sampling",
+            sampling,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
+        acceptance = _override(
+            self.acceptance,
+            "acceptance",
+            acceptance,
+            threshold=threshold,
+            min_ratio=min_ratio,
+            divergence=divergence,
+        )
+        self._check_method(method)
+        if sampling.top_k > target.vocab_size:
+            raise ValueError(
+                f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
+                f" got {sampling.top_k}"
+            )
+        if details is not None and details < 0:
+            raise ValueError(f"details must be an integer of at least 0; got {details}")
+        eos = self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id)
+        pad = self.model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
+        prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
+        if prefix_cache is not None and len(prompts) != 1:
+            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
+        ends = EndConditions(
+            self._limit_new_tokens(max(map(len, prompts)), max_new_tokens),
+            frozenset(eos),
+            pad if pad is not None else next(iter(eos), 0),
+            StoppingCriteriaList(stopping_criteria or []),
+        )
+        rule = rule or rule_for(acceptance)
+        generator = None
+        if sampling.temperature > 0.0:
+            generator = torch.Generator(target.device)
+            chosen = sampling.seed
+            generator.manual_seed(int(torch.randint(2**62, ())) if chosen is None else chosen)
+        sampler = Sampler(
+            sampling,
+            logits_processor or (),
+            logits_warper,
+            draw_from_draft=acceptance.selection == "sample",
+            # Details report the divergence that the acceptance options select, under any rule.
+            warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
+            draw_uniform=rule.needs_uniform,
+            generator=generator,
+        )
+        head = self.head if method == "fsd" else None
+        clock = PhaseClock(target.device)
+        engine = Engine(target, head, sampler, self.tree, acceptance, rule, clock, details)
+        return Generation(engine, input_ids, prompts, ends, prefix_cache)
+
+    def _check_method(self, method: str) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         if method == "fsd" and self.head is None:
-            raise ValueError('this model has no draft head: only method="ar" can be used')
-        if method == "fsd" and settings.top_k > self.target.vocabulary:
+            raise ValueError('this model has no draft head; only method="ar" is available')
+        if method == "fsd" and self.tree.top_k > self.target.vocab_size:
             raise ValueError(
-                f"the tree's top_k is {settings.top_k}, more than the vocabulary of"
-                f" {self.target.vocabulary} tokens"
+                f"the tree's top_k must be at most the vocabulary of {self.target.vocab_size}"
+                f" tokens; got {self.tree.top_k}"
             )
 
-    def _end_tokens(
-        self, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
-    ) -> tuple[set[int], int, int | None]:
-        """Ids that end a row, the id that fills one that ended, and what is padding in a prompt."""
-        eos = self.end_tokens
-        if eos_token_id is not None:
-            eos = torch.as_tensor(eos_token_id).flatten().tolist()
-        pad = self.model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
-        fill = pad if pad is not None else next(iter(eos), 0)
-        return set(eos), fill, None if pad in eos else pad
-
-    def _room(self, longest: int, max_new_tokens: int) -> int:
-        """``max_new_tokens``, or what the context has room for after ``longest`` tokens."""
+    def _limit_new_tokens(self, prompt_length: int, max_new_tokens: int) -> int:
+        """Return ``max_new_tokens``, reduced to fit the context after the longest prompt."""
         target = self.target
         if (
-            not isinstance(max_new_tokens, (int, float))
-            or not 1 <= max_new_tokens < math.inf
-            or max_new_tokens != int(max_new_tokens)
+            not isinstance(max_new_tokens, int)
+            or isinstance(max_new_tokens, bool)
+            or max_new_tokens < 1
         ):
             raise ValueError(
-                f"max_new_tokens must be a whole number of at least 1; got {max_new_tokens!r}"
+                f"max_new_tokens must be an integer of at least 1; got {max_new_tokens!r}"
             )
-        if longest >= target.context:
+        if prompt_length >= target.context_length:
             raise ValueError(
-                f"the prompt has {longest} tokens; the target's context holds {target.context},"
-                " the answer included"
+                f"the prompt has {prompt_length} tokens, which leaves no room for an answer in the"
+                f" target's context of {target.context_length} tokens"
             )
-        room = min(int(max_new_tokens), target.context - longest)
+        room = min(max_new_tokens, target.context_length - prompt_length)
         if room < max_new_tokens:
             log.warning(
-                "the context of %d tokens leaves room for %d new ones", target.context, room
+                "the context of %d tokens has room for only %d new tokens",
+                target.context_length,
+                room,
             )
-        target.check_length(longest + room)
+        target.check_length(prompt_length + room)
         return room
+
+
+def _override(default: Config, name: str, given: Config | None, **fields: Any) -> Config:
+    """Return ``given``, or ``default`` with the fields that are not None changed."""
+    names = [field for field, value in fields.items() if value is not None]
+    if given is None:
+        return default.updated(**fields)
+    if names:
+        raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
+    return given
+
+
+def _token_ids(ids: int | Sequence[int]) -> list[int]:
+    flat: list[int] = torch.as_tensor(ids).flatten().tolist()
+    return flat
 
 
 def _split_warpers(
     processors: Sequence[LogitsProcessor],
 ) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
-    """Hugging Face's one list as processors and, from its end, what makes the sampled law."""
-    warpers = list(processors)
-    rest = []
-    while warpers and not all(isinstance(item, WARPERS) for item in warpers):
-        rest.append(warpers.pop(0))
-    return rest, warpers
+    """Split Hugging Face's list into processors and the warpers at its end."""
+    first = len(processors)
+    while first and isinstance(processors[first - 1], WARPERS):
+        first -= 1
+    return list(processors[:first]), list(processors[first:])
 
 
 def _prompts(
     input_ids: Tensor, attention_mask: Tensor | None, target: Target, pad: int | None
 ) -> list[Tensor]:
-    """Each row's tokens without padding, on the target's device."""
+    """Return each row's tokens without padding, on the target's device."""
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
     if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise ValueError(
-            f"input_ids must be whole numbers of shape [B, S]; got {tuple(input_ids.shape)} of"
-            f" {str(input_ids.dtype).removeprefix('torch.')}"
+            "input_ids must be integers of shape [B, S]; got"
+            f" {str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
         )
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise ValueError("attention_mask must be a tensor like input_ids")
+        raise ValueError(
+            f"attention_mask must be a tensor [B, S]; got a {type(attention_mask).__name__}"
+        )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids) if pad is None else input_ids != pad
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; got"
+            f" {tuple(attention_mask.shape)}"
         )
     prompts = [ids[kept.bool()] for ids, kept in zip(input_ids, attention_mask, strict=True)]
     if not prompts or not all(map(len, prompts)):
         raise ValueError("empty prompt: every row needs at least one token")
-    worst = torch.stack([extreme for prompt in prompts for extreme in prompt.aminmax()])
-    if int(worst.min()) < 0 or int(worst.max()) >= target.vocabulary:
+    extremes = torch.stack([extreme for prompt in prompts for extreme in prompt.aminmax()])
+    if int(extremes.min()) < 0 or int(extremes.max()) >= target.vocab_size:
         raise ValueError(
-            f"the prompt holds token ids outside the target's vocabulary of {target.vocabulary}"
+            f"input_ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
+            f" {int(extremes.min())} to {int(extremes.max())}"
         )
     return [prompt.to(target.device, torch.long) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Caches that outlive a call, so that the next turn of a chat costs its new tokens only."""
+"""Caches kept between calls, so that the next turn of a chat processes only its new tokens."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.target import Target
 
-#: A cache that is outgrown makes room for this many tokens more than are needed.
+#: Extra slots allocated when a cache grows.
 SPARE = 512
 
 
-class Conversation:
-    """The caches of one sequence between calls of one model.
+class PrefixCache:
+    """The caches of one sequence, kept between the calls of one model.
 
-    Give it to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn. What the new prompt
-    and the cached tokens have in common at their beginning is not read again; what follows (an
-    edited history, an answer that was cut off) is forgotten. A call that is broken off in the
-    middle leaves it fit for the next.
+    Pass it to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn. The prefix that
+    the new prompt shares with the cached tokens is not processed again; cached tokens beyond it
+    (an edited history, an answer that was cut off) are dropped. A call that is abandoned halfway
+    leaves the cache usable.
 
     Attributes:
-        tokens: What the target's cache holds.
-        pairs: How many pairs (feature, next token) of them the head's cache holds.
+        tokens: The tokens in the target's cache.
+        pairs: Number of (feature, next token) pairs in the head's cache.
     """
 
     def __init__(self) -> None:
@@ -33,16 +33,25 @@ class Conversation:
         self._head_cache: TreeCache | None = None
 
     def resume(self, target: Target, head: EagleHead | None, prompt: list[int]) -> int:
-        """How many tokens of ``prompt`` need not be read; forgets what does not belong to them.
+        """Drop cached tokens that are not a prefix of a prompt.
 
-        The last token of a prompt opens the first tree and is in no cache. With a head one token
-        more is read again: its feature belongs to the head's next pair and is kept nowhere.
+        The last token of a prompt is the root of the first tree and is never cached. With a head,
+        one more token is processed again, because the head's next pair needs its feature, which is
+        not stored.
+
+        Args:
+            target: The target.
+            head: The target's draft head, or None for plain decoding.
+            prompt: Token ids.
+
+        Returns:
+            The number of leading tokens of ``prompt`` that are cached.
 
         Raises:
-            ValueError: The conversation is another model's.
+            ValueError: The caches belong to another model.
         """
         if self._target not in (None, target):
-            raise ValueError("this conversation is another model's: begin a new one")
+            raise ValueError("this prefix cache belongs to another model; create a new one")
         self._target = target
         common = 0
         for old, new in zip(self.tokens, prompt[:-1], strict=False):
@@ -57,20 +66,30 @@ class Conversation:
     def caches(
         self, target: Target, head: EagleHead | None, length: int, head_length: int
     ) -> tuple[TreeCache, TreeCache | None]:
-        """The caches, with room for ``length`` tokens and ``head_length`` pairs."""
-        self._cache = _roomy(self._cache, length, len(self.tokens), target.new_cache)
+        """Return the caches, enlarged if necessary.
+
+        Args:
+            target: The target.
+            head: The target's draft head, or None for plain decoding.
+            length: Slots needed in the target's cache.
+            head_length: Slots needed in the head's cache.
+
+        Returns:
+            The target's cache, and the head's if there is one.
+        """
+        self._cache = _enlarged(self._cache, length, len(self.tokens), target.new_cache)
         if head is not None:
-            self._head_cache = _roomy(self._head_cache, head_length, self.pairs, head.new_cache)
+            self._head_cache = _enlarged(self._head_cache, head_length, self.pairs, head.new_cache)
         return self._cache, self._head_cache
 
 
-def _roomy(
+def _enlarged(
     cache: TreeCache | None, length: int, kept: int, new_cache: Callable[[int, int], TreeCache]
 ) -> TreeCache:
-    """``cache``, or a larger one that begins with its first ``kept`` slots."""
+    """Return ``cache``, or a longer one that starts with its first ``kept`` slots."""
     if cache is not None and cache.length >= length:
         return cache
     larger = new_cache(1, length + SPARE)
     if cache is not None:
-        larger.copy_beginning(cache, kept)
+        larger.copy_prefix(cache, kept)
     return larger

@@ -1,4 +1,4 @@
-"""Looking on while decoding: exact verification that tells what it sees at every accepted node."""
+"""Record divergences during exact decoding, which show where a threshold would open the gate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.acceptance import FuzzyRule
-from eagle_fsd.model.verify import AcceptanceRule, Evidence
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One step's nodes that exact verification reached and that have children, ``K`` in all.
+class ProbeRecord:
+    """The ``K`` expanded nodes with children that exact verification reached in one step.
 
     Attributes:
         depths: ``[K]`` edges from the root.
-        drafted: ``[K]`` bool: whether the target's choice is among the node's children.
-        divergences: ``[K]`` by name, between the target's and the draft's distributions.
+        drafted: ``[K]`` bool, whether the target's sample is among the node's children.
+        divergences: ``[K]`` values between target and draft, by name of the divergence.
     """
 
     depths: Tensor
@@ -27,33 +27,37 @@ class Seen:
     divergences: dict[str, Tensor]
 
 
-class Onlooker(AcceptanceRule):
-    """Relaxes nothing, and keeps what it saw at every step in :attr:`seen`.
+class DivergenceProbe(AcceptanceRule):
+    """An exact acceptance rule that records divergences at every step.
 
     Args:
-        divergences: Names in :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        divergences: Keys of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, at least one.
+
+    Attributes:
+        records: One record per step so far.
     """
 
     def __init__(self, divergences: Sequence[str] = ("js",)) -> None:
         self.rules = {name: FuzzyRule(threshold=0.0, divergence=name) for name in divergences}
-        self.seen: list[Seen] = []
+        self.records: list[ProbeRecord] = []
 
-    def gate(self, evidence: Evidence) -> Tensor:
-        tree = evidence.tree
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        """Record the step and keep the gate closed everywhere; see :meth:`AcceptanceRule.gate`."""
+        tree = inputs.tree
         if tree.size > 1:
-            exact = tree.tokens == evidence.sampled.gather(1, tree.parents)
+            exact = tree.tokens == inputs.sampled.gather(1, tree.parents)
             children = torch.zeros_like(tree.tokens)
             drafted = children.scatter_add(1, tree.parents[:, 1:], exact[:, 1:].long()) > 0
             exact[:, 0] = True
             reached = ~(tree.ancestors & ~exact[:, None, :]).any(-1)
-            found = {name: rule.divergences(evidence) for name, rule in self.rules.items()}
-            # Infinite where the head did not expand the node, or it has no children.
-            reached &= next(iter(found.values())).isfinite()
-            self.seen.append(
-                Seen(
+            values = {name: rule.divergences(inputs) for name, rule in self.rules.items()}
+            # Infinite at leaves and at nodes that were not expanded.
+            reached &= next(iter(values.values())).isfinite()
+            self.records.append(
+                ProbeRecord(
                     tree.depths[reached],
                     drafted[reached],
-                    {name: value[reached] for name, value in found.items()},
+                    {name: value[reached] for name, value in values.items()},
                 )
             )
         return torch.zeros_like(tree.tokens, dtype=torch.bool)

@@ -1,14 +1,14 @@
-"""From the target's logits on a tree to the distributions verification works with.
+"""Turn the target's logits on a tree into the distributions that verification needs.
 
-Hugging Face's own logits processors do the work. Those that look at the tokens so far see, at every
-node, that node's own prefix: the row up to the root and the path from the root down.
+This module applies Hugging Face's logits processors. A processor that reads previous tokens gets
+each node's own prefix: the row up to the root, then the path from the root down to the node.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,12 @@ from transformers import (
 )
 from transformers.generation import logits_process as hf
 
+from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import Evidence
+from eagle_fsd.model.verify import VerificationInputs
 
-#: What makes the distribution sampled from out of the processed one, last in Hugging Face's lists.
+#: Processors that apply sampling options, such as temperature. Hugging Face appends them to the end
+#: of its list.
 WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -36,81 +38,86 @@ WARPERS = (
     hf.EtaLogitsWarper,
     hf.LogitNormalization,
 )
-#: Processors that never look at the tokens so far: one call serves all nodes.
+#: Processors that never read previous tokens, so that one call serves all nodes.
 PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
 
 
 class History:
-    """The tokens of every row so far, prompt padding included: what processors may look at.
+    """The tokens of every row so far, prompt padding included, as prefixes for processors.
 
-    Rows differ in length; the lengths are known to the host.
+    Args:
+        prompts: ``[B, S]`` prompts, padded on the left.
+        capacity: Maximum number of tokens added to a row.
     """
 
     def __init__(self, prompts: Tensor, capacity: int) -> None:
         self.tokens = F.pad(prompts, (0, capacity))  # [B, prompt + capacity]
-        self.lengths = [prompts.shape[1]] * prompts.shape[0]
-        self.rows = list(range(prompts.shape[0]))  # which prompt of the call each row is
+        self.lengths = [prompts.shape[1]] * prompts.shape[0]  # known to the host
+        self.rows = list(range(prompts.shape[0]))  # index of each row's prompt in the call
 
     def append(self, row: int, tokens: Tensor, count: int) -> None:
+        """Add ``tokens[:count]`` to a row.
+
+        Args:
+            row: Index among the remaining rows.
+            tokens: ``[A]`` token ids.
+            count: Number of tokens to add.
+        """
         start = self.lengths[row]
         self.tokens[row, start : start + count] = tokens[:count]
         self.lengths[row] += count
 
     def move_row(self, source: int, target: int) -> None:
+        """Overwrite a row with another.
+
+        Args:
+            source: Index of the row to copy.
+            target: Index of the row to overwrite.
+        """
         self.tokens[target] = self.tokens[source]
         self.lengths[target] = self.lengths[source]
         self.rows[target] = self.rows[source]
 
     def keep(self, count: int) -> None:
+        """Drop all rows but the first ones.
+
+        Args:
+            count: Number of rows to keep.
+        """
         del self.lengths[count:], self.rows[count:]
 
 
 class Sampler:
-    """Processed log-probabilities and the target's own choice at every node.
+    """Compute the processed distributions and the target's sample at every node.
 
     Args:
-        temperature: 0 is greedy; top-k and top-p then do not apply, as in Hugging Face.
-        top_k: 0 is off. top_p: 1 is off.
+        sampling: Temperature, top-k and top-p. At temperature 0, top-k and top-p do not apply, as
+            in Hugging Face.
         processors: Applied before temperature, in order.
-        warpers: Take the place of temperature, top-k and top-p where Hugging Face made them; with
-            temperature above 0 only.
-        draw_from_draft: Also draw a token of the draft's distribution at every node.
-        warp_draft: Warp the draft's distributions too; needed where they are looked at warped.
-        draw_uniform: Also draw a uniform number at every node, for rules that draw.
-        generator: The only source of randomness.
-
-    Raises:
-        ValueError: A value is out of its bounds.
+        warpers: Replace temperature, top-k and top-p if Hugging Face has built the warpers already;
+            used at temperatures above 0 only. They must not read previous tokens.
+        draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
+        warp_draft: Also warp the draft's distributions.
+        draw_uniform: Also draw a uniform random number at every node.
+        generator: Source of all randomness; default: torch's global generator.
     """
 
     def __init__(
         self,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        sampling: SamplingConfig | None = None,
         processors: Sequence[LogitsProcessor] = (),
         warpers: Sequence[LogitsProcessor] | None = None,
         draw_from_draft: bool = False,
-        warp_draft: bool = True,
+        warp_draft: bool = False,
         draw_uniform: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not 0.0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be finite and at least 0; got {temperature!r}")
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p must be above 0 and at most 1; got {top_p!r}")
-        if top_k < 0 or top_k != int(top_k):
-            raise ValueError(f"top_k must be a whole number, 0 for off; got {top_k!r}")
-        self.greedy = temperature == 0.0
+        sampling = sampling or SamplingConfig()
+        self.greedy = sampling.temperature == 0.0
         self.processors = list(processors)
-        self.warpers = list(warpers or ()) if not self.greedy else []
-        if warpers is None and not self.greedy:
-            if temperature != 1.0:
-                self.warpers.append(TemperatureLogitsWarper(float(temperature)))
-            if top_k:
-                self.warpers.append(TopKLogitsWarper(int(top_k)))
-            if top_p < 1.0:
-                self.warpers.append(TopPLogitsWarper(float(top_p)))
+        self.warpers: list[LogitsProcessor] = []
+        if not self.greedy:
+            self.warpers = _warpers(sampling) if warpers is None else list(warpers)
         self.draw_from_draft = draw_from_draft
         self.warp_draft = warp_draft or draw_from_draft
         self.draw_uniform = draw_uniform and not self.greedy
@@ -118,35 +125,46 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
+        """Whether any processor reads previous tokens."""
         return any(not isinstance(item, PREFIX_FREE) for item in self.processors)
 
-    def __call__(self, tree: DraftTree, logits: Tensor, history: History | None) -> Evidence:
-        """``logits``: ``[B, N, V]`` float32, as the target gave them."""
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, history: History | None
+    ) -> VerificationInputs:
+        """Process the target's logits and sample.
+
+        Args:
+            tree: The draft tree.
+            logits: ``[B, N, V]`` float32, as the target returned them.
+            history: The tokens of every row; required if :attr:`needs_history`.
+        """
         raw = log_probs = F.log_softmax(logits, -1)
         if self.processors:
             logits = self._process(tree, logits, history)
             log_probs = F.log_softmax(logits, -1)
-        warped, warped_draft = log_probs, tree.draft_log_probs
+        warped = log_probs
+        warped_draft: Tensor | None = tree.draft_log_probs
         if self.warpers:
             warped = self._warp(log_probs)
-            # Every node the head expanded, many more than the tree's: only where it is needed.
+            # There are many more expanded nodes than tree nodes: warp them only where needed.
             warped_draft = self._warp(tree.draft_log_probs) if self.warp_draft else None
         drawn = None
-        if self.draw_from_draft and tree.draft_log_probs.shape[1]:
-            choices = self._choose(warped_draft)  # [B, M]
-            drawn = choices.gather(1, tree.draft_rows.clamp_min(0))
-        elif self.draw_from_draft:
+        if self.draw_from_draft:
             drawn = tree.tokens
-        # Greedy looks at the logits themselves: subtracting the normaliser can round two apart
-        # logits to one value.
+            if warped_draft is not None and warped_draft.shape[1]:
+                drawn = self._choose(warped_draft).gather(1, tree.draft_rows.clamp_min(0))
+        # Greedy decoding compares the logits themselves: after subtracting the normalizer two
+        # different logits can round to the same value.
         sampled = self._choose(logits if self.greedy else warped)
         uniform = None
         if self.draw_uniform:
             uniform = torch.empty_like(warped[..., 0]).uniform_(generator=self.generator)
-        return Evidence(tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform)
+        return VerificationInputs(
+            tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform
+        )
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Arg-max, or one sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""
+        """Return the argmax, or a sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""
         if self.greedy:
             return scores.argmax(-1)
         noise = torch.empty_like(scores).exponential_(generator=self.generator)
@@ -171,13 +189,16 @@ class Sampler:
         ]
         return torch.stack(rows)
 
-    def _process_row(self, tree: DraftTree, logits: Tensor, row: int, history: History) -> Tensor:
-        """One row's ``[N, V]``, each node processed once, with its own prefix.
+    def _process_row(
+        self, tree: DraftTree, logits: Tensor, row: int, history: History | None
+    ) -> Tensor:
+        """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
-        Level by level, because a node below a forbidden edge must not be asked about: a constraint
-        knows no continuation of a text it rules out, and nothing there can be emitted anyway. Such
-        processors are Python that looks at tokens, so here, and only here, the host looks too.
+        Levels are processed in order, because nodes below a masked token must be skipped: they
+        cannot be emitted, and a constraint may have no continuation for a prefix that it excludes.
+        The processors are Python code that reads tokens, so each level synchronizes with the host.
         """
+        assert history is not None, "processors that read prefixes need the history"
         processors = [_for_row(item, history.rows[row]) for item in self.processors]
         before = history.tokens[row, : history.lengths[row]]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
@@ -198,12 +219,24 @@ class Sampler:
         return result
 
 
+def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
+    """Build Hugging Face's warpers for temperature, top-k and top-p, in the order it uses."""
+    found: list[LogitsProcessor] = []
+    if sampling.temperature != 1.0:
+        found.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    return found
+
+
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """``processor`` for one prompt of the call: some of Hugging Face's hold a value for each."""
+    """Return a processor for one prompt, given one that may hold values for every prompt."""
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return type(processor)(lambda _node, ids: allowed(row, ids), num_beams=1)
-    own = copy.copy(processor)
+    own: Any = copy.copy(processor)
     if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, Tensor):
@@ -216,7 +249,7 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
 
 
 def _paths(tree: DraftTree, row: int) -> Tensor:
-    """``[N, max_depth]``: the tokens from below the root down to each node, 0 beyond it."""
+    """Return ``[N, max_depth]``: the tokens on the path to each node, root excluded, then zeros."""
     level = torch.arange(1, tree.max_depth + 1, device=tree.tokens.device)
     at_level = tree.depths[row] == level[:, None]  # [D, N]
     tokens = at_level * tree.tokens[row]  # [D, N]

@@ -1,4 +1,4 @@
-"""What decoding reports about itself."""
+"""Statistics of a decoding call: accepted lengths, origins, and seconds per phase."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ import torch
 
 from eagle_fsd.model.verify import Origin
 
+#: Phases of a call; all but prefill repeat in every step.
 PHASES = ("prefill", "draft", "tree", "target", "verify", "cache", "host")
 
 
 class PhaseClock:
-    """Adds up the seconds spent in each phase, without making the device wait.
+    """Measure the seconds spent in each phase without synchronizing the device.
 
-    On CUDA the boundaries are events in the stream; they are read by :meth:`collect`, once the host
-    has waited for the step's tokens anyway. Elsewhere they are the host's own clock.
+    On CUDA the boundaries are events in the stream. :meth:`collect` reads them after the host has
+    waited for the step's tokens. Elsewhere the boundaries are readings of the host's clock.
+
+    Args:
+        device: Device that decodes.
+
+    Attributes:
+        seconds: Seconds by phase, see :data:`PHASES`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +35,12 @@ class PhaseClock:
         self._marks: list[tuple[str | None, Any]] = []
 
     def enter(self, phase: str | None) -> None:
-        """From here on time belongs to ``phase``, or to nobody."""
+        """Begin a phase.
+
+        Args:
+            phase: One of :data:`PHASES`; None stops counting.
+        """
+        mark: Any
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
@@ -37,7 +49,7 @@ class PhaseClock:
         self._marks.append((phase, mark))
 
     def collect(self) -> None:
-        """Book everything up to the last mark; call only when the device has passed it."""
+        """Add up the phases so far. Call only after the device has passed the last boundary."""
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if phase is None:
                 continue
@@ -47,14 +59,15 @@ class PhaseClock:
 
 @dataclass
 class DecodeStats:
-    """Figures of one ``generate`` call.
+    """Statistics of one ``generate`` call.
 
     Attributes:
-        accepted: For each row, the tokens each target pass emitted, the bonus token counted.
-        origins: For each row, how many tokens came from where.
-        seconds: Time by phase, prefill apart.
-        passes: Target passes over the batch, prefill apart.
-        prefilled: Prompt tokens read; a conversation's earlier ones are not read again.
+        accepted: For each row, the number of tokens that each target pass emitted, bonus token
+            included.
+        origins: For each row, the number of tokens by lowercase :class:`Origin` name.
+        seconds: Seconds by phase, see :data:`PHASES`.
+        passes: Target passes over the batch, without prefill.
+        prefilled: Prompt tokens processed, without those found in a prefix cache.
     """
 
     accepted: list[list[int]]
@@ -65,40 +78,56 @@ class DecodeStats:
 
     @classmethod
     def empty(cls, rows: int) -> DecodeStats:
+        """Return the statistics of a call that has emitted nothing yet.
+
+        Args:
+            rows: Number of prompts.
+        """
         return cls([[] for _ in range(rows)], [Counter() for _ in range(rows)])
 
     def add(self, row: int, origins: Iterable[int]) -> None:
-        """Book what one target pass emitted for ``row``."""
+        """Count the tokens that one target pass emitted for one row.
+
+        Args:
+            row: Index of the prompt.
+            origins: :class:`Origin` of each token.
+        """
         names = [Origin(item).name.lower() for item in origins]
         self.accepted[row].append(len(names))
         self.origins[row].update(names)
 
     @property
     def tokens(self) -> int:
+        """Tokens emitted, over all rows."""
         return sum(map(sum, self.accepted))
 
     @property
     def steps(self) -> int:
-        """Target passes, counted once for each row that was still alive."""
+        """Target passes, summed over the rows that each of them decoded."""
         return sum(map(len, self.accepted))
 
     @property
     def tau(self) -> float:
-        """Mean accepted length: tokens emitted per target pass, prefill not counted."""
+        """Mean accepted length: tokens emitted per target pass, without prefill."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all rows, prefill not counted."""
+        """Tokens emitted per second over all rows, prefill excluded."""
         spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         return self.tokens / spent if spent else 0.0
 
     def share(self, origin: Origin) -> float:
-        """The part of the tokens that came from ``origin``."""
+        """Return the fraction of tokens with an origin.
+
+        Args:
+            origin: The origin to count.
+        """
         found = sum(row[origin.name.lower()] for row in self.origins)
         return found / self.tokens if self.tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the statistics as JSON-serializable values."""
         total: Counter[str] = sum(self.origins, Counter())
         return {
             "tokens": self.tokens,

@@ -1,7 +1,7 @@
 """The EAGLE-2 dynamic draft tree (arXiv 2406.16858, section 4), built with tensor operations.
 
-Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``K`` = ``top_k``, ``M`` nodes the
-head expanded (``1 + depth * K``), ``P`` candidates in the pool (``1 + M * K``).
+Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``K`` = ``top_k``, ``M`` nodes that
+the drafter expanded (``1 + depth * K``), ``P`` candidates in the pool (``1 + M * K``).
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.config import TreeConfig
+
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A tree of drafted tokens for each row. Node 0 is the last emitted token, the root.
+    """A tree of drafted tokens for each row. Node 0, the root, is the last emitted token.
 
-    Nodes are in level order: a parent's index is below its children's, and depths never fall.
+    Nodes are in level order: a parent precedes its children, and depths never decrease.
 
     Attributes:
         tokens: ``[B, N]`` token of each node.
-        parents: ``[B, N]`` index of the parent; the root is its own.
+        parents: ``[B, N]`` index of each node's parent; the root is its own parent.
         depths: ``[B, N]`` edges from the root.
-        ancestors: ``[B, N, N]`` bool; ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of it.
-            It is the tree's attention mask and its reachability matrix.
-        draft_rows: ``[B, N]`` the row of ``draft_log_probs`` with the draft's distribution at the
-            node, or -1 where the head did not expand it.
-        draft_log_probs: ``[B, M, V]`` float32.
-        max_depth: No node is deeper.
+        ancestors: ``[B, N, N]`` bool, true at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of
+            ``i``. This is the tree's attention mask.
+        draft_rows: ``[B, N]`` the row of ``draft_log_probs`` that holds the draft's distribution
+            at the node, or -1 where the node was not expanded.
+        draft_log_probs: ``[B, M, V]`` float32, the draft's distributions at the expanded nodes.
+        max_depth: Upper bound of ``depths``.
     """
 
     tokens: Tensor
@@ -40,61 +42,70 @@ class DraftTree:
 
     @property
     def size(self) -> int:
+        """``N``, the number of nodes."""
         return self.tokens.shape[1]
 
     def has_children(self) -> Tensor:
-        """``[B, N]`` bool."""
+        """Return ``[B, N]`` bool: which nodes are not leaves."""
         found = torch.zeros_like(self.tokens, dtype=torch.bool)
         return found.scatter_(1, self.parents[:, 1:], True)
 
 
 class TreeBuilder:
-    """Grows the pool of candidates level by level, then keeps the best of it as a tree.
+    """Grow a pool of candidates level by level, then keep the best of them as a tree.
 
-    The head is asked for one level at a time: :meth:`start` takes its distribution after the root,
-    then ``depth`` times :meth:`choose` names the nodes to expand and :meth:`extend` takes what the
-    head says of them. :meth:`finish` keeps the ``total_tokens - 1`` candidates with the largest
-    cumulative log-probability. A child never scores above its parent, and ties go to the earlier
-    candidate, so what is kept is a tree.
+    :meth:`start` takes the draft's distribution after the root. Then, ``depth`` times,
+    :meth:`choose` selects the nodes to expand and :meth:`extend` takes their distributions.
+    :meth:`finish` keeps the ``total_tokens - 1`` candidates with the largest cumulative
+    log-probability. A child never scores above its parent, and ties go to the earlier candidate,
+    so the result is a tree.
 
-    The pool opens with the root and is laid out by level, within a level by expanded parent. So
-    where a candidate hangs follows from its index: ``1 + e * K + c`` is child ``c`` of the ``e``-th
-    expanded candidate, the root being the first. These tables are the same at every step, so one
-    builder serves a whole call.
+    The pool starts with the root and is ordered by level, then by expanded parent, so a candidate's
+    parent follows from its index: ``1 + e * K + c`` is child ``c`` of the ``e``-th expanded
+    candidate, where the root is expanded candidate 0. The resulting index tables are the same at
+    every step, so one builder serves a whole call.
+
+    Args:
+        config: The tree's shape; ``top_k`` is limited to the vocabulary.
+        vocab_size: ``V``.
+        device: Device of the index tables.
     """
 
-    def __init__(
-        self, total_tokens: int, depth: int, top_k: int, vocabulary: int, device: torch.device | str
-    ) -> None:
-        self.total_tokens = total_tokens
-        self.depth = depth
-        self.width = width = min(top_k, vocabulary)
+    def __init__(self, config: TreeConfig, vocab_size: int, device: torch.device | str) -> None:
+        self.total_tokens = config.total_tokens
+        self.depth = depth = config.depth
+        self.width = width = min(config.top_k, vocab_size)
         expanded = torch.arange(1 + depth * width, device=device)  # [M]
         self._draft_rows = expanded
         levels = (expanded + width - 1) // width  # 0 for the root, then 1 to depth
         root = torch.zeros_like(expanded[:1])
         self._parents = torch.cat([root, expanded.repeat_interleave(width)])  # [P], expanded index
         self._depths = torch.cat([root, levels.repeat_interleave(width) + 1])  # [P]
-        # Where in the pool the level of each expanded candidate begins.
+        # Pool index at which the level of each expanded candidate begins.
         self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
     def start(self, log_probs: Tensor) -> None:
-        """``log_probs``: ``[B, V]``, the draft's distribution after the root."""
-        batch, vocabulary = log_probs.shape
-        self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocabulary)
+        """Begin a tree.
+
+        Args:
+            log_probs: ``[B, V]`` the draft's distribution after the root.
+        """
+        batch, vocab_size = log_probs.shape
+        self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocab_size)
         self.draft_log_probs[:, 0] = log_probs
         scores, tokens = log_probs.topk(self.width)
-        # The root's score is the best there is. A level each: [B, 1], [B, K], then [B, K * K].
+        # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
         self.scores = [scores.new_zeros(batch, 1), _ranked(scores)]
         self.tokens = [tokens]
-        self.chosen = [tokens.new_zeros(batch, 1)]  # index in its level of each expanded candidate
+        self.chosen = [tokens.new_zeros(batch, 1)]  # expanded candidates, as indices within a level
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """The newest level's ``K`` best candidates: their tokens and their parents' slots.
+        """Select the newest level's ``K`` best candidates for expansion.
 
         Returns:
-            ``[B, K]`` tokens, and ``[B, K]`` the slot (0 to ``K - 1``) of each one's parent among
-            the nodes expanded one level before; 0 on the first level, where the root is the parent.
+            ``[B, K]`` tokens, and ``[B, K]`` the position (0 to ``K - 1``) of each candidate's
+            parent among the nodes expanded one level before; 0 on the first level, where the root
+            is the parent.
         """
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:
@@ -106,7 +117,11 @@ class TreeBuilder:
         return tokens.gather(1, index), index // self.width
 
     def extend(self, log_probs: Tensor) -> None:
-        """``log_probs``: ``[B, K, V]``, the draft's distributions at the chosen candidates."""
+        """Add the children of the selected candidates.
+
+        Args:
+            log_probs: ``[B, K, V]`` the draft's distributions at the selected candidates.
+        """
         first = 1 + (len(self.chosen) - 2) * self.width
         self.draft_log_probs[:, first : first + self.width] = log_probs
         scores, tokens = log_probs.topk(self.width)  # [B, K, K]
@@ -114,11 +129,19 @@ class TreeBuilder:
         self.tokens.append(tokens.flatten(1))
 
     def finish(self, root: Tensor) -> DraftTree:
-        """The tree over ``root`` (``[B]`` tokens), with ``min(total_tokens, P)`` nodes."""
-        # A stable sort, not topk: among equals the earlier, and so the parent, comes first.
+        """Keep the best candidates.
+
+        Args:
+            root: ``[B]`` the token at the root of each row.
+
+        Returns:
+            A tree of ``min(total_tokens, P)`` nodes.
+        """
+        # A stable sort rather than topk: among equal scores the earlier candidate, and so the
+        # parent, comes first.
         order = torch.cat(self.scores, 1).sort(dim=1, descending=True, stable=True).indices
-        kept = order[:, : self.total_tokens].sort(1).values  # [B, N] places in the pool
-        chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] likewise
+        kept = order[:, : self.total_tokens].sort(1).values  # [B, N] pool indices
+        chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] pool indices
         parents = torch.searchsorted(kept, chosen.gather(1, self._parents[kept]))
         rows = torch.full_like(order, -1).scatter_(1, chosen, self._draft_rows.expand_as(chosen))
         return DraftTree(
@@ -133,18 +156,33 @@ class TreeBuilder:
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """``[B, N]`` parents, each before its children, to the ``[B, N, N]`` matrix of "is or descends
-    from": ``I + P + P^2 + ... = (I - P)^-1`` for the matrix ``P`` of "is a child of"."""
+    """Compute the reflexive ancestor relation of a tree's nodes.
+
+    With ``P[i, j] = 1`` where ``j`` is the parent of ``i``, it is
+    ``I + P + P^2 + ... = (I - P)^-1``.
+
+    Args:
+        parents: ``[B, N]`` index of each node's parent, less than the node's own index; ignored for
+            the root.
+
+    Returns:
+        ``[B, N, N]`` bool, true at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``.
+    """
     batch, size = parents.shape
     identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)
-    # What this writes on the diagonal, for the root, is not read.
+    # The root's entry lies on the diagonal, which the triangular solver does not read.
     system = identity.scatter(2, parents[:, :, None], -1.0)
     reach = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
     return reach > 0.5
 
 
-def single_node(root: Tensor, vocabulary: int) -> DraftTree:
-    """The tree of nothing but its root (``[B]``): verifying it is plain decoding."""
+def single_node(root: Tensor, vocab_size: int) -> DraftTree:
+    """Return a tree that consists of its root; verifying it is plain decoding.
+
+    Args:
+        root: ``[B]`` the token at the root of each row.
+        vocab_size: ``V``.
+    """
     zero = torch.zeros_like(root)[:, None]
     return DraftTree(
         tokens=root[:, None],
@@ -152,11 +190,11 @@ def single_node(root: Tensor, vocabulary: int) -> DraftTree:
         depths=zero,
         ancestors=torch.ones_like(zero, dtype=torch.bool)[:, :, None],
         draft_rows=zero - 1,
-        draft_log_probs=torch.empty(root.shape[0], 0, vocabulary, device=root.device),
+        draft_log_probs=torch.empty(root.shape[0], 0, vocab_size, device=root.device),
         max_depth=0,
     )
 
 
 def _ranked(scores: Tensor) -> Tensor:
-    """Scores with the NaN of a broken head as ``-inf``, so that they can be ordered."""
+    """Replace NaN, which a broken head produces, by ``-inf``, so that scores can be ordered."""
     return scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

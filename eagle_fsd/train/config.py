@@ -1,122 +1,227 @@
-"""How a head is trained: :class:`TrainRecipe`, for Python, YAML and the command line alike."""
+"""Options of training and related commands. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
-from eagle_fsd.utils.options import Options, choice, flag, number
+from eagle_fsd.model.config import ModelName, SamplingConfig, TargetOptions
+from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.text import one_line
 
-#: The published learning rate, and the hidden size (of a 7B Llama) it was published for.
-PUBLISHED_LR, PUBLISHED_HIDDEN = 3e-5, 4096
-#: Divergences worth training for: smooth where the two distributions nearly agree.
-DIVERGENCE_LOSSES = ("js", "tv", "kl", "kl_reversed")
+#: EAGLE's learning rate, and the hidden size it was published for (that of a 7B Llama).
+PUBLISHED_LR, PUBLISHED_HIDDEN_SIZE = 3e-5, 4096
+
+#: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
+DivergenceLoss = Literal["js", "tv", "kl", "kl_reversed"]
+DIVERGENCE_LOSSES: tuple[str, ...] = get_args(DivergenceLoss)
 
 
-@dataclass(frozen=True)
-class LossWeights:
-    """What the loss is made of.
+def _check_exists(path: Path, info: ValidationInfo) -> Path:
+    if not path.exists():
+        raise ValueError(f"{info.field_name} must be an existing path; got {path}")
+    return path
 
-    Attributes:
-        feature, token: Of smooth-L1 and of the cross-entropy.
-        divergence: Of the divergence ``kind``, a name in
-            :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
-        steps: How often the head is run on its own features, the first on the target's.
-        decay: Each step counts this much of the one before.
+
+ExistingPath = Annotated[Path, AfterValidator(_check_exists)]
+
+CHATS_DESCRIPTION = "Chats in ShareGPT's or OpenAI's layout, JSON or JSON Lines."
+MaxLength = Annotated[
+    int, Field(ge=8, le=1_048_576, description="Tokens per chat; longer chats are truncated.")
+]
+
+ExportFormat = Literal["eagle", "sglang", "vllm"]
+EXPORT_FORMATS: tuple[str, ...] = get_args(ExportFormat)
+
+
+class TrainConfig(Options):
+    """Hyperparameters for training a draft head.
+
+    The defaults are EAGLE's where they were published (arXiv 2401.15077, appendix, and the authors'
+    training script). The divergence loss is an addition; it increased the accepted length in
+    ``eagle_fsd/train/recipes/compare_losses.py``.
     """
 
-    feature: float = 1.0
-    token: float = 0.1
-    divergence: float = 0.0
-    kind: str = "js"
-    steps: int = 1
-    decay: float = 1.0
-
-
-@dataclass(frozen=True)
-class TrainRecipe(Options):
-    """The hyper-parameters of a head's training; the defaults are EAGLE's where it published them.
-
-    (arXiv 2401.15077, appendix, and the authors' training script.) The divergence loss is not
-    EAGLE's: ``eagle_fsd/train/recipes/compare_losses.py`` found heads trained with it accepted more often.
-    """
-
-    epochs: int = number(20, 1, 10_000, "times every chat is seen")
-    max_steps: int | None = number(
-        None, 1, math.inf, "stop after this many optimiser steps", whole=True
+    epochs: int = Field(20, ge=1, le=10_000, description="Passes over the chats.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Stop after this many optimizer steps; default: no limit."
     )
-    batch_size: int = number(4, 1, 4096, "chats a process reads at a time")
-    accumulate: int = number(1, 1, 4096, "batches to an optimiser step")
-    max_length: int = number(2048, 8, 1_048_576, "tokens of a chat; what is longer is cut")
-    lr: float | None = number(
+    batch_size: int = Field(4, ge=1, le=4096, description="Chats per batch and process.")
+    accumulate: int = Field(1, ge=1, le=4096, description="Batches per optimizer step.")
+    max_length: MaxLength = 2048
+    lr: float | None = Field(
         None,
-        0.0,
-        1.0,
-        "peak learning rate; by default the published 3e-5, scaled to the target's hidden size",
+        ge=0.0,
+        le=1.0,
+        description="Peak learning rate; default: EAGLE's 3e-5, scaled to the target's hidden"
+        " size.",
     )
-    warmup: int = number(2000, 0, 10**9, "steps of warm-up, a tenth of the run at most")
-    weight_decay: float = number(0.01, 0.0, 1.0, "of AdamW")
-    beta1: float = number(0.9, 0.0, 0.9999, "of AdamW")
-    beta2: float = number(0.95, 0.0, 0.99999, "of AdamW")
-    clip: float = number(0.5, 0.0, math.inf, "largest norm of the gradient")
-    noise: float = number(0.1, 0.0, 10.0, "half-width of the uniform noise on the features")
-    feature_weight: float = number(1.0, 0.0, 1e6, "of smooth-L1 on the feature")
-    token_weight: float = number(0.1, 0.0, 1e6, "of the cross-entropy on the target's distribution")
-    divergence_weight: float = number(1.0, 0.0, 1e6, "of a divergence between target and draft")
-    divergence_loss: str = choice("js", DIVERGENCE_LOSSES, "which divergence that is")
-    unroll: int = number(1, 1, 8, "runs over each chat, the later ones on the head's own features")
-    unroll_decay: float = number(1.0, 0.0, 1.0, "weight of each run beside the one before")
-    bias: bool = flag(False, "give the fusing layer a bias (vLLM's has none)")
-    seed: int = number(0, 0, 2**31 - 1, "of weights, order and noise")
-    validation: int = number(32, 0, 100_000, "chats held out for validation")
-    validate_every: int = number(1000, 1, 10**9, "steps between validations")
-    checkpoint_every: int = number(500, 1, 10**9, "steps between checkpoints")
-    log_every: int = number(10, 1, 10**9, "steps between lines of metrics")
-    workers: int = number(0, 0, 256, "processes that read and encode chats")
-    compile: bool = flag(False, "compile the decoder layers (needs a C++ compiler on a CPU)")
+    warmup: int = Field(
+        2000, ge=0, le=10**9, description="Warm-up steps, at most a tenth of all steps."
+    )
+    weight_decay: float = Field(0.01, ge=0.0, le=1.0, description="Weight decay of AdamW.")
+    beta1: float = Field(0.9, ge=0.0, le=0.9999, description="First beta of AdamW.")
+    beta2: float = Field(0.95, ge=0.0, le=0.99999, description="Second beta of AdamW.")
+    clip: float = Field(0.5, ge=0.0, description="Maximum norm of the gradient.")
+    noise: float = Field(
+        0.1, ge=0.0, le=10.0, description="Half-width of the uniform noise added to the features."
+    )
+    feature_weight: float = Field(
+        1.0, ge=0.0, le=1e6, description="Weight of the smooth-L1 loss on the features."
+    )
+    token_weight: float = Field(
+        0.1,
+        ge=0.0,
+        le=1e6,
+        description="Weight of the cross-entropy with the target's distribution.",
+    )
+    divergence_weight: float = Field(
+        1.0, ge=0.0, le=1e6, description="Weight of the divergence between target and draft."
+    )
+    divergence_loss: DivergenceLoss = Field("js", description="Divergence used as a loss.")
+    unroll: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="Runs of the head over each chat; later runs read the head's own features.",
+    )
+    unroll_decay: float = Field(
+        1.0, ge=0.0, le=1.0, description="Weight of each run relative to the one before."
+    )
+    bias: bool = Field(False, description="Give the fc layer a bias (vLLM's has none).")
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="Seed of the weights, the order and the noise."
+    )
+    validation: int = Field(
+        32, ge=0, le=100_000, description="Chats held out for validation, at most a tenth of all."
+    )
+    validate_every: int = Field(1000, ge=1, le=10**9, description="Steps between validations.")
+    checkpoint_every: int = Field(500, ge=1, le=10**9, description="Steps between checkpoints.")
+    log_every: int = Field(10, ge=1, le=10**9, description="Steps between lines of metrics.")
+    workers: int = Field(0, ge=0, le=256, description="Processes that read and tokenize chats.")
+    compile: bool = Field(
+        False, description="Compile the decoder layers (on a CPU this needs a C++ compiler)."
+    )
 
     def learning_rate(self, hidden_size: int) -> float:
-        """``lr``, or the published one times 4096 over ``hidden_size``.
+        """Return the peak learning rate: ``lr`` if set, else EAGLE's times 4096 / ``hidden_size``.
 
-        With Adam the step that suits a layer falls as its width grows; narrow heads trained with
-        the rate of a 7B one hardly move.
+        With Adam, the best learning rate falls as layers get wider; with the rate for a 7B model's
+        head, narrow heads hardly train.
+
+        Args:
+            hidden_size: The target's hidden size.
         """
         if self.lr is not None:
             return self.lr
-        return PUBLISHED_LR * PUBLISHED_HIDDEN / hidden_size
+        return PUBLISHED_LR * PUBLISHED_HIDDEN_SIZE / hidden_size
 
-    def losses(self) -> LossWeights:
-        return LossWeights(
-            feature=self.feature_weight,
-            token=self.token_weight,
-            divergence=self.divergence_weight,
-            kind=self.divergence_loss,
-            steps=self.unroll,
-            decay=self.unroll_decay,
-        )
+    def learning_rate_factor(self, step: int, total: int) -> float:
+        """Return the learning rate relative to its peak: linear warm-up, then linear decay to 0.
 
-    def factor(self, step: int, total: int) -> float:
-        """The learning rate at ``step`` of ``total`` by its peak: up and then down, linear."""
+        Args:
+            step: Optimizer steps done.
+            total: Optimizer steps in total.
+        """
         warmup = min(self.warmup, total // 10)
         if step < warmup:
             return (step + 1) / warmup
         return max(0.0, (total - step) / max(1, total - warmup))
 
 
-def read_recipe(path: str | Path) -> dict[str, object]:
-    """The values a YAML file gives, checked; what it leaves out is left out.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read options of :class:`TrainConfig` from a YAML file.
+
+    Args:
+        path: A YAML mapping of option names to values.
+
+    Returns:
+        The options that the file sets, validated.
 
     Raises:
-        ValueError: The file is not a mapping of known names to values within their bounds.
+        ValueError: The file is not a YAML mapping, or an option is unknown or out of bounds.
+        OSError: The file cannot be read.
     """
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):
-            raise ValueError("not a mapping of names to values")
-        TrainRecipe.from_dict(values)
+            raise ValueError("not a mapping of option names to values")
+        return TrainConfig.from_dict(values).model_dump(exclude_unset=True)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    return values
+        raise ValueError(f"{path}: {one_line(error)}") from error
+
+
+class TrainRequest(TargetOptions):
+    """A training to run: its data, its target and the output folder."""
+
+    data: ExistingPath | None = Field(None, description=CHATS_DESCRIPTION)
+    features: ExistingPath | None = Field(
+        None, description="Instead of --data: a folder written by eagle-fsd train features."
+    )
+    out: Path = Field(description="Folder for the head, its checkpoints and metrics.")
+    head: ModelName | None = Field(
+        None, description="Head to start from: a folder or a Hub name; default: random weights."
+    )
+    regenerate: bool = Field(
+        False, description="First have the target rewrite the assistant's turns in --data."
+    )
+    resume: bool = Field(False, description="Resume from the newest checkpoint in --out.")
+    overwrite: bool = Field(False, description="Delete an earlier training in --out.")
+    binary: bool = Field(
+        False, description="Write pytorch_model.bin, which EAGLE's own code reads."
+    )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TrainRequest:
+        if (self.data is None) == (self.features is None):
+            raise ValueError("training requires either --data or --features")
+        if self.regenerate and self.data is None:
+            raise ValueError("--regenerate requires --data")
+        return self
+
+
+class FeaturesRequest(TargetOptions):
+    """Features to store: the chats, the target and the output folder."""
+
+    data: ExistingPath = Field(description=CHATS_DESCRIPTION)
+    out: Path = Field(description="Folder for the features; an interrupted run resumes there.")
+    max_length: MaxLength = 2048
+    batch_size: int = Field(4, ge=1, le=4096, description="Chats per forward pass.")
+
+
+class RegenerateRequest(TargetOptions):
+    """Chats to rewrite: the input file, the target and the output file."""
+
+    data: ExistingPath = Field(description=CHATS_DESCRIPTION)
+    out: Path = Field(description="JSON Lines file to write; an interrupted run resumes there.")
+
+
+class RegenerateConfig(SamplingConfig):
+    """Sampling, length and batch size of rewritten turns."""
+
+    temperature: float = Field(
+        1.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Sampling temperature; 0 is greedy decoding.",
+    )
+    seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
+    batch_size: int = Field(16, ge=1, le=4096, description="Chats rewritten at once.")
+    max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
+
+
+class ExportRequest(Options):
+    """A trained head to convert, the engine to convert it for, and the output folder."""
+
+    head: ExistingPath = Field(description="Folder of the trained head.")
+    out: Path = Field(description="Folder to write, empty or new.")
+    format: ExportFormat = Field(description="Engine that will read the head.")
+    target: ModelName | None = Field(
+        None, description="The head's target: a folder or a Hub name; default: the bundled target."
+    )
+    dtype: str | None = Field(
+        None, description="Data type that the target is loaded in; the head keeps its own."
+    )

@@ -1,4 +1,4 @@
-"""Batches of encoded chats: the same ones in the same order, however many processes share them."""
+"""Batches of encoded chats; several processes see the same batches as one process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,35 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.train.chats import ChatFile
-from eagle_fsd.train.encoding import encode_chat
-from eagle_fsd.utils.chat_templates import ChatFormat
+from eagle_fsd.train.assistant_mask import encode_chat
+from eagle_fsd.train.chat_file import ChatFile
+from eagle_fsd.utils.chat_templates import ChatTemplate
 
-#: Batches sorted by length together, so that little is padded and order stays random.
-SORTED_TOGETHER = 32
-#: Stands for "no chat": fills up what is left of the last batch.
-NOTHING = -1
+#: Number of batches whose chats are sorted by length together, which reduces padding.
+SORT_WINDOW = 32
+#: Index of an empty chat that fills the last batch of an epoch.
+FILLER = -1
+
+
+@dataclass
+class Example:
+    """One chat.
+
+    Attributes:
+        index: Index of the chat in the data, or :data:`FILLER`.
+        ids: Token ids.
+        assistant_mask: For each token, whether the assistant generates it.
+        truncated: Whether the chat was longer than the limit.
+        features: ``[S, H]`` stored hidden states of the target; None if they must be computed.
+        error: Why the chat could not be encoded, if so; it then contributes nothing to the loss.
+    """
+
+    index: int
+    ids: list[int]
+    assistant_mask: list[bool]
+    truncated: bool = False
+    features: Tensor | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -25,112 +46,140 @@ class Batch:
     """Chats padded on the right.
 
     Attributes:
-        ids: ``[B, S]``.
-        spoken: ``[B, S]`` bool, the tokens the assistant says.
-        chats: Which chat each row is, or :data:`NOTHING`.
-        lengths: Tokens of each row, padding apart.
-        cut: How many chats were longer than the limit.
-        faults: Why chats count nowhere that the template cannot word.
-        features: ``[B, S, H]`` of the target where they were stored; None: to be computed.
+        ids: ``[B, S]`` token ids.
+        assistant_mask: ``[B, S]`` bool, the tokens that the assistant generates.
+        indices: Index of each row's chat, or :data:`FILLER`.
+        lengths: Number of tokens in each row, without padding.
+        truncated: Number of chats that were longer than the limit.
+        errors: Why chats could not be encoded, one string for each.
+        features: ``[B, S, H]`` stored hidden states of the target; None if they must be computed.
     """
 
     ids: Tensor
-    spoken: Tensor
-    chats: list[int]
+    assistant_mask: Tensor
+    indices: list[int]
     lengths: list[int]
-    cut: int = 0
-    faults: tuple[str, ...] = ()
+    truncated: int = 0
+    errors: tuple[str, ...] = ()
     features: Tensor | None = None
 
     @property
-    def counted(self) -> Tensor:
-        """``[B, S - 1]`` bool: the predicted features that count.
+    def loss_mask(self) -> Tensor:
+        """``[B, S - 1]`` bool: the predicted features that the loss covers.
 
-        Pair ``t`` joins feature ``t`` and token ``t + 1`` to predict feature ``t + 1``, which
-        decides token ``t + 2``: it counts where the assistant says that one.
+        Pair ``t`` combines feature ``t`` and token ``t + 1`` to predict feature ``t + 1``, which
+        determines token ``t + 2``: the loss covers it where the assistant generates that token.
         """
-        return torch.nn.functional.pad(self.spoken[:, 2:], (0, 1))
+        return torch.nn.functional.pad(self.assistant_mask[:, 2:], (0, 1))
 
     def to(self, device: torch.device) -> Batch:
-        features = None if self.features is None else self.features.to(device, non_blocking=True)
-        ids, spoken = (item.to(device, non_blocking=True) for item in (self.ids, self.spoken))
-        return replace(self, ids=ids, spoken=spoken, features=features)
+        """Return the batch with its tensors on another device.
 
+        Args:
+            device: Target device.
+        """
 
-@dataclass
-class Example:
-    """One chat; ``features`` ``[S, H]`` where they were stored; ``fault`` why it counts nowhere."""
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
 
-    chat: int
-    ids: list[int]
-    spoken: list[bool]
-    cut: bool = False
-    features: Tensor | None = None
-    fault: str | None = None
+        return replace(
+            self,
+            ids=moved(self.ids),
+            assistant_mask=moved(self.assistant_mask),
+            features=None if self.features is None else moved(self.features),
+        )
 
 
 class ChatDataset(Dataset[Example]):
-    """Encodes a chat when it is asked for.
+    """The chats of a file, encoded when they are accessed.
 
-    :data:`NOTHING`, and a chat that the template cannot word, give an example that counts nowhere.
+    Args:
+        file: The chats.
+        tokenizer: The target's tokenizer.
+        chat_template: How chats are formatted.
+        max_length: Tokens per chat; longer chats are truncated.
     """
 
     def __init__(
         self,
         file: ChatFile,
         tokenizer: PreTrainedTokenizerBase,
-        wording: ChatFormat,
-        limit: int,
+        chat_template: ChatTemplate,
+        max_length: int,
     ) -> None:
-        self.file, self.tokenizer, self.wording, self.limit = file, tokenizer, wording, limit
+        self.file, self.tokenizer = file, tokenizer
+        self.chat_template, self.max_length = chat_template, max_length
 
     def __len__(self) -> int:
         return len(self.file)
 
     def __getitem__(self, index: int) -> Example:
-        if index == NOTHING:
-            return Example(NOTHING, [0, 0], [False, False])
+        """Encode a chat; one that the template rejects gives an example with an ``error``."""
+        if index == FILLER:
+            return Example(FILLER, [0, 0], [False, False])
         try:
-            encoded = encode_chat(self.file[index], self.tokenizer, self.wording, self.limit)
+            chat = self.file[index]
+            encoded = encode_chat(chat, self.tokenizer, self.chat_template, self.max_length)
         except ValueError as error:
-            line = self.file.line(index)
-            fault = f"{self.file.path}, line {line}: {error}"
-            return Example(index, [0, 0], [False, False], fault=fault)
-        return Example(index, encoded.ids, encoded.spoken, encoded.cut)
+            message = f"{self.file.path}, line {self.file.line(index)}: {error}"
+            return Example(index, [0, 0], [False, False], error=message)
+        return Example(index, encoded.ids, encoded.assistant_mask, encoded.truncated)
+
+    def size(self, index: int) -> int:
+        """Return a chat's size in bytes, which estimates its length without reading it.
+
+        Args:
+            index: The chat's index.
+        """
+        return self.file.size(index)
 
 
-def collate(examples: Sequence[Example], pad: int = 0) -> Batch:
-    """Pad on the right: under a causal mask no real token ever sees the padding."""
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pad examples on the right, where a causal mask hides the padding from every token.
+
+    Args:
+        examples: Examples of which all or none have stored features.
+    """
     width = max(2, *(len(item.ids) for item in examples))
-    ids = torch.full((len(examples), width), pad)
-    spoken = torch.zeros(len(examples), width, dtype=torch.bool)
+    ids = torch.zeros(len(examples), width, dtype=torch.long)
+    mask = torch.zeros(len(examples), width, dtype=torch.bool)
     stored = [item.features for item in examples if item.features is not None]
     features = None
     if stored:
         features = stored[0].new_zeros(len(examples), width, stored[0].shape[-1])
     for row, item in enumerate(examples):
         ids[row, : len(item.ids)] = torch.tensor(item.ids)
-        spoken[row, : len(item.ids)] = torch.tensor(item.spoken)
-        if item.features is not None:
+        mask[row, : len(item.ids)] = torch.tensor(item.assistant_mask)
+        if features is not None and item.features is not None:
             features[row, : len(item.ids)] = item.features
-    chats, lengths = [item.chat for item in examples], [len(item.ids) for item in examples]
-    faults = tuple(item.fault for item in examples if item.fault)
-    cut = sum(item.cut for item in examples)
-    return Batch(ids, spoken, chats, lengths, cut, faults, features)
+    return Batch(
+        ids,
+        mask,
+        indices=[item.index for item in examples],
+        lengths=[len(item.ids) for item in examples],
+        truncated=sum(item.truncated for item in examples),
+        errors=tuple(item.error for item in examples if item.error),
+        features=features,
+    )
 
 
-class SharedBatches(Sampler[list[int]]):
-    """The batches of one epoch as one process of several sees them.
+class DistributedBatchSampler(Sampler[list[int]]):
+    """Yield one process's part of every batch of an epoch, as lists of chat indices.
 
-    Chats are shuffled by ``seed`` and ``epoch`` alone and gathered by like length into batches of
-    ``batch_size`` times ``processes``; each process takes its slice of every batch. So two
-    processes see between them what one with twice the batch sees, and every chat is seen once.
-    What is missing in the last batch is filled with :data:`NOTHING`.
+    Chats are shuffled by ``seed`` and ``epoch`` alone and grouped by similar length into batches of
+    ``batch_size * processes``, of which each process takes a slice. Two processes therefore see the
+    same batches as one process with twice the batch size. Every chat is used once per epoch. The
+    last batch is padded with :data:`FILLER`.
 
     Args:
-        chats: Which chats.
-        sizes: Their lengths, in any unit.
-        first: Batches to leave out at the beginning: where a resumed run goes on.
+        chats: Indices of the chats to train on.
+        sizes: Lengths of the chats, in any unit.
+        batch_size: Chats per batch and process.
+        seed: Seed of the shuffle.
+        epoch: The epoch, counted from 0.
+        process: Rank of this process.
+        processes: Number of processes.
+        skip: Batches to skip at the beginning, when training resumes within an epoch.
     """
 
     def __init__(
@@ -142,30 +191,53 @@ class SharedBatches(Sampler[list[int]]):
         epoch: int,
         process: int = 0,
         processes: int = 1,
-        first: int = 0,
+        skip: int = 0,
     ) -> None:
         self.chats, self.sizes = chats, sizes
         self.batch_size, self.process, self.processes = batch_size, process, processes
-        self.seed, self.epoch, self.first = seed, epoch, first
+        self.seed, self.epoch, self.skip = seed, epoch, skip
 
     def __len__(self) -> int:
-        return count_batches(len(self.chats), self.batch_size * self.processes) - self.first
+        return count_batches(len(self.chats), self.batch_size * self.processes) - self.skip
 
     def __iter__(self) -> Iterator[list[int]]:
-        whole = self.batch_size * self.processes
+        total = self.batch_size * self.processes
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         shuffled = torch.randperm(len(self.chats), generator=generator)
         batches = []
-        for start in range(0, len(shuffled), whole * SORTED_TOGETHER):
-            window = shuffled[start : start + whole * SORTED_TOGETHER].tolist()
+        for start in range(0, len(shuffled), total * SORT_WINDOW):
+            window = shuffled[start : start + total * SORT_WINDOW].tolist()
             window.sort(key=self.sizes.__getitem__)
-            batches += [window[at : at + whole] for at in range(0, len(window), whole)]
-        begin = self.process * self.batch_size
-        for number in torch.randperm(len(batches), generator=generator).tolist()[self.first :]:
-            chats = [self.chats[place] for place in batches[number]]
-            chats += [NOTHING] * (whole - len(chats))
-            yield chats[begin : begin + self.batch_size]
+            batches += [window[at : at + total] for at in range(0, len(window), total)]
+        start = self.process * self.batch_size
+        for number in torch.randperm(len(batches), generator=generator).tolist()[self.skip :]:
+            chats = [self.chats[position] for position in batches[number]]
+            chats += [FILLER] * (total - len(chats))
+            yield chats[start : start + self.batch_size]
 
 
 def count_batches(chats: int, batch_size: int) -> int:
+    """Return the number of batches; the last one may be smaller.
+
+    Args:
+        chats: Number of chats.
+        batch_size: Chats per batch.
+    """
     return -(-chats // batch_size)
+
+
+def split_validation(count: int, validation: int, seed: int) -> tuple[list[int], list[int]]:
+    """Split chats into those to train on and those held out.
+
+    Args:
+        count: Number of chats.
+        validation: Number of chats to hold out, limited to a tenth of all.
+        seed: Seed of the split.
+
+    Returns:
+        Sorted indices of the chats to train on, and of those held out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator).tolist()
+    held_out = min(validation, count // 10)
+    return sorted(order[held_out:]), sorted(order[:held_out])

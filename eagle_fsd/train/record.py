@@ -1,23 +1,33 @@
-"""What is kept of a finished training: settings, effort, machine, versions."""
+"""Write and read ``training.json``, the record of a finished training."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
 
 RECORD_FILE = "training.json"
 
 
-def write_record(folder: Path, recipe: Any, steps: int, tokens: int, seconds: float) -> None:
-    """Write ``training.json``: the recipe (a dataclass), steps, tokens seen and seconds spent."""
+def write_record(
+    folder: Path, settings: dict[str, Any], steps: int, tokens: int, seconds: float
+) -> None:
+    """Write a training's settings, steps, duration, machine and versions.
+
+    Args:
+        folder: The trained model's folder.
+        settings: The hyperparameters.
+        steps: Optimizer steps.
+        tokens: Tokens read.
+        seconds: Time spent on training steps.
+    """
     environment = describe_environment()
     machine = environment["machine"]
     record = {
-        "settings": asdict(recipe),
+        "settings": settings,
         "steps": steps,
         "tokens": tokens,
         "seconds": round(seconds),
@@ -25,4 +35,14 @@ def write_record(folder: Path, recipe: Any, steps: int, tokens: int, seconds: fl
         "date": environment["date"][:10],
         "versions": environment["versions"],
     }
-    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    atomic_write(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read the record of a finished training.
+
+    Args:
+        folder: The trained model's folder.
+    """
+    record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    return record

@@ -1,120 +1,154 @@
-"""Let the target rewrite what the assistant says in a chat file.
+"""Replace the assistant's turns in a chat file by turns that the target generates.
 
-A head learns to foresee one target. On that target's own text it is accepted far more often than on
-text that somebody else wrote.
+A head learns to predict one target. Heads trained on text that the target generated have a larger
+accepted length than heads trained on other text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.train.chats import Chat, ChatFile
-from eagle_fsd.train.run import Source
-from eagle_fsd.utils.chat_templates import chat_format
+from eagle_fsd.train.chat_file import Chat, ChatFile
+from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest
+from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.utils.chat_templates import encode_prompt
+from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
+from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
+
+#: Options missing from fingerprints of earlier versions, with the values that those versions used.
+_LATER_OPTIONS = {"top_p": 1.0, "top_k": 0}
 
 
 def regenerate(
-    source: Source,
-    chats: ChatFile,
-    out: str | Path,
-    batch_size: int = 16,
-    max_new_tokens: int = 512,
-    temperature: float = 1.0,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    request: RegenerateRequest,
+    config: RegenerateConfig | None = None,
+    *,
+    token: str | None = None,
+    progress: ProgressFactory = no_progress,
 ) -> ChatFile:
-    """Write ``out``, JSON Lines of ``{"index", "messages"}``, and open it.
-
-    What it depends on stands in ``OUT.meta.json``. What ``out`` holds already is kept, so a run
-    that was stopped goes on; a line that a kill cut short is written again. Each batch has its own
-    seed, so it makes no difference where.
+    """Rewrite a chat file with the target.
 
     Args:
-        temperature: 1 draws from the target as it is, 0 is greedy.
-        progress: Called with (chats done, chats in all).
+        request: The chats, the target and the file to write.
+        config: How turns are generated; default: sampled from the target's distribution.
+        token: Access token for the Hub.
+        progress: Reports ``reading`` (in bytes) and ``rewriting`` (in chats).
+
+    Returns:
+        The rewritten chats.
 
     Raises:
-        ValueError: ``out`` was made from other chats or with other options.
+        ValueError: No chat is valid, the chat template rejects the chats, or the output was written
+            from other chats or options.
+        OSError: A file cannot be read or written.
+        LoadError: The target cannot be loaded.
     """
+    loaded = LoadedTarget.load(request, token=token)
+    with progress("reading") as report:
+        chats = loaded.open_chats(request.data, progress=report).file
+    with progress("rewriting") as report:
+        return rewrite_chats(loaded, chats, request.out, config, report)
+
+
+def rewrite_chats(
+    loaded: LoadedTarget,
+    chats: ChatFile,
+    out: str | Path,
+    config: RegenerateConfig | None = None,
+    progress: Progress | None = None,
+) -> ChatFile:
+    """Rewrite chats with a loaded target, resuming an interrupted run.
+
+    The result does not depend on interruptions: batches always start at the same chats, and a
+    batch's seed depends on its position. ``OUT.meta.json`` holds the fingerprint of the chats and
+    the options.
+
+    Args:
+        loaded: The target.
+        chats: The chats.
+        out: JSON Lines of ``{"index", "messages"}`` to write.
+        config: How turns are generated; default: sampled from the target's distribution.
+        progress: Called with the chats rewritten and the number of chats.
+
+    Returns:
+        The rewritten chats.
+
+    Raises:
+        ValueError: ``out`` was written from other chats or options.
+        OSError: A file cannot be written.
+    """
+    config = config or RegenerateConfig()
     out = Path(out)
-    made_from = {
-        **source.describe(chats.path, source.target.context),
-        "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-    }
-    about = out.with_name(out.name + ".meta.json")
-    if out.exists():
-        before = json.loads(about.read_text(encoding="utf-8")) if about.exists() else None
-        if before != made_from:
-            raise ValueError(f"{out} was made from something else: name another file")
-    else:
-        about.write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
-    done = _lines_done(out)
-    # Batches begin where they began, whatever the moment of the kill.
-    with out.open("a", encoding="utf-8") as file:
-        for start in range(done - done % batch_size, len(chats), batch_size):
-            part = [chats[index] for index in range(start, min(start + batch_size, len(chats)))]
-            answered = _answer(source, part, max_new_tokens, temperature, seed + start)
-            for index, chat in enumerate(answered, start):
-                if index >= done:
-                    file.write(json.dumps({"index": index, "messages": chat}) + "\n")
-            file.flush()
-            if progress is not None:
-                progress(min(start + batch_size, len(chats)), len(chats))
+    fingerprint = {**loaded.fingerprint(chats.path), **config.model_dump()}
+    _check_fingerprint(out, fingerprint)
+    truncate_partial_line(out)
+    done = len(read_jsonl(out)) if out.exists() else 0
+    size = config.batch_size
+    for start in range(done - done % size, len(chats), size):
+        batch = [chats[index] for index in range(start, min(start + size, len(chats)))]
+        rewritten = _rewrite_batch(loaded, batch, config, config.seed + start)
+        for index, chat in enumerate(rewritten, start):
+            if index >= done:
+                append_line(out, json.dumps({"index": index, "messages": chat}))
+        if progress is not None:
+            progress(start + len(batch), len(chats))
     return ChatFile(out)
 
 
-def _answer(
-    source: Source, chats: Sequence[Chat], max_new_tokens: int, temperature: float, seed: int
+def _check_fingerprint(out: Path, fingerprint: dict[str, Any]) -> None:
+    """Write the fingerprint, or check it against that of an earlier run."""
+    file = out.with_name(out.name + ".meta.json")
+    if out.exists():
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if {**_LATER_OPTIONS, **before} != fingerprint:
+            raise ValueError(f"{out} was written from other chats or options; choose another file")
+    else:
+        atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
+
+
+def _rewrite_batch(
+    loaded: LoadedTarget, chats: Sequence[Chat], config: RegenerateConfig, seed: int
 ) -> list[Chat]:
-    """Each chat with its assistant turns said anew, in turn; it ends where the context is full."""
-    wording = chat_format(source.tokenizer, source.template)
-    model = EagleFSD(source.target.model, None)
-    answered: list[Chat] = [[] for _ in chats]
+    """Generate the assistant turns in order; a chat ends when the context is full."""
+    model = EagleFSD(loaded.target.model, None)
+    tokenizer = loaded.tokenizer
+    rewritten: list[Chat] = [[] for _ in chats]
     for turn in range(max(map(len, chats))):
         prompts = []
-        for chat, new in zip(chats, answered, strict=True):
-            if turn < len(chat) and len(new) == turn:
-                if chat[turn]["role"] != "assistant":
-                    new.append(chat[turn])
-                    continue
-                text = wording.render(new, open_turn=True)
-                ids = source.tokenizer(text, add_special_tokens=wording.adds_special_tokens)
-                if len(ids["input_ids"]) + 1 < source.target.context:
-                    prompts.append((new, ids["input_ids"]))
+        for chat, new in zip(chats, rewritten, strict=True):
+            if turn >= len(chat) or len(new) < turn:
+                continue  # the chat has ended
+            if chat[turn]["role"] != "assistant":
+                new.append(chat[turn])
+                continue
+            ids = encode_prompt(new, tokenizer, loaded.chat_template)[0].tolist()
+            if len(ids) + 1 < loaded.target.context_length:
+                prompts.append((new, ids))
         if not prompts:
             continue
-        padded = source.tokenizer.pad(
+        padded = tokenizer.pad(
             {"input_ids": [ids for _, ids in prompts]}, padding_side="left", return_tensors="pt"
-        ).to(source.target.device)
-        said = model.generate(
+        ).to(loaded.target.device)
+        output = model.generate(
             padded["input_ids"],
             padded["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed + turn,
+            max_new_tokens=config.max_new_tokens,
+            sampling=SamplingConfig(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                seed=seed + turn,
+            ),
             method="ar",
         )
-        texts = source.tokenizer.batch_decode(
-            said.sequences[:, padded["input_ids"].shape[1] :], skip_special_tokens=True
+        texts = tokenizer.batch_decode(
+            output.sequences[:, padded["input_ids"].shape[1] :], skip_special_tokens=True
         )
         for (new, _), text in zip(prompts, texts, strict=True):
             new.append({"role": "assistant", "content": text.strip()})
-    return answered
-
-
-def _lines_done(out: Path) -> int:
-    """Whole lines of ``out``; what comes after the last of them is cut off."""
-    if not out.exists():
-        return 0
-    text = out.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        with out.open("r+b") as file:
-            file.truncate(whole)
-    return text.count(b"\n")
+    return rewritten

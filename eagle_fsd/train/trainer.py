@@ -1,20 +1,17 @@
 """The training loop of a draft head, on accelerate.
 
-What a step does follows from the recipe, the data and the step's number alone: the order of the
-chats, the noise on the features and the learning rate are computed from them, not carried along.
-So a run that goes on from a checkpoint does what it would have done, and several processes do
-together what one would do with as large a batch.
+The order of the chats, the noise on the features and the learning rate depend only on the
+configuration, the data and the step number. A resumed training therefore matches an uninterrupted
+one, and several processes match one process with the same total batch size.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -24,286 +21,333 @@ from torch.utils.data import DataLoader
 from eagle_fsd.model.checkpoint import EMBEDDING
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.chats import FAULTS_KEPT
-from eagle_fsd.train.config import TrainRecipe
+from eagle_fsd.train.chat_file import MAX_DESCRIBED
+from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.dataset import (
-    NOTHING,
+    FILLER,
     Batch,
     ChatDataset,
-    SharedBatches,
+    DistributedBatchSampler,
     collate,
     count_batches,
+    split_validation,
 )
-from eagle_fsd.train.features import FeatureStore, batch_features
+from eagle_fsd.train.feature_store import FeatureStore
+from eagle_fsd.train.features import add_noise, batch_features
 from eagle_fsd.train.losses import HeadLosses
-from eagle_fsd.train.run_folder import RunFolder, TrainingError, step_of
-from eagle_fsd.train.validate import decode_validation, validation_losses, validation_prompts
+from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
+from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
+from eagle_fsd.utils.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
-#: Held-out chats are decoded with this many prompts.
-DECODED_PROMPTS = 16
+#: Number of held-out chats whose prompts are decoded at each validation.
+MAX_DECODED_PROMPTS = 16
 
-Listener = Callable[[dict[str, Any]], None]
+MetricsCallback = Callable[[dict[str, Any]], None]
 
 
 class Trainer:
-    """Trains one head.
+    """Training loop of one draft head.
 
     Args:
-        target: What the features and the output projection come from.
-        data: Chats, encoded when asked for, or stored features.
-        folder: Where checkpoints and metrics go.
-        listener: Given the metrics of every logged step and validation, on the main process.
-        head: To begin with, attached to ``target``; default: a fresh one.
+        config: The hyperparameters.
+        target: Provides the features, the embedding and the output projection.
+        data: Chats that are encoded when accessed, or stored features.
+        folder: Receives checkpoints and metrics.
+        accelerator: Devices, processes and mixed precision.
+        on_metrics: Called on the main process with the metrics of every logged step and validation.
+        head: The head to start from, attached to ``target``; default: random weights.
 
     Attributes:
-        step: Optimiser steps done; ``steps``: to be done in all.
-        tokens, seconds: Read by all processes, and spent on training steps.
-        cut: Chats this process met that were longer than the limit.
-        refused: Chats it met that the template cannot word.
+        step: Optimizer steps done.
+        steps: Optimizer steps in total.
+        tokens: Tokens read by all processes.
+        seconds: Time spent on training steps.
+        truncated: Chats read by this process that were longer than the limit.
+        rejected: Chats read by this process that could not be encoded.
     """
 
     def __init__(
         self,
-        recipe: TrainRecipe,
+        config: TrainConfig,
         target: Target,
         data: ChatDataset | FeatureStore,
-        folder: RunFolder,
+        folder: TrainingFolder,
         accelerator: Accelerator,
-        listener: Listener | None = None,
+        on_metrics: MetricsCallback | None = None,
         head: EagleHead | None = None,
     ) -> None:
-        self.recipe, self.target, self.data, self.folder = recipe, target, data, folder
+        self.config, self.target, self.data, self.folder = config, target, data, folder
         self.accelerator = accelerator
-        self.listener = listener
-        self.chats, self.held_out = _split(len(data), recipe)
-        sizes = data.file.size if isinstance(data, ChatDataset) else data.size
-        self.sizes = [sizes(index) for index in self.chats]
-        whole = recipe.batch_size * accelerator.num_processes
-        self.batches_per_epoch = count_batches(len(self.chats), whole)
-        self.steps = -(-recipe.epochs * self.batches_per_epoch // recipe.accumulate)
-        self.steps = min(self.steps, recipe.max_steps or self.steps)
-        self.step = self.tokens = self.cut = self.refused = 0
+        self.on_metrics = on_metrics
+        self.chats, self.held_out = split_validation(len(data), config.validation, config.seed)
+        self.sizes = [data.size(index) for index in self.chats]
+        chats_per_batch = config.batch_size * accelerator.num_processes
+        self.batches_per_epoch = count_batches(len(self.chats), chats_per_batch)
+        self.steps = -(-config.epochs * self.batches_per_epoch // config.accumulate)
+        self.steps = min(self.steps, config.max_steps or self.steps)
+        self.step = self.tokens = self.truncated = self.rejected = 0
         self.seconds = 0.0
-        self.stop_asked = self.stopping = False  # here, and agreed on by all processes
 
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(config.seed)
         if head is None:
-            head = EagleHead(target.config, recipe.bias).attach(target)
+            head = EagleHead(target.config, config.bias).attach(target)
         head = head.float().train().requires_grad_(True)
-        if head.embed_tokens is not None:  # as published, embeddings are not trained
+        if head.embed_tokens is not None:  # EAGLE does not train the embeddings
             head.embed_tokens.requires_grad_(False)
-        self.head_shape = head.config, head.fc.bias is not None
-        if recipe.compile:
+        self._head_config, self._head_bias = head.config, head.fc.bias is not None
+        if config.compile:
             for layer in [*target.layers, *head.layers]:
                 layer.compile(dynamic=True)
-        optimiser = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             (item for item in head.parameters() if item.requires_grad),
-            lr=recipe.learning_rate(target.hidden_size),
-            betas=(recipe.beta1, recipe.beta2),
-            weight_decay=recipe.weight_decay,
+            lr=config.learning_rate(target.hidden_size),
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
         )
-        accelerator.gradient_accumulation_steps = recipe.accumulate
+        accelerator.gradient_accumulation_steps = config.accumulate
         plugin = accelerator.state.deepspeed_plugin
-        if plugin is not None:  # which learns of batches from the data loader otherwise
-            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.batch_size
-            plugin.deepspeed_config["gradient_accumulation_steps"] = recipe.accumulate
-        self.losses, self.optimiser = accelerator.prepare(
-            HeadLosses(head, recipe.losses()), optimiser
-        )
+        if plugin is not None:  # without a prepared data loader it cannot infer these
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.batch_size
+            plugin.deepspeed_config["gradient_accumulation_steps"] = config.accumulate
+        self.losses, self.optimizer = accelerator.prepare(HeadLosses(head, config), optimizer)
         accelerator.register_for_checkpointing(self)
 
-    # -- what a checkpoint holds beside weights and optimiser --------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        names = ("step", "tokens", "cut", "refused", "seconds")
-        return {name: getattr(self, name) for name in names}
+        """Return the counters that a checkpoint stores in addition to weights and optimizer."""
+        return {  # the keys are part of the checkpoint format
+            "step": self.step,
+            "tokens": self.tokens,
+            "cut": self.truncated,
+            "refused": self.rejected,
+            "seconds": self.seconds,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        """Restore the counters from a checkpoint.
 
-    # -- the loop ----------------------------------------------------------------------------------
+        Args:
+            state: A result of :meth:`state_dict`.
+        """
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.truncated, self.rejected = state["cut"], state["refused"]
 
     def run(self) -> EagleHead:
-        """Train to the end, from the folder's newest checkpoint if there is one.
+        """Train to the last step, resuming from the folder's newest checkpoint if there is one.
+
+        The first Ctrl-C or SIGTERM stops training after the current step and writes a checkpoint;
+        the second one stops at once.
 
         Returns:
-            The head, in float32 on the main process's device.
+            The head, in float32 on the target's device. Only the main process's has the trained
+            weights.
 
         Raises:
             TrainingError: The loss is not finite, memory ran out, or a checkpoint could not be
-                written; what was there before is kept.
-            KeyboardInterrupt: Somebody asked to stop; a checkpoint was written first.
+                written; earlier checkpoints are kept.
+            KeyboardInterrupt: A signal ended the training.
         """
-        newest = self.folder.newest()
+        newest = self.folder.newest_checkpoint()
         if newest is not None:
             self.accelerator.load_state(str(newest))
-            log.info("going on from step %d", self.step)
+            log.info("resuming from step %d", self.step)
         if self.accelerator.is_main_process:
             self.folder.rewind_metrics(self.step)
-        with _asked_to_stop(self):
+        with StopSignals(_interrupt_on_second_signal()) as signals:
             batches = self._batches()
             while self.step < self.steps:
-                begun = time.monotonic()
-                metrics = self._step(batches)
+                start = time.monotonic()
+                metrics, stopping = self._train_step(batches, signals.requested.is_set)
                 self.step += 1
-                self.seconds += time.monotonic() - begun
-                self._tell(metrics)
-                last = self.step == self.steps
-                if last or self.step % self.recipe.validate_every == 0:
+                self.seconds += time.monotonic() - start
+                is_last = self.step == self.steps
+                if is_last or self.step % self.config.log_every == 0:
+                    self._log_step(metrics)
+                if is_last or self.step % self.config.validate_every == 0:
                     self._validate()
-                if last or self.stopping or self.step % self.recipe.checkpoint_every == 0:
-                    self._save()
-                if self.stopping:
+                if is_last or stopping or self.step % self.config.checkpoint_every == 0:
+                    self._save_checkpoint()
+                if stopping:
                     raise KeyboardInterrupt
-        return self.head_copy(torch.float32)
+        return self.copy_head(torch.float32)
 
-    def _step(self, batches: Iterator[tuple[int, Batch]]) -> dict[str, float]:
-        """One optimiser step: means over the positions of all processes and batches."""
-        accelerator, recipe = self.accelerator, self.recipe
-        group = [next(batches) for _ in range(recipe.accumulate)]
-        counts = [[int(batch.counted.sum()), sum(batch.lengths)] for _, batch in group]
-        self.cut += sum(batch.cut for _, batch in group)
-        for fault in (fault for _, batch in group for fault in batch.faults):
-            self.refused += 1
-            if self.refused <= FAULTS_KEPT:
-                log.warning("left out: %s", fault)
-        totals = torch.tensor(counts, device=accelerator.device).sum(0)
-        counted, tokens = accelerator.reduce(totals, "sum").tolist()
+    def copy_head(self, dtype: torch.dtype) -> EagleHead:
+        """Return a copy of the head without the accelerator's wrappers.
+
+        Every process must call this; only the main process's copy has the trained weights.
+
+        Args:
+            dtype: Data type of the copy.
+        """
+        state = self.accelerator.get_state_dict(self.losses)
+        copy = EagleHead(self._head_config, self._head_bias, dtype).attach(self.target)
+        embedding = state.get("head." + EMBEDDING)
+        if embedding is not None:
+            rows, size = embedding.shape
+            copy.embed_tokens = nn.Embedding(rows, size, dtype=dtype, device=copy.device)
+        if self.accelerator.is_main_process:
+            copy.load_state_dict(
+                {name.removeprefix("head."): value for name, value in state.items()}
+            )
+        return copy.eval().requires_grad_(False)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _train_step(
+        self, batches: Iterator[tuple[int, Batch]], stop_requested: Callable[[], bool]
+    ) -> tuple[dict[str, Any], bool]:
+        """Do one optimizer step.
+
+        Returns:
+            Mean metrics over the positions of all processes and batches, and whether any process
+            received a signal to stop, so that all stop after the same step.
+        """
+        accelerator, config = self.accelerator, self.config
+        group = [next(batches) for _ in range(config.accumulate)]
+        positions, tokens = self._count(batch for _, batch in group)
         self.tokens += tokens
-        rate = recipe.learning_rate(self.target.hidden_size) * recipe.factor(self.step, self.steps)
-        for parameters in self.optimiser.param_groups:
-            parameters["lr"] = rate
-        # The wrapper averages over processes and accumulated batches; what is wanted is a mean
-        # over positions, of which each may hold a different number.
-        share = accelerator.num_processes * recipe.accumulate / max(1, counted)
+        lr = config.learning_rate(self.target.hidden_size)
+        lr *= config.learning_rate_factor(self.step, self.steps)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = lr
+        # The wrapper averages over processes and accumulated batches, which may differ in their
+        # numbers of positions. The result must be the mean over all positions.
+        scale = accelerator.num_processes * config.accumulate / max(1, positions)
         sums: dict[str, Tensor] = {}
         norm: Tensor | None = None
         try:
             for epoch, batch in group:
                 with accelerator.accumulate(self.losses):
-                    parts = self._losses(epoch, batch.to(accelerator.device))
-                    accelerator.backward(parts["loss"] * share)
+                    losses = self._compute_losses(epoch, batch.to(accelerator.device))
+                    accelerator.backward(losses["loss"] * scale)
                     if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(self.losses.parameters(), recipe.clip)
+                        norm = accelerator.clip_grad_norm_(self.losses.parameters(), config.clip)
                         if norm is not None and not norm.isfinite():
                             self._fail("the loss is not finite")
-                    self.optimiser.step()
-                    self.optimiser.zero_grad()
-                for name, value in parts.items():
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                for name, value in losses.items():
                     sums[name] = sums.get(name, 0.0) + value.detach()
         except torch.OutOfMemoryError as error:
             self._fail(
-                "memory ran out: lower batch_size (and raise accumulate by as much) or max_length",
+                "out of memory; lower batch_size (and raise accumulate accordingly) or max_length",
                 error,
             )
-        asked = torch.tensor(float(self.stop_asked), device=accelerator.device)
-        *values, asked = accelerator.reduce(torch.stack([*sums.values(), asked]), "sum").tolist()
-        self.stopping = asked > 0  # of any process: all stop after the same step
-        metrics = {name: value / max(1, counted) for name, value in zip(sums, values, strict=True)}
+        stop = torch.tensor(float(stop_requested()), device=accelerator.device)
+        *values, stops = accelerator.reduce(torch.stack([*sums.values(), stop]), "sum").tolist()
+        metrics: dict[str, Any] = {
+            name: value / max(1, positions) for name, value in zip(sums, values, strict=True)
+        }
         if not math.isfinite(metrics["loss"]):
             self._fail("the loss is not finite")
-        metrics |= {"lr": rate, "gradient_norm": float(norm) if norm is not None else None}
-        return metrics
+        metrics |= {"lr": lr, "gradient_norm": None if norm is None else float(norm)}
+        return metrics, stops > 0
 
-    def _losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
+    def _count(self, batches: Iterator[Batch]) -> tuple[int, int]:
+        """Count positions and tokens of all processes, and update this process's chat counters."""
+        counts = torch.zeros(2, dtype=torch.long)
+        for batch in batches:
+            counts += torch.tensor([int(batch.loss_mask.sum()), sum(batch.lengths)])
+            self.truncated += batch.truncated
+            for error in batch.errors:
+                self.rejected += 1
+                if self.rejected <= MAX_DESCRIBED:
+                    log.warning("skipped a chat: %s", error)
+        totals = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        positions, tokens = totals.tolist()
+        return positions, tokens
+
+    def _compute_losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
         features = batch_features(self.target, batch)
-        noisy = self._noisy(features[:, :-1], epoch, batch)
+        seed = self.config.seed * 1_000_003 + epoch
+        noisy = add_noise(features[:, :-1], batch, self.config.noise, seed)
         with self.accelerator.autocast():
-            return self.losses(noisy, batch.ids[:, 1:], features[:, 1:], batch.counted)
-
-    def _noisy(self, features: Tensor, epoch: int, batch: Batch) -> Tensor:
-        """Uniform noise that depends on the chat and the epoch, not on its place in a batch."""
-        features = features.float()
-        if not self.recipe.noise:
-            return features
-        noise = torch.zeros_like(features)
-        generator = torch.Generator(features.device)
-        for row, (chat, length) in enumerate(zip(batch.chats, batch.lengths, strict=True)):
-            seed = (self.recipe.seed * 1_000_003 + epoch) * 1_000_000_007 + chat + 1
-            generator.manual_seed(seed % 2**63)
-            noise[row, : length - 1].uniform_(-1, 1, generator=generator)
-        return features + self.recipe.noise * noise
+            losses: dict[str, Tensor] = self.losses(
+                noisy, batch.ids[:, 1:], features[:, 1:], batch.loss_mask
+            )
+        return losses
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
-        """(epoch, batch) from the current step on; after the last epoch, batches of nothing."""
-        recipe, accelerator = self.recipe, self.accelerator
-        epoch, first = divmod(self.step * recipe.accumulate, self.batches_per_epoch)
-        while epoch < recipe.epochs:
-            sampler = SharedBatches(
+        """Yield (epoch, batch) from the current step on; after the last epoch, empty batches."""
+        config, accelerator = self.config, self.accelerator
+        epoch, skip = divmod(self.step * config.accumulate, self.batches_per_epoch)
+        while epoch < config.epochs:
+            sampler = DistributedBatchSampler(
                 self.chats,
                 self.sizes,
-                recipe.batch_size,
-                recipe.seed,
+                config.batch_size,
+                config.seed,
                 epoch,
                 accelerator.process_index,
                 accelerator.num_processes,
-                first,
+                skip,
             )
-            for batch in self._loader(batch_sampler=sampler):
+            for batch in self._data_loader(sampler):
                 yield epoch, batch
-            epoch, first = epoch + 1, 0
+            epoch, skip = epoch + 1, 0
         while True:
-            yield epoch, collate([self.data[NOTHING]])
+            yield epoch, collate([self.data[FILLER]])
 
-    def _loader(self, **options: Any) -> DataLoader[Batch]:
-        pinned = self.accelerator.device.type == "cuda"
+    def _data_loader(
+        self, batch_sampler: DistributedBatchSampler | list[list[int]]
+    ) -> DataLoader[Any]:
+        on_gpu = self.accelerator.device.type == "cuda"
         return DataLoader(
             self.data,
+            batch_sampler=batch_sampler,
             collate_fn=collate,
-            num_workers=self.recipe.workers,
-            pin_memory=pinned and self.recipe.workers > 0,
-            **options,
+            num_workers=self.config.workers,
+            pin_memory=on_gpu and self.config.workers > 0,
         )
 
-    # -- what is told and kept ---------------------------------------------------------------------
+    # -- metrics, validation, checkpoints ----------------------------------------------------------
 
-    def _tell(self, metrics: dict[str, Any]) -> None:
-        if self.step % self.recipe.log_every and self.step != self.steps:
-            return
-        left = self.seconds / self.step * (self.steps - self.step)
-        epoch = self.step * self.recipe.accumulate / self.batches_per_epoch
-        figures = {"step": self.step, "epoch": round(epoch, 4), **metrics}
-        figures |= {"tokens": self.tokens, "tokens_per_second": self.tokens / self.seconds}
-        figures |= {"seconds_left": left}
-        self._publish(figures, "train")
-
-    def _publish(self, figures: dict[str, Any], kind: str) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        self.folder.append_metrics({"kind": kind, **figures})
-        scalars = {
-            f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, float)
-        }
-        for depth, value in enumerate(figures.get("js_by_depth", ())):
-            scalars[f"{kind}/js_depth_{depth}"] = value
-        self.accelerator.log(scalars, step=self.step)
-        if self.listener is not None:
-            self.listener({"kind": kind, "steps": self.steps, **figures})
+    def _log_step(self, metrics: dict[str, Any]) -> None:
+        epoch = self.step * self.config.accumulate / self.batches_per_epoch
+        self._publish(
+            "train",
+            {
+                "step": self.step,
+                "epoch": round(epoch, 4),
+                **metrics,
+                "tokens": self.tokens,
+                "tokens_per_second": self.tokens / self.seconds,
+                "seconds_left": self.seconds / self.step * (self.steps - self.step),
+            },
+        )
 
     def _validate(self) -> None:
-        head = self.head_copy(self.target.dtype)
+        head = self.copy_head(self.target.dtype)
         if self.accelerator.is_main_process and self.held_out:
-            batches = list(
-                self._loader(
-                    batch_sampler=[
-                        self.held_out[at : at + self.recipe.batch_size]
-                        for at in range(0, len(self.held_out), self.recipe.batch_size)
-                    ]
-                )
-            )
-            losses = HeadLosses(head, self.recipe.losses())
-            figures: dict[str, Any] = validation_losses(losses, self.target, batches)
-            prompts = validation_prompts(batches, DECODED_PROMPTS)
-            # Layers compiled for training would be compiled anew for many shapes of decoding.
+            size = self.config.batch_size
+            starts = range(0, len(self.held_out), size)
+            chats = [self.held_out[start : start + size] for start in starts]
+            batches = list(self._data_loader(chats))
+            losses = HeadLosses(head, self.config)
+            metrics: dict[str, Any] = validation_losses(losses, self.target, batches)
+            prompts = validation_prompts(batches, MAX_DECODED_PROMPTS)
+            # Compiled layers would be recompiled for the many shapes that decoding uses.
             with torch.compiler.set_stance("force_eager"):
-                figures |= decode_validation(head, self.target, prompts)
-            self._publish({"step": self.step, **figures}, "validation")
+                metrics |= decode_validation(head, self.target, prompts)
+            self._publish("validation", {"step": self.step, **metrics})
         self.accelerator.wait_for_everyone()
 
-    def _save(self) -> None:
+    def _publish(self, kind: str, metrics: dict[str, Any]) -> None:
+        """Write metrics to the folder and TensorBoard, and pass them to ``on_metrics``."""
+        if not self.accelerator.is_main_process:
+            return
+        self.folder.append_metrics({"kind": kind, **metrics})
+        scalars = {
+            f"{kind}/{name}": value for name, value in metrics.items() if isinstance(value, float)
+        }
+        for depth, value in enumerate(metrics.get("js_by_depth", ())):
+            scalars[f"{kind}/js_depth_{depth}"] = value
+        self.accelerator.log(scalars, step=self.step)
+        if self.on_metrics is not None:
+            self.on_metrics({"kind": kind, "steps": self.steps, **metrics})
+
+    def _save_checkpoint(self) -> None:
         self.folder.write_checkpoint(
             self.step,
             lambda path: self.accelerator.save_state(str(path)),
@@ -311,51 +355,19 @@ class Trainer:
             self.accelerator.wait_for_everyone,
         )
 
-    def head_copy(self, dtype: torch.dtype) -> EagleHead:
-        """The head as it is, out of whatever the accelerator wrapped it in. All processes call."""
-        state = self.accelerator.get_state_dict(self.losses)
-        copy = EagleHead(*self.head_shape, dtype).attach(self.target)
-        embedding = state.get("head." + EMBEDDING)
-        if embedding is not None:
-            copy.embed_tokens = nn.Embedding(*embedding.shape, dtype=dtype, device=copy.device)
-        if self.accelerator.is_main_process:
-            copy.load_state_dict(
-                {name.removeprefix("head."): value for name, value in state.items()}
-            )
-        return copy.eval().requires_grad_(False)
-
-    def _fail(self, reason: str, error: BaseException | None = None) -> None:
-        newest = self.folder.newest()
-        kept = f"the checkpoint of step {step_of(newest)} is kept" if newest else "none was kept"
+    def _fail(self, reason: str, error: BaseException | None = None) -> NoReturn:
+        kept = self.folder.describe_newest_checkpoint()
         raise TrainingError(f"step {self.step + 1}: {reason}; {kept}") from error
 
 
-def _split(count: int, recipe: TrainRecipe) -> tuple[list[int], list[int]]:
-    """Chats to train on and chats held out, at most a tenth of them."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    order = torch.randperm(count, generator=generator).tolist()
-    held_out = min(recipe.validation, count // 10)
-    return sorted(order[held_out:]), sorted(order[:held_out])
+def _interrupt_on_second_signal() -> Callable[[int], None]:
+    """Return a signal handler that warns at the first signal and stops at the second."""
+    signals: list[int] = []
 
-
-class _asked_to_stop:  # noqa: N801  (used as a context manager, like contextlib's own)
-    """Turns the first Ctrl-C or SIGTERM into a wish that the trainer grants after its step."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if self.trainer.stop_asked:
+    def handle(number: int) -> None:
+        signals.append(number)
+        if len(signals) > 1:
             raise KeyboardInterrupt
-        self.trainer.stop_asked = True
-        log.warning("stopping after this step; once more to stop at once")
+        log.warning("stopping after this step; press Ctrl-C again to stop at once")
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+    return handle

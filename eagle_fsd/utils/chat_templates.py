@@ -1,39 +1,57 @@
-"""How turns are worded: the tokenizer's own chat template, or a FastChat template by its name.
+"""Chat templates: the tokenizer's own, or a FastChat template selected by name.
 
-Never guessed from a model's name.
+A template is never guessed from a model's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jinja2 import TemplateError
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-#: Turns with "role" (system, user, assistant) and "content".
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+#: Messages with a "role" (system, user or assistant) and a "content".
 Chat = Sequence[Mapping[str, str]]
 
 
-class ChatFormat(Protocol):
-    """How turns are worded."""
+class ChatTemplate(Protocol):
+    """Interface of objects that format a chat as a prompt.
 
-    #: Whether the tokenizer adds its own special tokens around the text.
+    Attributes:
+        adds_special_tokens: Whether the tokenizer must add its special tokens to the rendered text.
+        stop: Strings that end an answer, in addition to the target's end-of-sequence tokens.
+        stop_token_ids: Tokens that end an answer, in addition to the target's end-of-sequence
+            tokens.
+    """
+
     adds_special_tokens: bool
-    #: Texts and tokens that end an answer, beside the target's own end tokens.
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
 
-    def render(self, chat: Chat, open_turn: bool = False) -> str:
-        """The text of ``chat``; with ``open_turn`` the assistant is to speak next."""
+    def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
+        """Format a chat as text.
+
+        Args:
+            chat: The messages.
+            add_generation_prompt: End with the beginning of an assistant message.
+
+        Raises:
+            ValueError: The template rejects the chat.
+        """
 
 
-class TokenizerFormat:
-    """The tokenizer's own chat template, which writes its special tokens itself.
+class TokenizerTemplate:
+    """The tokenizer's own chat template, which writes special tokens itself.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
 
     Raises:
-        ValueError: The tokenizer has none.
+        ValueError: The tokenizer has no chat template.
     """
 
     adds_special_tokens = False
@@ -42,23 +60,30 @@ class TokenizerFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
-            raise ValueError("the tokenizer has no chat template: name a FastChat template")
+            raise ValueError("the tokenizer has no chat template; select a FastChat template")
         self.tokenizer = tokenizer
 
-    def render(self, chat: Chat, open_turn: bool = False) -> str:
+    def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
+        """See :meth:`ChatTemplate.render`."""
         try:
-            return self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=open_turn
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in chat],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses the chat: {error}") from error
+            raise ValueError(f"the chat template rejects the chat: {error}") from error
+        return str(text)
 
 
-class FastChatFormat:
-    """A template of FastChat's (``fastchat.conversation``), by its name.
+class FastChatTemplate:
+    """A template from ``fastchat.conversation``.
+
+    Args:
+        name: The template's name, such as ``vicuna_v1.1``.
 
     Raises:
-        ValueError: There is none of that name; the message lists what there is.
+        ValueError: FastChat has no such template; the message lists all templates.
     """
 
     adds_special_tokens = True
@@ -68,13 +93,14 @@ class FastChatFormat:
 
         if name not in conv_templates:
             known = ", ".join(sorted(conv_templates))
-            raise ValueError(f"FastChat has no template {name!r}; it has {known}")
+            raise ValueError(f"unknown FastChat template {name!r}; the templates are {known}")
         self.template = conv_templates[name]
         stop = self.template.stop_str or ()
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self.stop_token_ids = tuple(self.template.stop_token_ids or ())
+        self.stop: Sequence[str] = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop_token_ids: Sequence[int] = tuple(self.template.stop_token_ids or ())
 
-    def render(self, chat: Chat, open_turn: bool = False) -> str:
+    def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
+        """See :meth:`ChatTemplate.render`."""
         conversation = self.template.copy()
         conversation.messages = []
         user, assistant = conversation.roles[:2]
@@ -82,21 +108,45 @@ class FastChatFormat:
             if message["role"] == "system":
                 conversation.set_system_message(message["content"])
             else:
-                speaker = user if message["role"] == "user" else assistant
-                conversation.append_message(speaker, message["content"])
-        if open_turn:
+                role = user if message["role"] == "user" else assistant
+                conversation.append_message(role, message["content"])
+        if add_generation_prompt:
             conversation.append_message(assistant, None)
-        return conversation.get_prompt()
+        prompt: str = conversation.get_prompt()
+        return prompt
 
 
-def chat_format(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> ChatFormat:
-    """The FastChat template of that name, or the tokenizer's own where none is named."""
-    return FastChatFormat(template) if template else TokenizerFormat(tokenizer)
+def load_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> ChatTemplate:
+    """Return a FastChat template by name, or the tokenizer's own.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        name: A FastChat template; default: the tokenizer's own.
+
+    Raises:
+        ValueError: FastChat has no such template, or the tokenizer has no template.
+    """
+    return FastChatTemplate(name) if name else TokenizerTemplate(tokenizer)
 
 
-def encode_prompt(chat: Chat, tokenizer: PreTrainedTokenizerBase, wording: ChatFormat) -> Tensor:
-    """Ids ``[1, S]`` of ``chat``, the assistant to speak next."""
-    text = wording.render(chat, open_turn=True)
-    return tokenizer(
-        text, add_special_tokens=wording.adds_special_tokens, return_tensors="pt"
+def encode_prompt(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate
+) -> Tensor:
+    """Format and tokenize a chat that the assistant continues.
+
+    Args:
+        chat: The messages, the last one from the user.
+        tokenizer: The target's tokenizer.
+        chat_template: How the chat is formatted.
+
+    Returns:
+        ``[1, S]`` token ids.
+
+    Raises:
+        ValueError: The template rejects the chat.
+    """
+    text = chat_template.render(chat, add_generation_prompt=True)
+    ids: Tensor = tokenizer(
+        text, add_special_tokens=chat_template.adds_special_tokens, return_tensors="pt"
     ).input_ids
+    return ids

@@ -1,92 +1,154 @@
-"""Options declared once: a dataclass whose fields carry their bounds and their help.
+"""Base class of every set of options.
 
-Python arguments, command-line options and files all derive from such a class, so a name, a default
-and a bound stand in one place.
+An option is declared once, as a field of an :class:`Options` model with its default, its bounds
+and a description. Python arguments, command-line options, request bodies and files derive from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from eagle_fsd.utils.text import one_line
 
 Self = TypeVar("Self", bound="Options")
 
 
-def number(default: float | None, low: float, high: float, text: str, whole: bool = False) -> Any:
-    """A bounded number; whole where ``default`` is, or where ``whole`` says so.
-
-    ``default=None`` makes None, "decided at run time", an allowed value.
-    """
-    kind = int if whole or isinstance(default, int) else float
-    metadata = {"kind": kind, "low": low, "high": high, "help": text}
-    return field(default=default, metadata=metadata)
+class OptionsError(ValueError):
+    """An option is unknown, of the wrong type, or out of its bounds; the message is one line."""
 
 
-def choice(default: str, choices: tuple[str, ...], text: str) -> Any:
-    """One of a few names."""
-    return field(default=default, metadata={"kind": str, "choices": choices, "help": text})
+class Options(BaseModel):
+    """Immutable options; unknown names are rejected."""
 
-
-def flag(default: bool, text: str) -> Any:
-    """On or off."""
-    return field(default=default, metadata={"kind": bool, "help": text})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Base of the classes whose fields :func:`number`, :func:`choice` and :func:`flag` declare.
-
-    Raises:
-        ValueError: A value is out of its bounds; the message names the field and the bounds.
-        TypeError: A value is of another type, or a field does not exist.
-    """
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
-
-    def updated(self: Self, **changes: Any) -> Self:
-        """A copy with the given fields changed; ``None`` leaves a field as it is."""
-        changes = {name: value for name, value in changes.items() if value is not None}
-        return type(self).from_dict({**asdict(self), **changes})
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def from_dict(cls: type[Self], values: Mapping[str, Any]) -> Self:
-        unknown = sorted(map(str, set(values) - {item.name for item in fields(cls)}))
-        if unknown:
-            known = ", ".join(item.name for item in fields(cls))
-            raise TypeError(f"unknown setting {', '.join(unknown)}; the settings are {known}")
-        return cls(**values)
+        """Validate options from a file or a request body, without converting types.
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        Args:
+            values: Options by name; NumPy scalars count as numbers. Missing options keep their
+                defaults.
+
+        Raises:
+            OptionsError: A name is unknown, or a value has the wrong type or is out of bounds.
+        """
+        try:
+            plain = {name: _unwrapped(value) for name, value in values.items()}
+            return cls.model_validate(plain, strict=True)
+        except ValidationError as error:
+            raise OptionsError(validation_message(error, cls)) from error
+
+    def updated(self: Self, **changes: Any) -> Self:
+        """Return a copy with some options changed.
+
+        Args:
+            **changes: New values by name. ``None`` leaves an option unchanged.
+
+        Raises:
+            OptionsError: A name is unknown, or a value has the wrong type or is out of bounds.
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        return self.from_dict({**self.model_dump(), **given})
 
 
-def _checked(item: Field[Any], value: Any) -> Any:
-    """``value`` as the field's type, or an error that states the bounds."""
-    kind = item.metadata["kind"]
-    if value is None and item.default is None:
-        return None
+def describe_field(options: type[BaseModel], name: str) -> str:
+    """Describe the values that an option accepts, as in ``"an integer in [1, 32]"``.
+
+    Args:
+        options: The model that declares the option.
+        name: The option's name.
+    """
+    field = options.model_fields[name]
+    kind = _without_none(field.annotation)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if kind is bool:
-        if not isinstance(value, bool):
-            raise TypeError(f"{item.name} must be true or false; got {value!r}")
-        return value
+        return "true or false"
+    if kind is int or kind is float:
+        finite = any(getattr(item, "allow_inf_nan", None) is False for item in field.metadata)
+        noun = "an integer" if kind is int else "a finite number" if finite else "a number"
+        return f"{noun} {describe_bounds(field)}".rstrip()
     if kind is str:
-        if value not in item.metadata["choices"]:
-            choices = ", ".join(item.metadata["choices"])
-            raise ValueError(f"{item.name} must be one of {choices}; got {value!r}")
-        return value
-    low, high = item.metadata["low"], item.metadata["high"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{item.name} must be a number; got {value!r}")
-    if not low <= value <= high:  # also refuses NaN
-        bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{item.name} must be {bounds}; got {value!r}")
-    if kind is int and value != int(value):
-        raise ValueError(f"{item.name} must be a whole number; got {value!r}")
-    try:
-        return kind(value)
-    except OverflowError:
-        raise ValueError(f"{item.name} is too large a number") from None
+        return "a string"
+    return f"a valid {getattr(kind, '__name__', kind)}"
+
+
+def describe_bounds(field: FieldInfo) -> str:
+    """Describe a numeric field's bounds, as in ``"in [0, 1]"`` or ``"of at least 1"``.
+
+    Args:
+        field: A field of a pydantic model.
+
+    Returns:
+        An empty string where the field has no bounds.
+    """
+    low: Any = -math.inf  # integers stay integers, because floats round large ones
+    high: Any = math.inf
+    opening, closing = "(", ")"
+    for item in field.metadata:
+        if isinstance(item, Ge):
+            low, opening = item.ge, "["
+        elif isinstance(item, Gt):
+            low, opening = item.gt, "("
+        elif isinstance(item, Le):
+            high, closing = item.le, "]"
+        elif isinstance(item, Lt):
+            high, closing = item.lt, ")"
+    if math.isinf(low) and math.isinf(high):
+        return ""
+    if math.isinf(high):
+        return f"of at least {_digits(low)}" if opening == "[" else f"above {_digits(low)}"
+    if math.isinf(low):
+        return f"of at most {_digits(high)}" if closing == "]" else f"below {_digits(high)}"
+    return f"in {opening}{_digits(low)}, {_digits(high)}{closing}"
+
+
+def validation_message(error: ValidationError, options: type[BaseModel] | None = None) -> str:
+    """Summarize a pydantic error in one line: the option, what it accepts, and the value.
+
+    Args:
+        error: The pydantic error; only its first problem is reported.
+        options: The model that was validated, if known. It adds the bounds to the message.
+    """
+    problem = error.errors()[0]
+    path = ".".join(map(str, problem["loc"]))
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        known = f"; the options are {', '.join(options.model_fields)}" if options else ""
+        return one_line(f"unknown option {path}{known}")
+    if problem["type"] == "value_error":
+        return one_line(problem["ctx"]["error"])
+    if problem["type"] == "missing":
+        return f"{path} is missing"
+    value = problem["input"]
+    if options is not None and name in options.model_fields and len(problem["loc"]) == 1:
+        return f"{path} must be {describe_field(options, name)}; got {value!r}"
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{path} must be {expected}; got {value!r}"
+
+
+def _unwrapped(value: Any) -> Any:
+    """Convert a NumPy scalar to a Python number, without importing NumPy."""
+    return value.item() if type(value).__module__ == "numpy" else value
+
+
+def _without_none(annotation: Any) -> Any:
+    """Reduce ``T | None`` to ``T``."""
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        if len(kinds) == 1:
+            return kinds[0]
+    return annotation
+
+
+def _digits(value: float) -> str:
+    """Format a bound: integers in full, other numbers in their shortest form."""
+    return str(int(value)) if value == int(value) else f"{value:g}"

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured; saved beside every result."""
+"""Describe the machine and the software versions that produced a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ PACKAGES = ("eagle-fsd", "torch", "transformers", "tokenizers", "accelerate", "n
 
 
 def describe_environment() -> dict[str, Any]:
-    """Date (UTC), machine, package versions and, in a checkout, the git revision."""
+    """Describe the environment, to be saved with a result.
+
+    Returns:
+        ``date`` (UTC, ISO 8601), ``machine`` (CPU, torch threads and GPU), ``python``, ``versions``
+        of :data:`PACKAGES`, and ``revision``: the Git revision of the checkout that contains this
+        package, with ``-dirty`` appended if it has uncommitted changes; None outside a checkout.
+    """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": _machine(),
@@ -26,6 +32,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
+    """Describe the CPU and, if there is one, the GPU."""
     machine: dict[str, Any] = {"cpu": _cpu_name(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
@@ -34,6 +41,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
+    """Return the CPU's model name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -43,9 +51,9 @@ def _cpu_name() -> str:
 
 
 def _revision() -> str | None:
-    """The commit of the checkout this package lies in, ``-dirty`` where files were changed."""
+    """Return the Git revision of the checkout; None if there is none."""
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=Path(__file__).parent,
             capture_output=True,
@@ -54,4 +62,4 @@ def _revision() -> str | None:
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return result.stdout.strip()

@@ -1,4 +1,4 @@
-"""Stopping processes: with their parent, or on a signal."""
+"""Stop a process on SIGINT or SIGTERM, or when its parent exits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,51 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 log = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """Turn SIGINT and SIGTERM into a request to stop while the context is active.
+
+    Outside the main thread, where Python allows no signal handlers, the context does nothing.
+
+    Args:
+        on_request: Called with the signal number when a signal arrives.
+
+    Attributes:
+        requested: Set once a signal has arrived.
+    """
+
+    def __init__(self, on_request: Callable[[int], None] | None = None) -> None:
+        self.requested = threading.Event()
+        self._on_request = on_request
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.requested.set()
+        if self._on_request is not None:
+            self._on_request(number)
 
 
 def exit_with_parent(patience: float = 4.0) -> None:
     """Terminate this process once its standard input is closed.
 
-    A parent that keeps the other end of a pipe open closes it by exiting, however it exits:
-    this works on every system, and for a parent that was killed with SIGKILL.
+    Standard input must be a pipe whose other end the parent holds. The operating system closes it
+    when the parent exits, even after SIGKILL.
 
     Args:
         patience: Seconds between SIGTERM to this process and a forced exit.
@@ -26,7 +62,7 @@ def exit_with_parent(patience: float = 4.0) -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 1024):
                 pass
-        log.warning("the parent process exited: stopping this server")
+        log.warning("the parent process exited; stopping")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(patience)
         os._exit(1)

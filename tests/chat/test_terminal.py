@@ -1,17 +1,21 @@
-"""``eagle-fsd chat``: FastChat's loop with every style and command, decoding with FSD."""
+"""The terminal chat: FastChat's loop, styles and commands, and those added to them."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import QUESTION
+from prompts import reference
 from rich.console import Console
 
-from eagle_fsd import EagleFSD, FSDSettings
+from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, TreeConfig
 from eagle_fsd.chat import terminal
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.terminal import (
@@ -19,65 +23,56 @@ from eagle_fsd.chat.terminal import (
     ChatSession,
     RichDisplay,
     SimpleDisplay,
-    chat,
+    run_chat,
 )
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import FastChatFormat, chat_format, encode_prompt
+from eagle_fsd.utils.chat_templates import Chat, FastChatTemplate, load_chat_template
 
-QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 CTRL_C = "\x03"
-#: Says lines to a chat; what was printed, what was noted.
+#: Types lines into a chat; returns what was printed and what was noted.
 Talk = Callable[..., tuple[str, str]]
 
 
-@pytest.fixture(scope="module")
-def model() -> EagleFSD:
-    return EagleFSD.from_pretrained()
-
-
 @pytest.fixture
-def session(model: EagleFSD) -> ChatSession:
+def session(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> ChatSession:
+    monkeypatch.setattr(model, "tree", TreeConfig.for_device("cpu"))
+    monkeypatch.setattr(model, "acceptance", AcceptanceConfig())
     notes = Console(file=io.StringIO(), width=200)
-    options = AnswerOptions(max_new_tokens=96)
-    wording = chat_format(model.tokenizer)
-    return ChatSession(model, wording, options, FSDSettings.for_device("cpu"), notes=notes)
+    template, options = load_chat_template(model.tokenizer), AnswerOptions(max_new_tokens=96)
+    return ChatSession(model, template, options, notes=notes)
 
 
 @pytest.fixture
 def talk(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Talk:
-    def call(*lines: str, **options: object) -> tuple[str, str]:
-        waiting = iter(lines)
+    def talk(*lines: str, **options: Any) -> tuple[str, str]:
+        remaining = iter(lines)
 
         def read(_prompt: str = "") -> str:
-            said = next(waiting, None)
-            if said is None:
+            line = next(remaining, None)
+            if line is None:
                 raise EOFError
-            if said == CTRL_C:
+            if line == CTRL_C:
                 raise KeyboardInterrupt
-            return said
+            return line
 
         monkeypatch.setattr("builtins.input", read)
-        chat(session, **options)
+        run_chat(session, **options)
+        assert isinstance(session.notes.file, io.StringIO)
         return capsys.readouterr().out, session.notes.file.getvalue()
 
-    return call
+    return talk
 
 
-def answer_to(model: EagleFSD, *turns: str, **options: object) -> str:
-    """What decoding without any chat program says to the last of some turns."""
+def answer_to(model: EagleFSD, *turns: str) -> str:
+    """Return the answer of ``generate`` to the last of some turns."""
     roles = ("user", "assistant")
-    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
-    ids = encode_prompt(messages, model.tokenizer, chat_format(model.tokenizer))
-    out = model.generate(ids, max_new_tokens=96, **{"threshold": 0.0, **options})
-    new = out.sequences[0, ids.shape[1] :]
-    return model.tokenizer.decode(new, skip_special_tokens=True)
+    chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+    return reference(model, chat, max_new_tokens=96)
 
 
-def test_turns_are_the_librarys_answers(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
-    """The second turn knows the first, and reads its own tokens only."""
+def test_answers_are_those_of_generate(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
     first = answer_to(model, "Hello!")
     second = answer_to(model, "Hello!", first, QUESTION)
     printed, noted = talk("Hello!", QUESTION)
@@ -86,27 +81,41 @@ def test_turns_are_the_librarys_answers(model: EagleFSD, session: ChatSession, t
     assert len(lines) == 2
     assert "0% fuzzy" in lines[0]
     assert "threshold 0" in lines[0]
-    stats = session.answer.decoding.stats
-    whole = session.answer.prompt_tokens
-    assert stats.prefilled < whole - len(model.tokenizer(first).input_ids) // 2
+    assert session.answer is not None
+    # The first turn is in the prefix cache.
+    prefilled = session.answer.generation.stats.prefilled
+    assert prefilled < session.answer.prompt_tokens - len(model.tokenizer(first).input_ids) // 2
 
 
-def test_the_threshold_changes_in_mid_chat(session: ChatSession, talk: Talk) -> None:
+def test_commands_set_acceptance_options(model: EagleFSD, talk: Talk) -> None:
     _, noted = talk(
         "Hello!", "!!threshold 0.4", "!!reset", QUESTION, "!!threshold", "!!min-ratio x"
     )
-    assert session.settings.threshold == 0.4
+    assert model.acceptance.threshold == 0.4
     lines = noted.splitlines()
     assert lines[1] == "threshold is 0.4"
     assert lines[2].endswith("threshold 0.4")
     assert lines[3] == "threshold is 0.4"
-    assert "'x'" in lines[4]
-    for refused, words in [("!!threshold -1", "at least 0"), ("!!divergence y", "one of js")]:
-        assert words in talk(refused)[1].splitlines()[-1]
-    assert session.settings.divergence == "js"
+    assert lines[4] == "min_ratio must be a number in [0, 1]; got 'x'"
+    for command, message in [
+        ("!!threshold -1", "threshold must be a number of at least 0"),
+        ("!!divergence y", "divergence must be one of js"),
+    ]:
+        assert message in talk(command)[1].splitlines()[-1]
+    assert model.acceptance == AcceptanceConfig(threshold=0.4)
 
 
-def test_every_command_of_fastchats(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
+def test_commands_set_tree_options(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
+    """``top-k`` alone is a sampling option, as on the command line."""
+    printed, noted = talk("!!tree-top-k 3", "!!total_tokens 9", "!!depth 99", "Hello!")
+    assert model.tree == TreeConfig.for_device("cpu").updated(top_k=3, total_tokens=9)
+    assert session.options.top_k == 0
+    assert noted.splitlines()[:2] == ["tree-top-k is 3", "total-tokens is 9"]
+    assert "depth must be an integer in [1, 32]; got '99'" in noted
+    assert printed.count("Assistant: ") == 1
+
+
+def test_fastchat_commands(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
     first = answer_to(model, "Hello!")
     file = tmp_path / "chat"
     printed, _ = talk(
@@ -128,85 +137,98 @@ def test_every_command_of_fastchats(model: EagleFSD, talk: Talk, tmp_path: Path)
     assert "file not found: nowhere" in printed
 
 
-TURNS_OF_NUMBERS = '{"template_name": "eagle-fsd", "system_message": "", "messages": [["a", 5]]}'
-
-
 @pytest.mark.parametrize(
-    "content", ["nonsense", "[]", '{"template_name": "none"}', TURNS_OF_NUMBERS]
+    "content",
+    [
+        "nonsense",
+        "[]",
+        '{"template_name": "none"}',
+        '{"template_name": "eagle-fsd", "system_message": "", "messages": [["a", 5]]}',
+    ],
 )
-def test_a_file_that_holds_no_chat_is_refused_not_fatal(
-    content: str, talk: Talk, tmp_path: Path
-) -> None:
-    file = tmp_path / "broken.json"
+def test_damaged_files_do_not_end_the_chat(content: str, talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "damaged.json"
     file.write_text(content)
     printed, noted = talk(
-        f"!!load {file}", f"!!save {tmp_path}/none/x", f"!!save {tmp_path}", "Hello!"
+        f"!!load {file}",
+        f"!!load {tmp_path}",
+        f"!!save {tmp_path}/none/x",
+        f"!!save {tmp_path}",
+        "Hello!",
     )
     lines = noted.splitlines()
-    assert "holds no saved chat" in lines[0]
-    assert "is no place for a file" in lines[1]
-    assert "is no place for a file" in lines[2]
+    assert "does not contain a saved chat" in lines[0]
+    assert lines[1] == f"{tmp_path} is not a file"
+    assert lines[2] == f"cannot write to {tmp_path}/none/x"
+    assert lines[3] == f"cannot write to {tmp_path}"
     assert "Assistant: " in printed
 
 
-def test_a_folder_is_no_chat(talk: Talk, tmp_path: Path) -> None:
-    printed, noted = talk(f"!!load {tmp_path}", "Hello!")
-    assert f"{tmp_path} is no file" in noted
-    assert "Assistant: " in printed
-
-
-def test_spaces_behind_a_command(session: ChatSession, talk: Talk) -> None:
-    """Are no part of it: it is not said to the model."""
-    printed, _ = talk("Hello!", "!!reset ", "!!exit  ", "Hello!")
+def test_spaces_around_commands_are_ignored(talk: Talk) -> None:
+    printed, _ = talk("Hello!", " !!reset ", "!!exit  ", "Hello!")
     assert printed.count("Assistant: ") == 1
     assert printed.endswith("resetting...\nexit...\n")
 
 
-def test_a_misspelt_command_is_not_said_to_the_model(talk: Talk) -> None:
+def test_unknown_commands_are_not_sent_to_the_model(talk: Talk) -> None:
     printed, noted = talk("!!treshold 0.3", "!!Exit")
-    assert "there is no !!treshold" in noted
-    assert "there is no !!Exit" in noted
+    assert "unknown command !!treshold" in noted
+    assert "unknown command !!Exit" in noted
     assert "Assistant: " not in printed
 
 
-def test_the_tree_is_set_by_its_options_name(session: ChatSession, talk: Talk) -> None:
-    """Plain ``top-k`` is sampling's on the command line."""
-    sampled = session.options.top_k
-    printed, _ = talk("!!tree-top-k 3", "!!total-tokens 9", "Hello!")
-    assert (session.settings.top_k, session.settings.total_tokens) == (3, 9)
-    assert session.options.top_k == sampled
-    assert printed.count("Assistant: ") == 1
-
-
-def test_ctrl_c_at_the_prompt_does_not_end_the_program(model: EagleFSD, talk: Talk) -> None:
-    """It may come a moment after the answer's end."""
+def test_ctrl_c_at_the_prompt_does_not_end_the_chat(model: EagleFSD, talk: Talk) -> None:
+    """It may have been meant for an answer that had just ended."""
     printed, noted = talk("Hello!", CTRL_C, CTRL_C, "!!regen")
     assert printed.count(f"Assistant: {answer_to(model, 'Hello!')}\n") == 2
     assert "!!exit or Ctrl-D ends the chat" in noted
 
 
-def test_a_terminal_shows_control_characters_and_does_not_obey_them(
+def test_ctrl_c_stops_an_answer(
+    model: EagleFSD, session: ChatSession, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastChat then drops the question, and the next one is answered as if it were the first."""
+    stream = session.stream
+
+    def interrupted(*args: Any) -> Iterator[dict[str, Any]]:
+        for index, output in enumerate(stream(*args)):
+            yield output
+            if index == 2:
+                raise KeyboardInterrupt
+
+    calls = iter([interrupted, stream])
+    monkeypatch.setattr(session, "stream", lambda *args: next(calls)(*args))
+    printed, _ = talk(QUESTION, "Hello!")
+    assert "stopped generation." in printed
+    assert f"Assistant: {answer_to(model, 'Hello!')}\n" in printed
+
+
+def test_control_characters_are_escaped(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk, tmp_path: Path
 ) -> None:
-    """An answer may hold any, and so may a file that is loaded."""
+    """In answers and in loaded files."""
     evil = "\x1b]0;title\x07\x9b2J"
-    piece = Piece(evil, 1, Origin.EXACT)
-    monkeypatch.setattr(session, "stream", lambda *_: iter([{"text": evil, "pieces": [piece]}]))
+    output = {"text": evil, "pieces": [Piece(evil, 1, Origin.EXACT)]}
+    monkeypatch.setattr(session, "stream", lambda *_: iter([output]))
     file = tmp_path / "evil.json"
     saved = {"template_name": "eagle-fsd", "system_message": "", "messages": [["User", evil]]}
     file.write_text(json.dumps(saved))
-    for style in (SimpleDisplay(session, False), RichDisplay(session, False, False)):
+    for make_display, show_origins in itertools.product(
+        (lambda: SimpleDisplay(session, False), lambda: RichDisplay(session, False, False)),
+        (False, True),
+    ):
+        session.show_origins, display = show_origins, make_display()
         lines = iter([f"!!load {file}", "Hi", ""])
-        monkeypatch.setattr(style, "prompt_for_input", lambda _, lines=lines: next(lines))
-        monkeypatch.setattr(terminal, "SimpleDisplay", lambda *_, style=style: style)
+        monkeypatch.setattr(display, "prompt_for_input", lambda _, lines=lines: next(lines))
+        monkeypatch.setattr(terminal, "SimpleDisplay", lambda *_, display=display: display)
         printed, _ = talk()
         assert printed.count("␛]0;title␇") == 2
         assert "\x07" not in printed
         assert "\x9b" not in printed
 
 
-def test_an_old_file_of_another_template_goes_on(talk: Talk, tmp_path: Path) -> None:
-    """Worded by FastChat itself, so it reaches us as a raw prompt."""
+def test_files_of_other_templates_can_be_continued(talk: Talk, tmp_path: Path) -> None:
+    """FastChat formats them itself and passes a raw prompt."""
     file = tmp_path / "old.json"
     saved = {"template_name": "vicuna_v1.1", "system_message": "Be good.", "offset": 0}
     saved["messages"] = [["USER", "Hello!"], ["ASSISTANT", "Hi!"]]
@@ -216,93 +238,88 @@ def test_an_old_file_of_another_template_goes_on(talk: Talk, tmp_path: Path) -> 
     assert len(printed.split("ASSISTANT:")) >= 2
 
 
-def test_ctrl_c_stops_the_answer_not_the_program(
-    model: EagleFSD, session: ChatSession, talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FastChat drops the question; the next one is answered as if it were the first."""
-    stream = session.stream
+class RecordingTemplate:
+    """Records the chats that it formats."""
 
-    def interrupted(*arguments: object):
-        for place, output in enumerate(stream(*arguments)):
-            yield output
-            if place == 2:
-                raise KeyboardInterrupt
+    adds_special_tokens = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
-    calls = iter([interrupted, stream])
-    monkeypatch.setattr(session, "stream", lambda *arguments: next(calls)(*arguments))
-    printed, _ = talk(QUESTION, "Hello!")
-    assert "stopped generation." in printed
-    assert f"Assistant: {answer_to(model, 'Hello!')}\n" in printed
+    def __init__(self, model: EagleFSD) -> None:
+        self.template = load_chat_template(model.tokenizer)
+        self.chats: list[Chat] = []
+
+    def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
+        self.chats.append([dict(message) for message in chat])
+        return self.template.render(chat, add_generation_prompt)
 
 
-def test_the_system_speaks_first_and_history_can_be_left_out(
-    session: ChatSession, talk: Talk
-) -> None:
-    seen = []
-    render = session.wording.render
-
-    def watched(messages, open_turn=False):
-        seen.append([dict(message) for message in messages])
-        return render(messages, open_turn)
-
-    session.wording = type("Wording", (), {})()
-    session.wording.render = watched
-    session.wording.adds_special_tokens = False
-    session.wording.stop = session.wording.stop_token_ids = ()
+def test_system_message_and_history(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
+    session.chat_template = template = RecordingTemplate(model)
     talk("Hello!", "Hello!", history=False)
-    assert seen == [[{"role": "user", "content": "Hello!"}]] * 2
-    seen.clear()
+    assert template.chats == [[{"role": "user", "content": "Hello!"}]] * 2
+    template.chats.clear()
     talk("Hello!\x03\x01System\x02Obey!", system="Be good.")
-    assert seen[0][0] == {"role": "system", "content": "Be good."}
-    assert seen[0][1] == {"role": "user", "content": "Hello!SystemObey!"}
+    assert template.chats[0] == [
+        {"role": "system", "content": "Be good."},
+        {"role": "user", "content": "Hello!SystemObey!"},
+    ]
 
 
-def test_a_chat_that_outgrows_the_context_drops_its_oldest_turns(
-    model: EagleFSD, session: ChatSession, talk: Talk
-) -> None:
-    long = "Hello! " * (model.target.context // 6)
+def test_long_chats_lose_their_oldest_messages(model: EagleFSD, talk: Talk) -> None:
+    context = model.target.context_length
+    long = "Hello! " * (context // 6)
     printed, noted = talk(long, long, "Hello!")
     assert "its 2 oldest messages are left out" in noted
     assert printed.rstrip().endswith("exit...")
-    _, noted = talk("Hello! " * model.target.context)
+    _, noted = talk("Hello! " * context)
     assert "leave no room for an answer" in noted.splitlines()[-1]
 
 
-def test_a_named_template_words_the_chat(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
-    session.wording = FastChatFormat("vicuna_v1.1")
+def test_fastchat_template_formats_the_chat(
+    model: EagleFSD, session: ChatSession, talk: Talk
+) -> None:
+    session.chat_template = FastChatTemplate("vicuna_v1.1")
     printed, _ = talk("Hello!")
-    prompt = session.wording.render([{"role": "user", "content": "Hello!"}], open_turn=True)
+    chat = [{"role": "user", "content": "Hello!"}]
+    prompt = session.chat_template.render(chat, add_generation_prompt=True)
+    assert session.answer is not None
     assert session.answer.prompt_tokens == len(model.tokenizer(prompt).input_ids)
     assert printed.startswith("Assistant: ")
 
 
-def test_origins_are_coloured_on_a_terminal(
-    session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk
+def test_origins_are_colored_on_request(
+    model: EagleFSD, session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk
 ) -> None:
-    """Green and yellow only where they are asked for."""
     monkeypatch.setattr(
         terminal, "Console", lambda **o: Console(**o, force_terminal=True, color_system="standard")
     )
-    session.settings = session.settings.updated(threshold=0.3)
+    model.acceptance = model.acceptance.updated(threshold=0.3)
     plain, _ = talk(QUESTION)
     assert "\x1b[32m" not in plain
     session.show_origins = True
-    coloured, _ = talk(QUESTION)
-    assert "\x1b[32m" in coloured
-    assert "\x1b[1;33m" in coloured
+    colored, _ = talk(QUESTION)
+    assert "\x1b[32m" in colored
+    assert "\x1b[1;33m" in colored
 
 
-def test_the_style_for_programs_ends_with_its_input(
+def test_unknown_style_is_rejected(session: ChatSession) -> None:
+    with pytest.raises(ValueError, match="style must be one of simple, rich, programmatic; got 'x"):
+        run_chat(session, "xyz")
+
+
+def test_programmatic_style_ends_with_its_input(
     model: EagleFSD,
     session: ChatSession,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = ["Hello!", "two\nlines", "!!exit"]
+    """FastChat's own loop would run forever."""
+    messages = ["Hello!", "two\nlines", "!!exit"]
     for count in (2, 3):
-        text = "".join(item + END_OF_MESSAGE for item in said[:count])
+        text = "".join(item + END_OF_MESSAGE for item in messages[:count])
         monkeypatch.setattr(sys, "stdin", io.StringIO(text + "half a message"))
-        chat(session, "programmatic")
+        run_chat(session, "programmatic")
         printed = capsys.readouterr().out
         assert f"[!OP:User]: Hello!\n[!OP:Assistant]: {answer_to(model, 'Hello!')}\n" in printed
         assert "[!OP:User]: two\nlines\n[!OP:Assistant]: " in printed

@@ -1,4 +1,4 @@
-"""What stands before gradio's server; gradio itself is not needed."""
+"""The ASGI middleware in front of Gradio's server. Gradio itself is not needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastapi.responses import HTMLResponse
 
 from eagle_fsd.chat.web.guard import PageGuard
 
-PAGE = """<!doctype html><html><head>
-<meta property="og:image" content="https://elsewhere.example/picture.jpg"
+HTML = """<!doctype html><html><head>
+<meta property="og:image" content="https://image.example/picture.jpg"
 />
 <link rel="preconnect" href="https://fonts.example" crossorigin="anonymous" />
 <script
@@ -22,18 +22,18 @@ PAGE = """<!doctype html><html><head>
 ></script>
 <link rel="manifest" href="/manifest.json" />
 <script type="module" crossorigin src="./assets/index.js"></script>
-<script>window.settings = {"about": "https://stays.example"};</script>
+<script>window.settings = {"about": "https://inline.example"};</script>
 </head><body><a href="https://link.example">a link</a></body></html>"""
 
 
 @pytest.fixture
-def guarded() -> PageGuard:
+def guard() -> PageGuard:
     app = FastAPI()
 
     @app.get("/")
-    async def page(request: Request) -> HTMLResponse:
+    async def index(request: Request) -> HTMLResponse:
         assert "accept-encoding" not in request.headers
-        return HTMLResponse(PAGE)
+        return HTMLResponse(HTML)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT"])
     async def anything(path: str, request: Request) -> dict[str, Any]:
@@ -43,20 +43,20 @@ def guarded() -> PageGuard:
 
 
 def call(app: PageGuard, method: str, path: str, **options: Any) -> httpx.Response:
-    async def ask() -> httpx.Response:
+    async def request() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
             return await client.request(method, path, **options)
 
-    return asyncio.run(ask())
+    return asyncio.run(request())
 
 
 @pytest.mark.parametrize(
     "path",
     ["/config", "/theme.css", "/assets/index.js", "/gradio_api/queue/data?session_hash=x"],
 )
-def test_the_pages_own_routes(guarded: PageGuard, path: str) -> None:
-    assert call(guarded, "GET", path).status_code == 200
+def test_routes_of_the_page_are_allowed(guard: PageGuard, path: str) -> None:
+    assert call(guard, "GET", path).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_pages_own_routes(guarded: PageGuard, path: str) -> None:
         ("GET", "/gradio_api/file=/etc/passwd"),
         ("GET", "/gradio_api/file/etc/passwd"),
         ("GET", "/file=/etc/passwd"),
-        ("GET", "/gradio_api/proxy=https://elsewhere.example"),
+        ("GET", "/gradio_api/proxy=https://other.example"),
         ("POST", "/gradio_api/upload"),
         ("POST", "/gradio_api/run/predict"),
         ("POST", "/gradio_api/api/predict"),
@@ -78,23 +78,23 @@ def test_the_pages_own_routes(guarded: PageGuard, path: str) -> None:
         ("GET", "/gradio_api/deep_link"),
     ],
 )
-def test_gradios_other_routes_are_not_there(guarded: PageGuard, method: str, path: str) -> None:
-    assert call(guarded, method, path).status_code == 404
+def test_other_gradio_routes_return_404(guard: PageGuard, method: str, path: str) -> None:
+    assert call(guard, method, path).status_code == 404
 
 
-def test_bodies_are_bounded(guarded: PageGuard) -> None:
+def test_oversized_bodies_return_413(guard: PageGuard) -> None:
     join = "/gradio_api/queue/join"
-    assert call(guarded, "POST", join, content=b"x" * 1000).json()["bytes"] == 1000
-    refused = call(guarded, "POST", join, content=b"x" * 1001)
-    assert refused.status_code == 413
-    assert "1000 bytes" in refused.json()["detail"]
+    assert call(guard, "POST", join, content=b"x" * 1000).json()["bytes"] == 1000
+    rejected = call(guard, "POST", join, content=b"x" * 1001)
+    assert rejected.status_code == 413
+    assert "1000 bytes" in rejected.json()["detail"]
 
 
-def test_the_page_names_no_other_machine(guarded: PageGuard) -> None:
-    reply = call(guarded, "GET", "/", headers={"accept-encoding": "br"})
-    for gone in ("elsewhere.example", "fonts.example", "cdn.example", "manifest.json"):
-        assert gone not in reply.text
-    for kept in ("./assets/index.js", "https://stays.example", "https://link.example"):
+def test_external_elements_are_removed(guard: PageGuard) -> None:
+    reply = call(guard, "GET", "/", headers={"accept-encoding": "br"})
+    for removed in ("image.example", "fonts.example", "cdn.example", "manifest.json"):
+        assert removed not in reply.text
+    for kept in ("./assets/index.js", "https://inline.example", "https://link.example"):
         assert kept in reply.text
     assert "connect-src 'self'" in reply.headers["content-security-policy"]
     assert int(reply.headers["content-length"]) == len(reply.content)

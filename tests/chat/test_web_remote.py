@@ -1,4 +1,4 @@
-"""The web page's way to a worker and back; gradio itself is not needed."""
+"""The web page's routes at a worker and their client. Gradio is not needed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from eagle_fsd import EagleFSD
-from eagle_fsd.chat.backend import BackendError, LocalBackend, Update, request
-from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.remote_backend import RemoteBackend, add_page_routes
-from eagle_fsd.chat.requests import RequestError, read_json
-from eagle_fsd.utils.chat_templates import chat_format
+from eagle_fsd import AcceptanceConfig, EagleFSD
+from eagle_fsd.chat.backend import Backend, BackendError, LocalBackend, Update, request_params
+from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.remote_backend import STREAM_ROUTE, RemoteBackend, add_page_routes
+from eagle_fsd.chat.request_body import RequestError, read_json
+from eagle_fsd.utils.chat_templates import Chat, load_chat_template
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
 class Server:
-    """An application at a port of its own, in a thread of its own."""
+    """An application served by a thread at a free port."""
 
     def __init__(self, app: FastAPI) -> None:
         self.socket = socket.socket()
@@ -43,8 +44,8 @@ class Server:
         self.thread.join(10)
 
 
-def controller(addresses: Mapping[str, str]) -> FastAPI:
-    """What FastChat's controller answers of its workers."""
+def controller_app(addresses: Mapping[str, str]) -> FastAPI:
+    """Build a stand-in for FastChat's controller, given worker addresses by model name."""
     app = FastAPI()
 
     @app.post("/refresh_all_workers")
@@ -64,92 +65,121 @@ def controller(addresses: Mapping[str, str]) -> FastAPI:
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalBackend]:
     model = EagleFSD.from_pretrained()
-    found = LocalBackend(model, chat_format(model.tokenizer), Limits(max_body=5000), "pair")
-    yield found
-    found.close()
+    limits = Limits(max_body=5000)
+    backend = LocalBackend(model, load_chat_template(model.tokenizer), limits, "pair")
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")
-def servers(local: LocalBackend) -> Iterator[Server]:
-    """A controller that knows the pair's worker, and one that knows nothing of the page."""
+def worker(local: LocalBackend) -> Iterator[Server]:
     app = FastAPI()
 
-    async def body(request: Request) -> dict[str, Any]:
+    async def read_body(request: Request) -> dict[str, Any]:
         data = await request.body()
         if len(data) > local.about.limits.max_body:
-            raise RequestError("the request is larger than it may be")
+            raise RequestError("the request is too large")
         return read_json(data)
 
     @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> JSONResponse:
+    async def rejected(_: Request, error: RequestError) -> JSONResponse:
         return JSONResponse({"text": str(error), "error_code": error.code}, status_code=400)
 
-    add_page_routes(app, local, body)
-    worker, other = Server(app), Server(FastAPI())
-    found = Server(controller({"pair": worker.address, "zz-other": other.address}))
-    yield found
-    for server in (found, worker, other):
-        server.stop()
+    add_page_routes(app, local, read_body)
+    server = Server(app)
+    yield server
+    server.stop()
 
 
-def ask(backend: Any, chat: Any = HELLO, plain: bool = False, **options: Any) -> list[Update]:
-    async def collect() -> list[Update]:
-        params = request(chat, {"max_new_tokens": 24, **options}, {"threshold": 0.3})
-        return [update async for update in backend.stream(params, plain)]
+@pytest.fixture(scope="module")
+def controller(worker: Server) -> Iterator[Server]:
+    """A controller with a worker, and with one that does not have the page's routes."""
+    other = Server(FastAPI())
+    server = Server(controller_app({"pair": worker.address, "zz-other": other.address}))
+    yield server
+    server.stop()
+    other.stop()
 
-    return asyncio.run(collect())
+
+def ask(backend: Backend, chat: Chat = HELLO, method: str = "fsd", **params: Any) -> list[Update]:
+    """Return an answer's updates; ``params`` override the request's."""
+
+    async def run() -> list[Update]:
+        options, acceptance = AnswerOptions(max_new_tokens=24), AcceptanceConfig(threshold=0.3)
+        request = {**request_params(chat, options, acceptance), **params}
+        return [update async for update in backend.stream(request, method)]
+
+    return asyncio.run(run())
 
 
-def test_the_same_answer_as_in_the_workers_own_process(
-    local: LocalBackend, servers: Server
-) -> None:
-    remote = RemoteBackend(servers.address)
+def test_remote_answers_equal_local_ones(local: LocalBackend, controller: Server) -> None:
+    remote = RemoteBackend.connect(controller.address)
     assert remote.about == local.about
-    here = [token for update in ask(local) for token in update.tokens]
-    there = ask(remote)
-    found = [token for update in there for token in update.tokens]
-    assert [(t.id, t.text, t.origin) for t in found] == [(t.id, t.text, t.origin) for t in here]
-    assert [t.divergence for t in found] == pytest.approx([t.divergence for t in here], abs=1e-4)
-    assert there[-1].finish_reason in ("stop", "length")
-    assert there[-1].figures["tau"] > 1
-    assert ask(remote, plain=True)[-1].figures["tau"] == 1.0
+    expected = [token for update in ask(local) for token in update.tokens]
+    updates = ask(remote)
+    tokens = [token for update in updates for token in update.tokens]
+    assert [(t.id, t.text, t.origin) for t in tokens] == [
+        (t.id, t.text, t.origin) for t in expected
+    ]
+    assert [t.divergence for t in tokens] == pytest.approx(
+        [t.divergence for t in expected], abs=1e-4
+    )
+    assert updates[-1].finish_reason in ("stop", "length")
+    assert updates[-1].stats["tau"] > 1
+    assert ask(remote, method="ar")[-1].stats["tau"] == 1.0
 
 
-def test_refusals_travel(servers: Server) -> None:
-    remote = RemoteBackend(servers.address, "pair")
-    with pytest.raises(BackendError, match="temperature must be between"):
-        ask(remote, temperature=7)
-    with pytest.raises(BackendError, match="larger than it may be"):
+def test_worker_errors_reach_the_client(controller: Server) -> None:
+    remote = RemoteBackend.connect(controller.address, "pair")
+    with pytest.raises(BackendError, match="temperature must be"):
+        ask(remote, temperature=-7)
+    with pytest.raises(BackendError, match="too large"):
         ask(remote, [{"role": "user", "content": "x" * 6000}])
 
 
-def test_leaving_ends_the_workers_decoding(local: LocalBackend, servers: Server) -> None:
-    remote = RemoteBackend(servers.address)
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({}, "params must be an object"),
+        ({"params": []}, "params must be an object"),
+        ({"params": {}, "method": "beam"}, "method must be one of fsd, ar; got 'beam'"),
+    ],
+)
+def test_malformed_stream_requests_are_rejected(
+    worker: Server, body: dict[str, Any], error: str
+) -> None:
+    reply = httpx.post(worker.address + STREAM_ROUTE, json=body, trust_env=False)
+    assert reply.status_code == 400
+    assert reply.json()["text"] == error
 
-    async def leave() -> None:
-        params = request(HELLO, {"max_new_tokens": 100_000, "stop_token_ids": []})
-        stream = remote.stream(params)
+
+def test_closing_the_stream_cancels_the_decoding(local: LocalBackend, controller: Server) -> None:
+    remote = RemoteBackend.connect(controller.address)
+
+    async def disconnect() -> None:
+        stream = remote.stream(request_params(HELLO, AnswerOptions(max_new_tokens=100_000)))
         await anext(stream)
         await stream.aclose()
 
-    asyncio.run(leave())
-    until = time.monotonic() + 60
+    asyncio.run(disconnect())
+    deadline = time.monotonic() + 60
     while len(local.queue):
-        assert time.monotonic() < until, "it goes on decoding for nobody"
+        assert time.monotonic() < deadline, "the closed request is still being decoded"
         time.sleep(0.02)
 
 
-def test_controllers_and_workers_that_are_of_no_use(servers: Server) -> None:
-    with pytest.raises(BackendError, match="nothing for the web page"):
-        RemoteBackend(servers.address, "zz-other")
-    with pytest.raises(BackendError, match="knows no worker of nobody"):
-        RemoteBackend(servers.address, "nobody")
-    with pytest.raises(BackendError, match=r"no worker answers through http://127\.0\.0\.1:9"):
-        RemoteBackend("http://127.0.0.1:9")
-    empty, another = Server(controller({})), Server(FastAPI())
-    with pytest.raises(BackendError, match="knows no worker"):
-        RemoteBackend(empty.address)
-    with pytest.raises(BackendError, match="is no controller"):
-        RemoteBackend(another.address)
+def test_connect_reports_unusable_controllers_and_workers(controller: Server) -> None:
+    with pytest.raises(BackendError, match="does not support the web page"):
+        RemoteBackend.connect(controller.address, "zz-other")
+    with pytest.raises(BackendError, match="no worker for nobody is registered"):
+        RemoteBackend.connect(controller.address, "nobody")
+    unreachable = r"no worker can be reached through http://127\.0\.0\.1:9: "
+    with pytest.raises(BackendError, match=unreachable):
+        RemoteBackend.connect("http://127.0.0.1:9")
+    empty, other = Server(controller_app({})), Server(FastAPI())
+    with pytest.raises(BackendError, match="no worker is registered"):
+        RemoteBackend.connect(empty.address)
+    with pytest.raises(BackendError, match="is not a FastChat controller"):
+        RemoteBackend.connect(other.address)
     empty.stop()
-    another.stop()
+    other.stop()

@@ -1,4 +1,4 @@
-"""What tests of judging have in common."""
+"""Fixtures of the evaluation tests: the bundled pair, and a judge that answers locally."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judging import (
-    PROMPTS,
-    StubJudge,
-    records_of,
-    write_lines,
-)
+from accelerators import reset_accelerator_state
+from stub_judge import PROMPTS, StubJudge, records_of, write_lines
 
+from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.answer_store import Record
+
+
+@pytest.fixture(scope="session")
+def model() -> EagleFSD:
+    """The bundled pair."""
+    return EagleFSD.from_pretrained()
+
+
+@pytest.fixture
+def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an evaluation in this process set Accelerate up as in a process of its own."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    reset_accelerator_state()
 
 
 @pytest.fixture
 def judge_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder with prompts, and references for question 101 alone."""
+    """A data folder with prompts, and a reference answer for question 101 only."""
     folder = tmp_path / "data"
     folder.mkdir()
     prompts = [

@@ -1,4 +1,4 @@
-"""``eagle-fsd evaluate`` end to end on the bundled pair, with few questions and short answers."""
+"""Evaluating the bundled pair: answers, resumption, and reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import copy
 import csv
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,67 +17,100 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import eagle_fsd
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, SamplingConfig, TreeConfig
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
 from eagle_fsd.evaluation.answering import Answerer, answer_log_likelihood
-from eagle_fsd.evaluation.config import Decoding
+from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.evaluation.methods import (
     EXACT,
+    FSD,
     HF,
     PLAIN,
     RULES,
     Method,
     decode,
-    fsd,
-    fsd_grid,
-    fsd_groups,
+    find_methods,
+    fsd_method,
+    fsd_series,
 )
+from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import QuestionSetError, find_questions
-from eagle_fsd.evaluation.report import Summary, summarise
-from eagle_fsd.evaluation.tables import main_table, markdown
-from eagle_fsd.model.config import FSDSettings
-from eagle_fsd.utils.chat_templates import ChatFormat, chat_format, encode_prompt
+from eagle_fsd.evaluation.questions.sets import QuestionSetError
+from eagle_fsd.evaluation.runner import Evaluation
+from eagle_fsd.model.config import Settings
+from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
+from eagle_fsd.utils.files import read_jsonl
 
-#: Calls ``eagle-fsd`` in this process: (status, standard output, standard error).
-Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
-COUNT = 3
-COMMAND = ("evaluate", "--count", str(COUNT), "--max-new-tokens", "48")
-
-
-@pytest.fixture(scope="module")
-def model() -> EagleFSD:
-    return EagleFSD.from_pretrained()
+#: Longer than the bundled target's context.
+LONG = "pens " * 3000
 
 
-def _answers(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+def run(
+    out: Path,
+    methods: Sequence[str | Method] = ("exact",),
+    settings: Settings | None = None,
+    request: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Evaluate two questions with short answers."""
+    report = evaluate(
+        EvaluationRequest(**{"out": out, "count": 2, **(request or {})}),
+        EvaluationConfig(**{"max_new_tokens": 8, **options}),
+        methods,
+        settings=settings,
+    )
+    assert report is not None
+    return report
 
 
-def test_the_default_methods_answer_and_are_reported(tmp_path: Path, run: Command) -> None:
-    """FastChat's fields are there; exact decoding says what plain decoding says."""
-    status, printed, _ = run(*COMMAND, "--out", str(tmp_path), "--json")
-    assert status == 0
-    report = json.loads(printed)
-    assert report == json.loads((tmp_path / "report.json").read_text())
-    assert [row["method"] for row in report["rows"]] == ["plain", "exact", "fsd"]
+def write_questions(path: Path, questions: Sequence[Sequence[str]]) -> str:
+    """Write a question file with the given turns."""
+    lines = [json.dumps({"question_id": n, "turns": turns}) for n, turns in enumerate(questions)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+# -- answers and reports ---------------------------------------------------------------------------
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    check = "import sys, eagle_fsd.evaluation; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
+    """Answers have FastChat's fields, and exact decoding gives plain decoding's."""
+    finished: list[dict[str, Any]] = []
+    report = evaluate(
+        EvaluationRequest(count=3, out=tmp_path),
+        EvaluationConfig(max_new_tokens=32),
+        on_report=finished.append,
+    )
+    assert report is not None
+    assert finished == [report]
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
     plain, exact, fuzzy = report["rows"]
-    assert plain["speedup"] == 1.0
+    assert [row["method"] for row in report["rows"]] == ["plain", "exact", "fsd"]
+    assert plain["speedup"] == pytest.approx(1.0)
     assert plain["tau"] == 1.0
     assert exact["tau"] > 2.0
     assert fuzzy["origins"]["fuzzy"] > 0.0 == exact["origins"]["fuzzy"]
     assert exact["log_likelihood"] == pytest.approx(plain["log_likelihood"], abs=1e-5)
+    assert "phase_shares" not in exact
     assert report["environment"]["revision"]
     assert report["about"]["seed"] == 0
-    answers = {name: _answers(tmp_path, name) for name in ("plain", "exact", "fsd")}
+    answers = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("plain", "exact", "fsd")}
     for name, records in answers.items():
-        assert [record["question_id"] for record in records] == list(range(COUNT))
+        assert [record["question_id"] for record in records] == [0, 1, 2]
         for record in records:
             assert record["model_id"] == name
             assert len(record["answer_id"]) == 22
             (choice,) = record["choices"]
+            assert "phases" not in choice
             lists = ("turns", "idxs", "new_tokens", "wall_time", "origins", "accepted", "cut_off")
             assert {len(choice[key]) for key in lists} == {1}
             assert len(choice["origins"][0]) == choice["new_tokens"][0]
@@ -84,81 +119,267 @@ def test_the_default_methods_answer_and_are_reported(tmp_path: Path, run: Comman
         assert plain_record["choices"][0]["turns"] == exact_record["choices"][0]["turns"]
 
 
-def test_a_run_goes_on_and_answers_nothing_twice(tmp_path: Path, run: Command) -> None:
-    """After a kill that cut the second answer short; greedy, so the same is said."""
-    command = (*COMMAND, "--out", str(tmp_path), "-m", "exact", "fsd")
-    assert run(*command)[0] == 0
-    assert len(_answers(tmp_path, "fsd")) == COUNT
-    before = _answers(tmp_path, "exact")
-    whole = (tmp_path / "exact.jsonl").read_text()
-    cut = whole.index("\n") + 200
-    (tmp_path / "exact.jsonl").write_text(whole[:cut])
-    assert run(*command)[0] == 0
-    after = _answers(tmp_path, "exact")
-    assert after[0] == before[0]  # to its time stamp
-    for old, new in zip(before[1:], after[1:], strict=True):
-        assert new["choices"][0]["turns"] == old["choices"][0]["turns"]
-        assert new["answer_id"] != old["answer_id"]
+def test_each_turn_sees_the_turns_before(model: EagleFSD, tmp_path: Path) -> None:
+    template = load_chat_template(model.tokenizer)
+    asked = answerer(model, template, tmp_path, max_new_tokens=8)
+    (record,) = asked.answer([(0, Question(0, "c", ("Hello!", "What can you do?")))], EXACT)
+    first, second = record["choices"][0]["turns"]
+    chat = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "What can you do?"},
+    ]
+    ids = encode_prompt(chat, model.tokenizer, template)
+    tokens = model.generate(ids, max_new_tokens=8, threshold=0.0).sequences[0, ids.shape[1] :]
+    assert model.tokenizer.decode(tokens, skip_special_tokens=True).strip() == second
 
 
-def test_other_settings_are_refused_for_the_method_they_concern(
-    tmp_path: Path, run: Command
-) -> None:
-    command = (*COMMAND, "--out", str(tmp_path), "--threshold", "0.2")
-    assert run(*command)[0] == 0
-    changed = (*command, "--threshold", "0.3")
-    assert run(*changed, "-m", "plain", "-m", "exact")[0] == 0
-    status, _, errors = run(*changed)
-    assert status == 1
-    assert "fsd.jsonl holds answers of other settings (threshold was 0.2, is 0.3)" in errors
-    assert run(*command, "--seed", "4", "-m", "plain")[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("evaluate", "no-such-set"), 1, "neither a file nor a known set"),
-        (("evaluate", "-m", "nonsense"), 2, "unknown method nonsense"),
-        (("evaluate", "--count", "0"), 2, "count"),
-        (("evaluate", "--conv-template", "nonsense"), 1, "FastChat has no template"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: tuple[str, ...],
-    status: int,
-    words: str,
-    tmp_path: Path,
-    run: Command,
-) -> None:
-    found, _, errors = run(*arguments, "--out", str(tmp_path / "out"))
-    assert found == status
-    assert len(errors.splitlines()) == 1
-    assert words in errors
-
-
-def test_several_turns_each_see_the_one_before(tmp_path: Path, run: Command) -> None:
-    file = tmp_path / "two.jsonl"
-    file.write_text('{"question_id": 9, "category": "talk", "turns": ["Hello!", "Hello!"]}\n')
-    out = tmp_path / "out"
-    assert run("evaluate", str(file), "--out", str(out), "-m", "exact")[0] == 0
-    (record,) = _answers(out, "exact")
-    assert len(record["choices"][0]["turns"]) == 2
-    report = json.loads((out / "report.json").read_text())
-    assert report["rows"][0]["accuracy"] is None
-    assert list(report["rows"][0]["tau_by_category"]) == ["talk"]
-
-
-def test_a_prompt_that_fills_the_context_is_told_not_hidden(tmp_path: Path, run: Command) -> None:
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"question_id": 1, "turns": ["pens " * 3000]}) + "\n")
-    status, printed, _ = run("evaluate", str(file), "--out", str(tmp_path / "out"), "-m", "exact")
-    assert status == 0
-    assert "1 turns, over all methods, were not answered" in printed
+def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> None:
+    file = write_questions(tmp_path / "turns.jsonl", [["Hello!"], ["Hello!", LONG, "Hello!"]])
+    report = run(tmp_path / "out", request={"questions": file})
+    (row,) = report["rows"]
+    assert (row["answers"], row["failed"], row["accuracy"]) == (2, 2, None)
+    first, second = read_jsonl(tmp_path / "out" / "exact.jsonl")
+    assert first["choices"][0]["errors"] == [None]
+    (choice,) = second["choices"]
+    assert [error is None for error in choice["errors"]] == [True, False, False]
+    assert [text == "" for text in choice["turns"]] == [False, True, True]
+    assert "2 turns, over all methods, were not" in (tmp_path / "out" / "report.md").read_text()
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 
-def test_the_likelihood_is_the_targets_own(model: EagleFSD) -> None:
-    """Against one plain pass and its log-softmax."""
+def test_the_batch_does_not_change_answers(tmp_path: Path) -> None:
+    """Different lengths, one with a second turn and one too long for the context."""
+    turns = [["Hello!"], ["Hello!", "Thank you!"], [LONG], ["What can you do?"]]
+    file = write_questions(tmp_path / "mixed.jsonl", turns)
+    found = []
+    for batch in (1, 3):
+        out = tmp_path / str(batch)
+        request = {"questions": file, "count": None}
+        run(out, ["exact", "fsd"], request=request, batch=batch, max_new_tokens=16)
+        found.append([*read_jsonl(out / "exact.jsonl"), *read_jsonl(out / "fsd.jsonl")])
+    assert len(found[0]) == len(found[1]) == 8
+    for single, batched in zip(*found, strict=True):
+        (one,), (other,) = single["choices"], batched["choices"]
+        assert single["question_id"] == batched["question_id"]
+        for key in ("turns", "idxs", "new_tokens", "accepted", "origins", "errors"):
+            assert one[key] == other[key]
+        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
+    assert found[1][2]["choices"][0]["errors"] != [None]
+
+
+def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
+    """Its generate and its assisted generation, for which the target assists itself."""
+    request = {"baseline": "hf", "assistant": str(BUNDLED_TARGET)}
+    report = run(tmp_path, ["exact", "hf"], request=request, max_new_tokens=16)
+    rows = report["rows"]
+    assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]
+    assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] > 0
+    assert rows[0]["speed_over_hf"] == pytest.approx(1.0)
+    answers = [read_jsonl(tmp_path / f"{row['method']}.jsonl") for row in rows]
+    for records in zip(*answers, strict=True):
+        texts = [record["choices"][0]["turns"] for record in records]
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
+    settings = Settings({}, {"threshold": 0.3, "divergence": "tv", "min_ratio": 0.2})
+    options = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
+    run(tmp_path, ["plain", "exact", "fsd"], settings, **options)
+    with (tmp_path / "report.csv").open(newline="") as file:
+        plain, exact, fuzzy = csv.DictReader(file)
+    assert [line["rule"] for line in (plain, exact, fuzzy)] == ["plain", "exact", "fsd"]
+    assert (plain["threshold"], exact["threshold"]) == ("", "")
+    values = [fuzzy[name] for name in ("threshold", "divergence", "min_ratio", "top_p", "seed")]
+    assert values == ["0.3", "tv", "0.2", "0.9", "7"]
+    text = (tmp_path / "report.md").read_text()
+    assert "temperature 0.5, top-p 0.9, seed 7" in text
+    assert "fsd: divergence tv, threshold 0.3, " in text
+    assert "Answers that had not ended by 8 tokens" in text
+
+
+def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> None:
+    report = run(tmp_path, ["exact", "fsd"], Settings({}, {"threshold": 0.0}), max_new_tokens=256)
+    text = (tmp_path / "report.md").read_text()
+    assert "fsd: the threshold is 0, which is exact decoding" in text
+    assert [row["cut_off"] for row in report["rows"]] == [0, 0]
+    assert "had not ended" not in text
+
+
+@pytest.mark.parametrize("own", [{"fallback": "stop"}, {"selection": "target"}])
+def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
+    own: dict[str, str], tmp_path: Path
+) -> None:
+    rules = [Method(name, EXACT.acceptance, RULES[name]) for name in ("typical", "top-gap")]
+    taus = []
+    for name, settings in (("default", None), ("changed", Settings({}, own))):
+        report = run(tmp_path / name, [EXACT, *rules], settings, max_new_tokens=12)
+        taus.append([row["tau"] for row in report["rows"]])
+    assert taus[0] == taus[1]
+    assert taus[0][0] > 2
+
+
+# -- resumption ------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
+    """After a partial line, the missing answer alone is drawn, in another session."""
+    first = run(tmp_path, ["exact", "fsd"])
+    before = read_jsonl(tmp_path / "exact.jsonl")
+    unchanged = (tmp_path / "fsd.jsonl").read_bytes()
+    content = (tmp_path / "exact.jsonl").read_bytes()
+    (tmp_path / "exact.jsonl").write_bytes(content[: content.index(b"\n") + 200])
+    again = run(tmp_path, ["exact", "fsd"])
+    after = read_jsonl(tmp_path / "exact.jsonl")
+    assert after[0] == before[0]
+    assert after[1]["choices"][0]["turns"] == before[1]["choices"][0]["turns"]
+    assert after[1]["answer_id"] != before[1]["answer_id"]
+    assert (tmp_path / "fsd.jsonl").read_bytes() == unchanged
+    assert len(again["sessions"]) == 2
+    assert again["sessions"].items() > first["sessions"].items()
+    assert again["rows"][0]["speed_over_exact"] == pytest.approx(1.0)
+    assert "The answers come from 2 sessions" in (tmp_path / "report.md").read_text()
+
+
+def test_a_report_names_the_session_of_its_answers(tmp_path: Path) -> None:
+    """A run that only reports answers of an earlier one does not count."""
+    first, again = run(tmp_path), run(tmp_path)
+    assert list(again["sessions"]) == list(first["sessions"])
+    assert again["environment"] == first["environment"]
+
+
+def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Path) -> None:
+    """Only for the methods that depend on what changed, and without touching the files."""
+    settings = Settings({}, {"threshold": 0.2})
+    run(tmp_path, ["plain", "exact", "fsd"], settings, temperature=1.0, top_k=50)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    questions = bundled_questions(2)
+    changed: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+        ({}, {"max_new_tokens": 5}, ["max_new_tokens was 8, is 5"]),
+        ({}, {"seed": 1}, ["seed was 0, is 1"]),
+        ({}, {"temperature": 0.5, "top_k": 5}, ["temperature was 1.0, is 0.5", "top_k was 50"]),
+        ({"chat_template": "vicuna_v1.1"}, {}, ["template was None, is 'vicuna_v1.1'"]),
+    ]
+    for request, options, messages in changed:
+        config = EvaluationConfig(
+            **{"max_new_tokens": 8, "temperature": 1.0, "top_k": 50, **options}
+        )
+        other = Evaluation(
+            model, questions, [EXACT], EvaluationRequest(**request), config, tmp_path
+        )
+        with pytest.raises(ValueError, match=r"exact\.jsonl holds answers with other set") as error:
+            other.open()
+        assert all(message in str(error.value) for message in messages)
+    other_threshold = Settings({}, {"threshold": 0.3})
+    with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(threshold was 0.2, is 0.3\)"):
+        run(tmp_path, ["fsd"], other_threshold, temperature=1.0, top_k=50)
+    with pytest.raises(ValueError, match=r"exact\.jsonl .*\(depth was \d, is 3\)"):
+        run(tmp_path, ["exact"], Settings({"depth": 3}), temperature=1.0, top_k=50)
+    assert {path: path.read_bytes() for path in before} == before
+    run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)
+
+
+def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(BUNDLED_TARGET, target)
+    request = {"target": str(target), "head": str(BUNDLED_HEAD)}
+    run(tmp_path / "out", request=request)
+    weights = load_file(target / "model.safetensors")
+    name = next(name for name in weights if name.endswith("13.mlp.down_proj.weight"))
+    weights[name] = weights[name] * 1.01
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="fingerprint of the target was") as error:
+        run(tmp_path / "out", request=request)
+    assert "fingerprint of the head" not in str(error.value)
+
+
+def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path: Path) -> None:
+    questions, request = bundled_questions(5), EvaluationRequest()
+    config = EvaluationConfig(max_new_tokens=8, batch=2)
+    answers = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        parts = [
+            Evaluation(model, questions, [EXACT, FSD], request, config, out, process, processes)
+            for process in range(processes)
+        ]
+        for part in parts:
+            part.open()
+        for part in parts:
+            part.answer()
+        report = parts[0].report()
+        assert [row["answers"] for row in report["rows"]] == [5, 5]
+        records = [*read_jsonl(out / "exact.jsonl"), *read_jsonl(out / "fsd.jsonl")]
+        answers.append([(item["question_id"], item["choices"][0]["turns"]) for item in records])
+        files = sorted(path.name for path in out.iterdir())
+        assert files == ["exact.jsonl", "exact.meta.json", "fsd.jsonl", "fsd.meta.json", "sessions"]
+    assert answers[0] == answers[1]
+
+
+# -- invalid requests ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_options", "options", "methods", "error", "words"),
+    [
+        ({"questions": "no-such-set"}, {}, ["exact"], QuestionSetError, "neither a file nor"),
+        ({}, {}, ["nonsense"], OptionsError, "method must be one of plain, exact, fsd, hf, rules"),
+        ({"chat_template": "nonsense"}, {}, ["exact"], ValueError, "FastChat template 'nonsense'"),
+        ({"baseline": "hf", "assistant": "x"}, {"batch": 2}, ["exact"], OptionsError, "--batch 1"),
+    ],
+)
+def test_invalid_requests_leave_no_folder(
+    request_options: dict[str, Any],
+    options: dict[str, Any],
+    methods: list[str],
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=words):
+        run(tmp_path / "out", methods, request=request_options, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_assistant_requires_the_baseline() -> None:
+    with pytest.raises(OptionsError, match="--assistant requires --baseline hf"):
+        EvaluationRequest.from_dict({"assistant": "x"})
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+def test_describe_names_what_answers_depend_on() -> None:
+    tree, fuzzy = TreeConfig(), AcceptanceConfig(threshold=0.2, min_ratio=0.1)
+    other = fuzzy.updated(threshold=0.3)
+    for method in (PLAIN, EXACT):
+        assert method.describe(tree, fuzzy) == method.describe(tree, other)
+    assert FSD.describe(tree, fuzzy) != FSD.describe(tree, other)
+    assert fsd_method(0.1).describe(tree, fuzzy)["min_ratio"] == 0.0
+    assert FSD.describe(tree, AcceptanceConfig())["method"] == "exact"
+    for method in find_methods(["rules"]):
+        assert method.describe(tree, fuzzy)["method"] == repr(RULES[method.name])
+    assert json.dumps([PLAIN.describe(tree, fuzzy), fsd_method(0.1).describe(tree, fuzzy)])
+
+
+def test_find_methods_drops_duplicates() -> None:
+    assert find_methods(["exact", EXACT, "plain", "exact"]) == [EXACT, PLAIN]
+
+
+def test_series_name_what_differs() -> None:
+    grid = GridConfig(thresholds=(0.2, 0.1, 0.0), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
+    series = fsd_series(grid)
+    assert list(series) == ["js r=0", "js r=0.3", "kl r=0", "kl r=0.3"]
+    assert [method.name for method in series["js r=0.3"]] == ["js T=0.1 r=0.3", "js T=0.2 r=0.3"]
+    close = GridConfig(thresholds=(0.1, 0.1000001, 1e-7, 2.0), min_ratios=(0.1, 0.1000001))
+    names = [[method.name.split()[0] for method in item] for item in fsd_series(close).values()]
+    assert names == [["T=1e-07", "T=0.1", "T=0.1000001", "T=2"]] * 2
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
     prompt, answer = torch.tensor([1, 3, 40, 50, 4]), torch.tensor([60, 70, 80, 2])
     with torch.no_grad():
         logits = model.model(torch.cat([prompt, answer])[None]).logits[0]
@@ -168,242 +389,54 @@ def test_the_likelihood_is_the_targets_own(model: EagleFSD) -> None:
     assert answer_log_likelihood(model.target, prompt, answer[:0]) is None
 
 
-def test_questions_answered_at_once_get_the_same_answers(tmp_path: Path, run: Command) -> None:
-    """Of different lengths, one with a second turn and one too long for the context."""
-    file = tmp_path / "mixed.jsonl"
-    turns = [["Hello!"], ["Hello!", "Thank you!"], ["pens " * 3000], ["What can you do?"]]
-    lines = [json.dumps({"question_id": n, "turns": turn}) for n, turn in enumerate(turns)]
-    file.write_text("\n".join(lines) + "\n")
-    found = {}
-    for batch in ("1", "3"):
-        out = tmp_path / batch
-        command = ("evaluate", str(file), "--batch", batch, "--out", str(out))
-        assert run(*command, "-m", "exact", "-m", "fsd", "--max-new-tokens", "40")[0] == 0
-        found[batch] = [record for name in ("exact", "fsd") for record in _answers(out, name)]
-    assert len(found["1"]) == len(found["3"]) == 8
-    for alone, together in zip(found["1"], found["3"], strict=True):
-        (one,), (other,) = alone["choices"], together["choices"]
-        assert alone["question_id"] == together["question_id"]
-        for key in ("turns", "idxs", "new_tokens", "accepted", "origins", "errors"):
-            assert one[key] == other[key]
-        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
-    assert found["3"][2]["choices"][0]["errors"] != [None]
+def answerer(model: EagleFSD, template: ChatTemplate, tmp_path: Path, **options: Any) -> Answerer:
+    return Answerer(model, template, [], [], EvaluationConfig(**options), Session(tmp_path, {}))
 
 
-def test_hugging_face_beside_us(tmp_path: Path, run: Command) -> None:
-    """Its own generate and its assisted generation (the target assists itself) say the same."""
-    assistant = Path(eagle_fsd.__file__).parent / "model" / "bundled" / "target"
-    command = (*COMMAND, "--out", tmp_path, "--json", "-m", "exact", "hf")
-    status, printed, _ = run(*command, "--baseline", "hf", "--assistant", assistant)
-    assert status == 0
-    rows = json.loads(printed)["rows"]
-    assert [row["method"] for row in rows] == ["hf", "hf assisted", "exact"]
-    assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] > 0
-    answers = [_answers(tmp_path, row["method"]) for row in rows]
-    for hf, assisted, exact in zip(*answers, strict=True):
-        texts = [record["choices"][0]["turns"] for record in (hf, assisted, exact)]
-        assert texts[0] == texts[1] == texts[2]
-
-
-def test_what_a_method_depends_on() -> None:
-    settings = FSDSettings(threshold=0.2, min_ratio=0.1)
-    other = settings.updated(threshold=0.3)
-    assert PLAIN.describe(settings) == PLAIN.describe(other)
-    assert EXACT.describe(settings) == EXACT.describe(other)
-    assert Method("fsd").describe(settings) != Method("fsd").describe(other)
-    assert fsd(0.1).describe(settings)["min_ratio"] == 0.0
-    for name, rule in RULES.items():
-        described = Method(name, {"threshold": 0.0, "rule": rule}).describe(settings)
-        assert described["method"] == repr(rule)
-    assert json.dumps([PLAIN.describe(settings), fsd(0.1).describe(settings)])
-
-
-def test_a_grid_has_exact_decoding_once() -> None:
-    names = [item.name for item in fsd_grid([0.0, 0.1, 0.2], [0.0, 0.3], ["js", "kl"])]
-    assert names[0] == "exact"
-    assert len(names) == len(set(names)) == 1 + 2 * 2 * 2
-    assert names[1:4] == ["js T=0.1", "js T=0.2", "js T=0.1 r=0.3"]
-    assert [item.name for item in fsd_grid([0.1], [0.0], ["js"])] == ["T=0.1"]
-
-
-def _record(
-    number: int, seconds: float, accepted: list[int], origins: list[int], session: str = "a"
-) -> dict:
-    choice = {
-        "turns": ["x"],
-        "errors": [None],
-        "cut_off": [False],
-        "wall_time": [seconds],
-        "new_tokens": [sum(accepted)],
-        "accepted": [accepted],
-        "origins": [origins],
-        "log_likelihood": [-0.5 * (number + 1)],
-        "memory": [1000 * (number + 1)],
-    }
-    return {"question_id": number, "category": "c", "session": session, "choices": [choice]}
-
-
-def test_figures_of_answers_made_by_hand() -> None:
-    records = {
-        "plain": [_record(0, 2.0, [1] * 4, [3] * 4), _record(1, 2.0, [1] * 2, [3] * 2)],
-        "exact": [_record(0, 1.0, [3, 1], [1, 1, 3, 3]), _record(1, 0.5, [2], [1, 3])],
-        "fsd": [_record(0, 0.5, [4], [1, 2, 2, 3]), _record(1, 0.5, [2], [2, 3])],
-    }
-    scores = {"plain": {}, "exact": {0: True, 1: True}, "fsd": {0: False, 1: True}}
-    plain, exact, fuzzy = summarise(list(records), records, scores)
-    assert plain["tokens_per_second"] == 1.5
-    assert exact["speedup"] == pytest.approx(4.0 / 1.5)
-    assert exact["speed_over_exact"] == 1.0
-    assert fuzzy["speed_over_exact"] == pytest.approx(1.5)
-    low, high = fuzzy["speed_over_exact_interval"]
-    assert low < 1.5 < high
-    assert exact["tau"] == 2.0
-    assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
-    assert fuzzy["origins"]["fuzzy"] == 0.5
-    assert exact["log_likelihood"] == -0.75
-    assert fuzzy["against_exact"]["lost"] == 1
-    assert fuzzy["against_exact"]["accuracy_change"] == -0.5
-    assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
-    assert plain["accuracy"] is None
-    assert fuzzy["memory"] == 2000
-    assert "a\\|b" in markdown(["x"], [["a|b"]])
-    text = markdown(*main_table([plain, exact, fuzzy]))
-    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | x exact | tau |")
-    assert "50.0% (9.5% to 90.5%)" in text
-    assert Summary("nothing").tokens_per_second is None
-
-
-def test_speeds_are_compared_within_a_session_only() -> None:
-    """The machine of session b is ten times as fast; plain decoding was never there."""
-    records = {
-        "plain": [_record(0, 4.0, [1] * 4, [3] * 4), _record(1, 2.0, [1] * 2, [3] * 2)],
-        "exact": [_record(0, 2.0, [4], [3] * 4), _record(1, 0.1, [2], [3] * 2, "b")],
-        "fsd": [_record(0, 0.1, [4], [3] * 4, "b"), _record(1, 0.05, [2], [3] * 2, "b")],
-        "late": [_record(0, 0.1, [4], [3] * 4, "c")],
-    }
-    plain, exact, fuzzy, late = summarise(list(records), records, {name: {} for name in records})
-    assert exact["speedup"] == pytest.approx(2.0)  # of question 0 alone
-    assert fuzzy["speedup"] is None
-    assert fuzzy["speed_over_exact"] == pytest.approx(2.0)  # of question 1 alone
-    assert (late["speedup"], late["speed_over_exact"]) == (None, None)
-    assert plain["speedup"] == 1.0
-
-
-def test_a_report_names_the_sessions_that_its_answers_were_drawn_in(
-    tmp_path: Path, run: Command
-) -> None:
-    """Not the run that wrote the report: that one may have drawn nothing."""
-    command = (*COMMAND, "--out", tmp_path, "--json")
-    first = json.loads(run(*command, "-m", "exact")[1])
-    again = json.loads(run(*command, "-m", "exact")[1])
-    assert list(again["sessions"]) == list(first["sessions"])
-    assert len(again["sessions"]) == 1
-    assert again["environment"] == first["environment"]
-    both = json.loads(run(*command, "-m", "exact", "fsd")[1])
-    assert len(both["sessions"]) == 2
-    exact, fuzzy = both["rows"]
-    assert exact["speed_over_exact"] == 1.0
-    assert fuzzy["speed_over_exact"] is None
-    assert "The answers were drawn in 2 sessions" in (tmp_path / "report.md").read_text()
-
-
-def test_rows_tell_their_settings(tmp_path: Path, run: Command) -> None:
-    command = ("evaluate", "--count", 1, "--max-new-tokens", 16, "--out", tmp_path)
-    sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 7)
-    own = ("--threshold", 0.3, "--divergence", "tv", "--min-ratio", 0.2)
-    assert run(*command, *sampling, *own)[0] == 0
-    with (tmp_path / "report.csv").open(newline="") as file:
-        plain, exact, fuzzy = csv.DictReader(file)
-    assert [line["rule"] for line in (plain, exact, fuzzy)] == ["plain", "exact", "fsd"]
-    assert (plain["threshold"], exact["threshold"]) == ("", "")
-    told = [fuzzy[name] for name in ("threshold", "divergence", "min_ratio", "top_p", "seed")]
-    assert told == ["0.3", "tv", "0.2", "0.9", "7"]
-    assert "temperature 0.5, top-p 0.9, seed 7" in (tmp_path / "report.md").read_text()
-
-
-def test_another_target_of_the_same_name_is_told_apart(tmp_path: Path, run: Command) -> None:
-    """The folder's weights are changed under the answers' feet."""
-    pair = Path(eagle_fsd.__file__).parent / "model" / "bundled"
-    target = tmp_path / "target"
-    shutil.copytree(pair / "target", target)
-    command = (*COMMAND, "--target", target, "--head", pair / "head", "--out", tmp_path / "out")
-    assert run(*command, "-m", "exact")[0] == 0
-    weights = load_file(target / "model.safetensors")
-    name = next(name for name in weights if name.endswith("13.mlp.down_proj.weight"))
-    weights[name] = weights[name] * 1.01
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
-    status, _, errors = run(*command, "-m", "exact")
-    assert status == 1
-    assert "fingerprint of the target was" in errors
-    assert "fingerprint of the head" not in errors
-
-
-def test_a_long_prompt_does_not_cut_its_neighbours_short(model: EagleFSD, tmp_path: Path) -> None:
-    """It gets what the context leaves it, the others what they would get alone."""
-    long = "pens " * ((model.target.context - 40) // 2)  # two tokens each
-    questions = [Question(0, "c", ("Hello!",)), Question(1, "c", (long,))]
-    questions += [Question(2, "c", ("What can you do?",))]
-    wording = chat_format(model.tokenizer)
-    decoding = Decoding(max_new_tokens=64, batch=3)
-    session = Session(tmp_path, {})
-    for method in (EXACT, PLAIN, HF):
-        answerer = Answerer(model, wording, [method], [], decoding, session)
-        answers = answerer.answer(list(enumerate(questions)), method)
-        counts = [record["choices"][0]["new_tokens"][0] for record in answers]
-        for at in (0, 2):
-            (alone,) = answerer.answer([(at, questions[at])], method)
-            assert alone["choices"][0]["turns"] == answers[at]["choices"][0]["turns"]
-        prompt = encode_prompt([{"role": "user", "content": long}], model.tokenizer, wording)[0]
-        assert 0 < model.target.context - len(prompt) < 64
-        assert 0 < counts[1] <= model.target.context - len(prompt)
-
-
-def test_hugging_face_decodes_from_the_law_that_everybody_does(model: EagleFSD) -> None:
-    """Not from what the target's generation configuration adds, and within the context."""
-    chat = [{"role": "user", "content": "Hello!"}]
-    ids = encode_prompt(chat, model.tokenizer, chat_format(model.tokenizer))
-    before = model.model.generation_config
-    changed = copy.deepcopy(before)
-    changed.update(repetition_penalty=5.0, no_repeat_ngram_size=2, do_sample=True, temperature=9.0)
-    model.model.generation_config = changed
-    try:
-        found = [
-            decode(model, method, ids, torch.ones_like(ids), model.end_tokens, 40).tokens[0]
-            for method in (HF, PLAIN)
-        ]
-        assert model.model.generation_config is changed
-    finally:
-        model.model.generation_config = before
-    assert found[0].tolist() == found[1].tolist()
-
-
-@pytest.mark.parametrize("method", [EXACT, PLAIN, HF])
-def test_a_templates_stop_string_ends_decoding(
+@pytest.mark.parametrize("method", [EXACT, PLAIN, HF], ids=lambda method: method.name)
+def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     method: Method, model: EagleFSD, tmp_path: Path
 ) -> None:
-    """Not just the text: what comes after it is neither decoded, nor counted, nor timed."""
-    wording = chat_format(model.tokenizer)
-    question = Question(0, "c", ("Hello!",))
-    decoding, session = Decoding(max_new_tokens=64), Session(tmp_path, {})
-    whole = Answerer(model, wording, [method], [], decoding, session)
-    (record,) = whole.answer([(0, question)], method)
-    said, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
-    stop = said.split()[2]
-    stopping = Stopping(wording, (stop,))
-    cut = Answerer(model, stopping, [method], [], decoding, session)
-    (record,) = cut.answer([(0, question)], method)
+    """It gets the room that the context leaves, the others what they would get alone."""
+    context = model.target.context_length
+    long = "pens " * ((context - 40) // 2)  # two tokens each
+    template = load_chat_template(model.tokenizer)
+    prompt = encode_prompt([{"role": "user", "content": long}], model.tokenizer, template)[0]
+    room = context - len(prompt)
+    limit = room + 8
+    assert 0 < room < 64
+    texts = ("Hello!", long, "What can you do?")
+    questions = [(index, Question(index, "c", (text,))) for index, text in enumerate(texts)]
+    asked = answerer(model, template, tmp_path, max_new_tokens=limit, batch=3)
+    answers = [record["choices"][0] for record in asked.answer(questions, method)]
+    assert 0 < answers[1]["new_tokens"][0] <= room
+    for index in (0, 2):
+        (single,) = asked.answer([questions[index]], method)
+        assert single["choices"][0]["turns"] == answers[index]["turns"]
+
+
+@pytest.mark.parametrize("method", [EXACT, PLAIN, HF], ids=lambda method: method.name)
+def test_a_stop_string_ends_decoding(method: Method, model: EagleFSD, tmp_path: Path) -> None:
+    """What follows it is neither decoded nor counted."""
+    template = load_chat_template(model.tokenizer)
+    question = (0, Question(0, "c", ("Hello!",)))
+    (record,) = answerer(model, template, tmp_path, max_new_tokens=32).answer([question], method)
+    text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
+    stop = text.split()[2]
+    stopping = StoppingTemplate(template, (stop,))
+    (record,) = answerer(model, stopping, tmp_path, max_new_tokens=32).answer([question], method)
     choice = record["choices"][0]
-    assert choice["turns"][0] == said[: said.index(stop)].strip()
+    assert choice["turns"][0] == text[: text.index(stop)].strip()
     assert 0 < choice["new_tokens"][0] < count
     if choice["origins"][0]:
         assert len(choice["origins"][0]) == choice["new_tokens"][0]
 
 
 @dataclass
-class Stopping:
-    """A format of chats whose answers end at stop strings."""
+class StoppingTemplate:
+    """A chat template with stop strings."""
 
-    inner: ChatFormat
+    inner: ChatTemplate
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...] = ()
 
@@ -411,71 +444,24 @@ class Stopping:
         return getattr(self.inner, name)
 
 
-@pytest.mark.parametrize("own", [("--fallback", "stop"), ("--selection", "target")])
-def test_what_fsd_is_set_to_changes_nothing_that_it_is_compared_with(
-    own: tuple[str, str], tmp_path: Path, run: Command
-) -> None:
-    """Neither exact decoding nor the literature's rules."""
-    command = ("evaluate", "--count", 2, "--max-new-tokens", 24, "-m", "exact", "rules", "--json")
-    found = []
-    for name, options in (("as it is", ()), ("set", own)):
-        status, printed, _ = run(*command, *options, "--out", tmp_path / name)
-        assert status == 0
-        found.append([(row["method"], row["tau"]) for row in json.loads(printed)["rows"]])
-    assert found[0] == found[1]
-    assert found[0][0][1] > 2
-
-
-def test_answers_that_were_cut_off_are_told(tmp_path: Path, run: Command) -> None:
-    command = ("evaluate", "--count", 2, "-m", "exact", "--json")
-    for tokens, cut in ((4, 2), (256, 0)):
-        out = tmp_path / str(tokens)
-        printed = run(*command, "--max-new-tokens", tokens, "--out", out)[1]
-        assert json.loads(printed)["rows"][0]["cut_off"] == cut
-        told = "Answers that had not ended by 4 tokens" in (out / "report.md").read_text()
-        assert told == bool(cut)
-
-
-def test_a_threshold_of_nothing_is_said_to_be_exact(tmp_path: Path, run: Command) -> None:
-    command = ("evaluate", "--count", 1, "--max-new-tokens", 8, "-m", "exact", "fsd")
-    assert run(*command, "--threshold", 0, "--out", tmp_path)[0] == 0
-    text = (tmp_path / "report.md").read_text()
-    assert "fsd: no threshold is set, so it is exact decoding" in text
-    assert run(*command, "--threshold", 0.25, "--out", tmp_path / "other")[0] == 0
-    assert "fsd: divergence js, threshold 0.25, " in (tmp_path / "other/report.md").read_text()
-
-
-def test_thresholds_that_look_alike_have_names_of_their_own() -> None:
-    close = [0.1, 0.1000001, 1e-7, 2.0]
-    names = [fsd(threshold).name for threshold in close]
-    assert names == ["T=0.1", "T=0.1000001", "T=1e-07", "T=2"]
-    groups = fsd_groups([0.1], [0.1, 0.1000001], ["js"])
-    assert len(groups) == 2
-
-
-def test_sets_are_found_in_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path))
-    file = tmp_path / "mt_bench_question.jsonl"
-    line = '{"question_id": %d, "category": "w", "turns": ["a", "b"]}\n'
-    file.write_text(line % 81 + line % 82)
-    assert len(find_questions("mt-bench", 1)) == 1
-
-
-@pytest.mark.parametrize("fault", ["unreachable", "changed"])
-def test_a_download_is_whole_and_right_or_not_at_all(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message says where to put the file instead."""
-    from eagle_fsd.evaluation.questions import sets
-
-    source = tmp_path / "source.jsonl"
-    if fault == "changed":
-        source.write_text('{"question_id": 1, "turns": ["not what it was"]}\n')
-    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path / "data"))
-    changed = sets.QuestionSet("set.jsonl", source.as_uri(), "0" * 64)
-    monkeypatch.setitem(sets.SETS, "gsm8k", changed)
-    words = "cannot be fetched" if fault == "unreachable" else "not the file it was"
-    with pytest.raises(QuestionSetError, match=words) as error:
-        find_questions("gsm8k")
-    assert str(tmp_path / "data" / "set.jsonl") in str(error.value)
-    assert not list((tmp_path / "data").iterdir())
+def test_the_targets_generation_config_does_not_change_hugging_face(model: EagleFSD) -> None:
+    """A repetition penalty, say, would make it decode from another distribution than the rest."""
+    chat = [{"role": "user", "content": "Hello!"}]
+    ids = encode_prompt(chat, model.tokenizer, load_chat_template(model.tokenizer))
+    before = model.model.generation_config
+    changed = copy.deepcopy(before)
+    changed.update(repetition_penalty=5.0, no_repeat_ngram_size=2, do_sample=True, temperature=9.0)
+    model.model.generation_config = changed
+    try:
+        found = [
+            decode(
+                *(model, method, ids, torch.ones_like(ids), SamplingConfig()),
+                max_new_tokens=24,
+                eos_token_ids=model.eos_token_ids,
+            )
+            for method in (HF, PLAIN)
+        ]
+        assert model.model.generation_config is changed
+    finally:
+        model.model.generation_config = before
+    assert found[0].tokens[0].tolist() == found[1].tokens[0].tolist()

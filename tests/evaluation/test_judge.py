@@ -1,4 +1,4 @@
-"""Judging answers by a language model; its place is taken by a server on this machine."""
+"""Judging answers; a local server takes the place of the judge."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import (
+from stub_judge import (
     COUNT,
     QUESTIONS,
-    WAIT,
+    TIMEOUT,
     StubJudge,
-    asking,
     rate,
     read_lines,
+    read_without_times,
     records_of,
-    timeless,
+    request_threads,
     write_lines,
 )
 
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
 from eagle_fsd.evaluation.judge.client import JudgeEndpoint
-from eagle_fsd.evaluation.judge.judging import Judgment, judge_answers, judgment_file
+from eagle_fsd.evaluation.judge.grading import Judgment, judge_answers, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.questions.question import Question
@@ -34,16 +34,16 @@ from eagle_fsd.evaluation.questions.question import Question
 pytestmark = pytest.mark.usefixtures("judge_data")
 
 
-def test_what_is_asked_and_what_is_written(
+def test_requests_and_judgment_file(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    begun, seen = time.time(), []
+    start, seen = time.time(), []
     endpoint = stub.endpoint(api_key="secret")
     found = judge_answers(
         endpoint, QUESTIONS, records, tmp_path, 1, lambda *numbers: seen.append(numbers)
     )
     assert seen == [(done, COUNT) for done in range(1, COUNT + 1)]
-    body = stub.asked[1]
+    body = stub.requests[1]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("a/b", 0, 2048)
     assert body["messages"] == [
         {"role": "system", "content": "Both."},
@@ -53,13 +53,13 @@ def test_what_is_asked_and_what_is_written(
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
     assert path == judgment_file(tmp_path, "a/b")
     lines = read_lines(path)
-    assert lines == [judgment.as_line() for judgment in found]
+    assert lines == [judgment.as_record() for judgment in found]
     order = [(81, 1), (81, 2), (101, 1), (101, 2), (102, 1), (102, 2), (9, 1)]
     assert [(line["model"], line["question_id"], line["turn"]) for line in lines] == [
         (model, *place) for model in ("plain", "exact", "fsd") for place in order
     ]
     line = lines[9]
-    assert begun <= line.pop("tstamp") <= time.time()
+    assert start <= line.pop("tstamp") <= time.time()
     prompt = "Q add R right {1} A exact add"
     assert line == {
         "question_id": 101,
@@ -75,7 +75,7 @@ def test_what_is_asked_and_what_is_written(
 
 
 @pytest.mark.parametrize(("variable", "key"), [(None, "none"), ("theirs", "theirs")])
-def test_the_key_is_the_environments_or_none_at_all(
+def test_the_api_key_comes_from_the_environment(
     variable: str | None, key: str, stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable:
@@ -84,8 +84,9 @@ def test_the_key_is_the_environments_or_none_at_all(
     assert stub.keys == [f"Bearer {key}"]
 
 
-def test_empty_missing_and_third_turns(stub: StubJudge, tmp_path: Path) -> None:
-    """An empty answer is judged; a question without an answer, or a third turn, is not."""
+def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
+    stub: StubJudge, tmp_path: Path
+) -> None:
     questions = [Question(1, "w", ("a", "b", "c")), Question("2", "w", ("d",))]
     answer = {"question_id": 1, "answer_id": "x", "choices": [{"turns": ["", "yes", "no"]}]}
     found = judge_answers(stub.endpoint(), questions, {"exact": [answer]}, tmp_path)
@@ -93,57 +94,59 @@ def test_empty_missing_and_third_turns(stub: StubJudge, tmp_path: Path) -> None:
     assert [item.user_prompt for item in found] == ["Q a A ", "Q a A  Q b A yes"]
 
 
-def test_a_reply_without_words_has_no_rating(
+def test_a_reply_without_content_has_no_rating(
     stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = stub.completion("")
     silent["choices"][0]["message"]["content"] = None
-    stub.before = lambda prompt: (200, silent)
+    stub.intercept = lambda prompt: (200, silent)
     (found,) = judge_answers(
         stub.endpoint(), QUESTIONS[3:], {"exact": records_of("exact")}, tmp_path
     )
     assert (found.judgment, found.score) == ("", -1)
 
 
-def test_requests_overlap_and_nothing_depends_on_it(
+def test_concurrent_requests_give_the_same_judgments(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """None of the first four is answered before all four are there."""
+    """None of the first four requests is answered before all four have arrived."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "one", parallel=1)
-    assert stub.answered == [body["messages"][1]["content"] for body in stub.asked]
-    barrier, count = threading.Barrier(4), len(stub.asked)
+    assert stub.answered == [body["messages"][1]["content"] for body in stub.requests]
+    barrier, count = threading.Barrier(4), len(stub.requests)
 
     def wait(prompt: str) -> None:
-        if len(stub.asked) <= count + 4 and not barrier.broken:
-            barrier.wait(WAIT)
+        if len(stub.requests) <= count + 4 and not barrier.broken:
+            barrier.wait(TIMEOUT)
 
-    stub.before = wait
+    stub.intercept = wait
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "four", parallel=4)
     assert not barrier.broken
-    assert len(stub.asked) == 2 * COUNT
-    one, four = (timeless(judgment_file(tmp_path / name, "a/b")) for name in ("one", "four"))
+    assert len(stub.requests) == 2 * COUNT
+    one, four = (
+        read_without_times(judgment_file(tmp_path / name, "a/b")) for name in ("one", "four")
+    )
     assert one == four
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
-def test_a_run_goes_on_after_the_endpoint_failed(
+def test_judging_resumes_after_a_failure(
     parallel: int, stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """Nothing is judged twice, and the file ends as an undisturbed run's."""
+    """No answer is judged twice, and the file equals that of an uninterrupted run."""
     out = tmp_path / "out"
-    stub.before = lambda prompt: (
-        (500, {"error": {"message": "out of\nmemory"}}) if len(stub.asked) > 9 else None
+    stub.intercept = lambda prompt: (
+        (500, {"error": {"message": "out of\nmemory"}}) if len(stub.requests) > 9 else None
     )
     with pytest.raises(JudgeError) as error:
         judge_answers(stub.endpoint(), QUESTIONS, records, out, parallel)
     assert str(error.value) == (
-        f"the judge a/b at {stub.url} failed (500, out of memory); the answers and the judgments so"
-        " far are kept, and the same command goes on from there"
+        f"the judge a/b at {stub.url} failed (500, out of memory); answers and judgments so far are"
+        " saved: run the same command again to resume"
     )
     assert len(stub.answered) >= 9 - parallel
     assert len(read_lines(judgment_file(out, "a/b"))) == len(stub.answered)
-    assert len(stub.asked) < 9 + 2 * parallel
-    stub.before = lambda prompt: None
+    assert len(stub.requests) < 9 + 2 * parallel
+    stub.intercept = lambda prompt: None
     seen: list[tuple[int, int]] = []
     kept = len(stub.answered)
     judge_answers(
@@ -151,16 +154,16 @@ def test_a_run_goes_on_after_the_endpoint_failed(
     )
     assert seen[0] == (kept + 1, COUNT)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "undisturbed")
-    assert timeless(judgment_file(out, "a/b")) == timeless(
-        judgment_file(tmp_path / "undisturbed", "a/b")
+    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "uninterrupted")
+    assert read_without_times(judgment_file(out, "a/b")) == read_without_times(
+        judgment_file(tmp_path / "uninterrupted", "a/b")
     )
 
 
-def test_a_finished_file_is_not_asked_for_again(
+def test_a_finished_file_needs_no_requests(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """Not even the endpoint need be there."""
+    """The endpoint may be down."""
     first = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     before = judgment_file(tmp_path, "a/b").read_bytes()
     gone = JudgeEndpoint("http://127.0.0.1:1/v1", "a/b", retries=0)
@@ -169,19 +172,21 @@ def test_a_finished_file_is_not_asked_for_again(
     assert [path.name for path in (tmp_path / "model_judgment").iterdir()] == ["a_b_single.jsonl"]
 
 
-def test_what_was_under_way_when_one_failed_is_kept(stub: StubJudge, tmp_path: Path) -> None:
-    refused = threading.Event()
+def test_requests_in_progress_at_a_failure_are_saved(stub: StubJudge, tmp_path: Path) -> None:
+    failed = threading.Event()
 
     def answer(prompt: str) -> tuple[int, Any] | None:
         if prompt == "Q first A x":
-            refused.set()
+            while len(stub.requests) < 2:
+                time.sleep(0.01)
+            failed.set()
             return 400, {"error": {"message": "no"}}
-        refused.wait(WAIT)
-        while len(asking()) > 1:  # Until the refusal has been heard.
+        failed.wait(TIMEOUT)
+        while len(request_threads()) > 1:  # until the failure has been received
             time.sleep(0.01)
         return None
 
-    stub.before = answer
+    stub.intercept = answer
     questions = [Question(at, "w", (text,)) for at, text in enumerate(["first", "second", "third"])]
     answers = [
         {"question_id": at, "answer_id": str(at), "choices": [{"turns": ["x"]}]} for at in range(3)
@@ -189,32 +194,32 @@ def test_what_was_under_way_when_one_failed_is_kept(stub: StubJudge, tmp_path: P
     with pytest.raises(JudgeError, match="400, no"):
         judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path, parallel=2)
     assert [line["question_id"] for line in read_lines(judgment_file(tmp_path, "a/b"))] == [1]
-    assert len(stub.asked) == 2
+    assert len(stub.requests) == 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
-def test_a_half_written_line_is_judged_again(
+def test_a_partial_line_is_judged_again(
     cut: int, stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     path = judgment_file(tmp_path, "a/b")
-    whole, expected = path.read_bytes(), timeless(path)
+    whole, expected = path.read_bytes(), read_without_times(path)
     path.write_bytes(whole[:-cut])
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     assert stub.answered[COUNT:] == ["Q greet A fsd greet"]
-    assert timeless(path) == expected
-    assert path.read_bytes().split(b"\n")[:-2] == whole.split(b"\n")[:-2]  # to the time stamp
+    assert read_without_times(path) == expected
+    assert path.read_bytes().split(b"\n")[:-2] == whole.split(b"\n")[:-2]
 
 
-def test_a_half_written_line_is_cut_off_before_the_next(
+def test_a_partial_line_is_removed_before_the_next_is_written(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """Not only where the run that goes on reaches the end."""
+    """Also where the resumed run fails."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     path = judgment_file(tmp_path, "a/b")
     whole = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(whole[:5]) + b"\n" + whole[5][:30])
-    stub.before = lambda prompt: (400, {}) if len(stub.asked) > COUNT + 1 else None
+    stub.intercept = lambda prompt: (400, {}) if len(stub.requests) > COUNT + 1 else None
     with pytest.raises(JudgeError):
         judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel=1)
     lines = path.read_bytes().split(b"\n")
@@ -222,10 +227,10 @@ def test_a_half_written_line_is_cut_off_before_the_next(
     assert [json.loads(line)["question_id"] for line in lines[5:-1]] == [102]
 
 
-def test_a_new_answer_is_judged_anew(
+def test_changed_answers_and_prompts_are_judged_again(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """Though it says the same; so is one that would be judged in other words."""
+    """Also a new answer with the same text."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     records["exact"][0]["answer_id"] = "another"
     changed = [*QUESTIONS[:3], Question(9, "writing", ("hello",))]
@@ -238,11 +243,11 @@ def test_a_new_answer_is_judged_anew(
         "Q hello A fsd greet",
     ]
     lines = read_lines(judgment_file(tmp_path, "a/b"))
-    assert lines == [item.as_line() for item in found]
+    assert lines == [item.as_record() for item in found]
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
 
 
-def test_methods_not_judged_now_stay_in_the_file(
+def test_judgments_of_other_methods_are_kept(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     judge_answers(stub.endpoint(), QUESTIONS, {"fsd": records.pop("fsd")}, tmp_path)
@@ -250,11 +255,11 @@ def test_methods_not_judged_now_stay_in_the_file(
     found = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     assert {item.model for item in found} == {"plain", "exact"}
     assert read_lines(judgment_file(tmp_path, "a/b"))[14:] == before
-    assert len(stub.asked) == COUNT
+    assert len(stub.requests) == COUNT
 
 
-def test_odd_characters_survive(stub: StubJudge, tmp_path: Path) -> None:
-    """Line separators that are not line ends, in answers read back and in judgments."""
+def test_unusual_characters_are_preserved(stub: StubJudge, tmp_path: Path) -> None:
+    """Unicode line separators, in answers read from a file and in judgments."""
     odd = "a\u2028b\x85c\r\nd\U0001f600"
     choice = {name: [odd] for name in CHOICE_LISTS}
     record = {"question_id": 9, "answer_id": "x", "session": "s", "choices": [choice]}
@@ -264,16 +269,16 @@ def test_odd_characters_survive(stub: StubJudge, tmp_path: Path) -> None:
     for _ in range(2):
         (found,) = judge_answers(stub.endpoint(), QUESTIONS[3:], answers, tmp_path)
     assert found.user_prompt == f"Q greet A {odd}"
-    assert len(stub.asked) == 1
+    assert len(stub.requests) == 1
 
 
-def test_fastchat_reads_the_file(
+def test_fastchat_reads_the_judgment_file(
     stub: StubJudge,
     records: dict[str, list[Record]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its means are those of the scores by hand; a judgment without a rating does not count."""
+    """Judgments without a rating do not count."""
     from fastchat.llm_judge.show_result import display_result_single
 
     scores = {
@@ -289,7 +294,7 @@ def test_fastchat_reads_the_file(
         reply["choices"][0]["message"]["content"] = scores.get(prompt, "Rating: [[5]]")
         return 200, reply
 
-    stub.before = judge
+    stub.intercept = judge
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     path = judgment_file(tmp_path, "a/b")
     display_result_single(
@@ -303,7 +308,7 @@ def test_fastchat_reads_the_file(
         rows = re.findall(r"^(plain|exact|fsd)\s.*?([\d.]+)$", text, re.MULTILINE)
         tables[title] = {name: float(score) for name, score in rows}
     assert tables == {
-        # (8 + 6.5 + 3) / 3, (9 + 5 + 5 + 5) / 4, then with three fives of the second turn
+        # (8 + 6.5 + 3) / 3 and (9 + 5 + 5 + 5) / 4; the average has three more fives.
         "First turn": {"fsd": 6.0, "exact": 5.833333, "plain": 5.0},
         "Second turn": {"plain": 5.0, "exact": 5.0, "fsd": 5.0},
         "Average": {"fsd": 5.571429, "exact": 5.416667, "plain": 5.0},
@@ -314,7 +319,7 @@ def _judgment(model: str, question: int, turn: int, score: float, category: str 
     return Judgment(question, category, model, "a", turn, "m", "single-v1", "?", "!", score, 0.0)
 
 
-def test_scores_by_hand() -> None:
+def test_judge_summary() -> None:
     judgments = [
         _judgment("exact", 1, 1, 8),
         _judgment("exact", 1, 2, 6),
@@ -328,7 +333,7 @@ def test_scores_by_hand() -> None:
     assert found == json.loads(json.dumps(found, allow_nan=False))
     assert list(found) == ["exact", "fsd", "mute"]
     exact, fuzzy, mute = found.values()
-    # Both turns are of one question: a sample of one.
+    # Both turns belong to one question, so there is no interval.
     assert exact["score"] == 7
     assert exact["score_interval"] is None
     assert (exact["rated"], exact["unrated"]) == (2, 1)
@@ -346,8 +351,8 @@ def test_scores_by_hand() -> None:
     }
     assert "against_exact" not in exact
     assert fuzzy["score"] == pytest.approx(15.5 / 3)
-    # Question 1 is off by 7 + 6 - 2 * 15.5 / 3 in sum, question 2 by as much the other way; each
-    # counts 2 / 3, and Student's t at 1 degree is 12.706.
+    # The deviations of question 1 sum to 7 + 6 - 2 * 15.5 / 3, that of question 2 is the opposite;
+    # the influence of each is 2 / 3 of it. Student's t with 1 degree of freedom is 12.706.
     half = 12.7062047 * (13 - 31 / 3) * 2 / 3
     assert fuzzy["score_interval"] == pytest.approx([15.5 / 3 - half, 15.5 / 3 + half])
     assert {turn: part["score"] for turn, part in fuzzy["by_turn"].items()} == {"1": 4.75, "2": 6}
@@ -355,7 +360,7 @@ def test_scores_by_hand() -> None:
         "w": 6.5,
         "math": 2.5,
     }
-    # -1 and 0, of one question; question 2 has no rating under exact.
+    # The changes are -1 and 0, of one question; question 2 has no rating under exact.
     assert fuzzy["against_exact"]["score_change"] == -0.5
     assert fuzzy["against_exact"]["score_change_interval"] is None
     assert fuzzy["against_exact"]["turns"] == 2
@@ -367,25 +372,27 @@ def test_scores_by_hand() -> None:
     assert "against_exact" not in judge_summary(judgments[3:])["fsd"]
 
 
-def test_the_command_has_its_answers_judged(stub: StubJudge, tmp_path: Path, run: Any) -> None:
-    """Answers are kept where the judge fails; the same command judges them, and none twice."""
+def test_evaluate_command_resumes_after_a_judge_failure(
+    stub: StubJudge, tmp_path: Path, run: Any
+) -> None:
+    """Answers are saved if the judge fails; the same command judges each of them once."""
     file, out = tmp_path / "questions.jsonl", tmp_path / "out"
     lines = [{"question_id": 81, "category": "writing", "turns": ["Hello!", "Thank you!"]}]
     lines.append({"question_id": 101, "category": "math", "turns": ["Hello!", "What can you do?"]})
     write_lines(file, lines)
     command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "fsd", "--max-new-tokens", 16]
     command += ["--judge-base-url", stub.url, "--judge-model", "a/b"]
-    stub.before = lambda prompt: (404, {"error": {"message": "no model of that name"}})
+    stub.intercept = lambda prompt: (404, {"error": {"message": "model not found"}})
     status, printed, errors = run(*command)
     assert status == 1
-    assert "tokens/s" in printed  # what is known without a judge
+    assert "tokens/s" in printed  # results that need no judge
     failure = errors.splitlines()[-1]
     assert "the judge a/b" in failure
-    assert "no model of that name" in failure
+    assert "model not found" in failure
     answers = (out / "exact.jsonl").read_text()
     assert len(answers.splitlines()) == 2
     assert json.loads((out / "report.json").read_text())["rows"][0]["tau"] > 1
-    stub.before = lambda prompt: None
+    stub.intercept = lambda prompt: None
     status, printed, _ = run(*command, "--json")
     assert status == 0
     report = json.loads(printed)
@@ -400,5 +407,5 @@ def test_the_command_has_its_answers_judged(stub: StubJudge, tmp_path: Path, run
     assert (out / "exact.jsonl").read_text() == answers
     status, printed, _ = run(*command)
     assert status == 0
-    assert "judge against exact" in printed
+    assert "judge vs exact" in printed
     assert len(stub.answered) == 8

@@ -1,17 +1,17 @@
-"""What a judge is asked, and what it says."""
+"""Prompts for a judge, and ratings in its replies."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from judging import (
+from published import published
+from stub_judge import (
     PROMPTS,
     QUESTIONS,
 )
-from published import published
 
-from eagle_fsd.evaluation.judge.prompts import JudgeError, JudgePrompts, rating
+from eagle_fsd.evaluation.judge.prompts import JudgeError, JudgePrompts, parse_rating
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import SETS, QuestionSetError
@@ -19,12 +19,12 @@ from eagle_fsd.evaluation.questions.sets import SETS, QuestionSetError
 pytestmark = pytest.mark.usefixtures("judge_data")
 
 
-def test_prompts_go_by_category_and_turn() -> None:
-    """Without a reference for the question, as 102 is, the judge goes without."""
-    prompts = JudgePrompts.find(QUESTIONS)
-    said = ["one {x}", "two"]
-    filled = [prompts.fill(question, said, 1) for question in QUESTIONS]
-    filled += [prompts.fill(question, said, 2) for question in QUESTIONS[:3]]
+def test_prompts_depend_on_category_and_turn() -> None:
+    """Question 102 has no reference answer, so its prompt has none."""
+    prompts = JudgePrompts.load(QUESTIONS)
+    answers = ["one {x}", "two"]
+    filled = [prompts.fill(question, answers, 1) for question in QUESTIONS]
+    filled += [prompts.fill(question, answers, 2) for question in QUESTIONS[:3]]
     assert [(prompt.name, prompt.system, prompt.user) for prompt in filled] == [
         ("single-v1", "Judge.", "Q write A one {x}"),
         ("single-math-v1", "Judge.", "Q add R right {1} A one {x}"),
@@ -41,58 +41,62 @@ def test_prompts_go_by_category_and_turn() -> None:
 
 
 @pytest.mark.parametrize("category", ["math", "reasoning", "coding", "arena-hard-200", "stem"])
-def test_what_is_judged_beside_a_reference(category: str) -> None:
+def test_categories_with_a_reference(category: str) -> None:
     question = Question(101, category, ("add",))
     expected = "single-v1" if category == "stem" else "single-math-v1"
-    assert JudgePrompts.find([question]).fill(question, ["2"], 1).name == expected
+    assert JudgePrompts.load([question]).fill(question, ["2"], 1).name == expected
 
 
-def test_references_are_looked_for_only_where_they_are_needed(judge_data: Path) -> None:
+def test_references_are_loaded_only_if_needed(judge_data: Path) -> None:
     (judge_data / "mt_bench_reference_gpt4.jsonl").unlink()
-    assert JudgePrompts.find([QUESTIONS[0]]).references == {}
+    assert JudgePrompts.load([QUESTIONS[0]]).references == {}
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "words"),
+    ("file", "line", "message"),
     [
-        ("judge_prompts.jsonl", "{", "judge_prompts.jsonl, line 1: no JSON object with 'name'"),
-        ("judge_prompts.jsonl", '{"name": "x"}', "judge_prompts.jsonl has no prompt single-v1,"),
-        ("mt_bench_reference_gpt4.jsonl", '{"question_id": 1}', "no answer of FastChat's"),
+        ("judge_prompts.jsonl", "{", "judge_prompts.jsonl, line 1: not a JSON object with 'name'"),
+        (
+            "judge_prompts.jsonl",
+            '{"name": "x"}',
+            "prompt single-v1 of judge_prompts.jsonl",
+        ),
+        ("mt_bench_reference_gpt4.jsonl", '{"question_id": 1}', "not a FastChat answer"),
     ],
 )
-def test_malformed_files_are_named(file: str, line: str, words: str, judge_data: Path) -> None:
+def test_invalid_files_are_named(file: str, line: str, message: str, judge_data: Path) -> None:
     (judge_data / file).write_text(line + "\n")
-    with pytest.raises(JudgeError, match=words):
-        JudgePrompts.find(QUESTIONS).fill(QUESTIONS[0], ["x"], 1)
+    with pytest.raises(JudgeError, match=message):
+        JudgePrompts.load(QUESTIONS).fill(QUESTIONS[0], ["x"], 1)
 
 
-def test_prompts_are_no_question_sets() -> None:
+def test_prompts_are_not_question_sets() -> None:
     assert not {"judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl"} & {
         source.file for source in SETS.values()
     }
 
 
-def test_prompts_that_cannot_be_had(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_reported(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_fsd.evaluation.judge import prompts as judge_prompts
     from eagle_fsd.evaluation.questions import sets
 
     (judge_data / "judge_prompts.jsonl").unlink()
-    nowhere = sets.QuestionSet("judge_prompts.jsonl", (judge_data / "nowhere").as_uri(), "0" * 64)
+    nowhere = sets.PublishedFile("judge_prompts.jsonl", (judge_data / "nowhere").as_uri(), "0" * 64)
     monkeypatch.setattr(judge_prompts, "JUDGE_PROMPTS", nowhere)
     with pytest.raises(QuestionSetError, match=r"put it at .*judge_prompts\.jsonl"):
-        JudgePrompts.find(QUESTIONS)
+        JudgePrompts.load(QUESTIONS)
 
 
-def test_fastchats_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of MT-bench: which wording, and what was put where."""
+def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The templates and the positions of their fields, for all of MT-bench."""
     names = ("judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl", "mt_bench_question.jsonl")
     *_, file = map(published, names)
     monkeypatch.setenv("EAGLE_FSD_DATA", str(file.parent))
     questions = read_questions(file)
-    prompts = JudgePrompts.find(questions)
-    said = ["<answer 1>", "<answer 2>"]
+    prompts = JudgePrompts.load(questions)
+    answers = ["<answer 1>", "<answer 2>"]
     filled = {
-        (q.question_id, turn): prompts.fill(q, said, turn) for q in questions for turn in (1, 2)
+        (q.question_id, turn): prompts.fill(q, answers, turn) for q in questions for turn in (1, 2)
     }
     found = [prompt.name for prompt in filled.values()]
     assert {name: found.count(name) for name in PROMPTS} == {
@@ -120,8 +124,8 @@ def test_fastchats_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         "### Assistant A:\n<answer 1>",
         "### Assistant A:\n<answer 2>",
     ]
-    places = [second.user.index(part) for part in order]
-    assert places == sorted(places)
+    positions = [second.user.index(part) for part in order]
+    assert positions == sorted(positions)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,6 @@ def test_fastchats_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", -1),
     ],
 )
-def test_ratings(judgment: str, score: float) -> None:
-    assert rating(judgment) == score
-    assert isinstance(rating(judgment), type(score))
+def test_parse_rating(judgment: str, score: float) -> None:
+    assert parse_rating(judgment) == score
+    assert isinstance(parse_rating(judgment), type(score))

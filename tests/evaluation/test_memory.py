@@ -1,4 +1,4 @@
-"""The peak of a process' memory."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ import torch
 from eagle_fsd.evaluation import memory
 from eagle_fsd.evaluation.memory import PeakMemory
 
-#: In a process of its own: another's threads and garbage would be counted, too.
-PEAKS = """
+#: Runs in a process of its own, because other threads and garbage would be counted as well.
+MEASURE = """
 import torch
 from eagle_fsd.evaluation.memory import PeakMemory
-watch, peaks = PeakMemory(torch.device("cpu")), []
+peak, values = PeakMemory(torch.device("cpu")), []
 for size in (1, 16 * 2**20, 1):
-    watch.start()
+    peak.start()
     torch.ones(size)
-    peaks.append(watch.read())
-print(*peaks)
+    values.append(peak.read())
+print(*values)
 """
 
 
-def test_peak_memory_is_of_the_time_since_the_start() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True, timeout=300
+def test_the_peak_covers_the_time_since_start() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=300
     )
-    if "None" in told.stdout:
-        pytest.skip("this system does not tell a process its peak memory")
-    before, held, after = map(int, told.stdout.split())
-    assert held - before > 40 * 2**20
-    assert held - after > 40 * 2**20
+    if "None" in done.stdout:
+        pytest.skip("this system does not report a process's peak memory")
+    before, during, after = map(int, done.stdout.split())
+    assert during - before > 40 * 2**20
+    assert during - after > 40 * 2**20
 
 
-def test_a_peak_that_cannot_be_reset_is_not_known(
+def test_a_peak_that_was_not_reset_is_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Some sandboxes take the write and go on as before: a wrong figure is worse than none."""
+    """Some sandboxes accept the write and ignore it: a wrong figure is worse than none."""
     status = tmp_path / "status"
     monkeypatch.setattr(memory, "_STATUS", status)
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
-    watch = PeakMemory(torch.device("cpu"))
-    for told, read in (
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "clear_refs")
+    peak = PeakMemory(torch.device("cpu"))
+    for text, expected in (
         ("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n", None),
         ("VmHWM:\t 1000100 kB\nVmRSS:\t 1000000 kB\n", 1_000_100 * 1024),
         ("VmRSS:\t 1000000 kB\n", None),
     ):
-        status.write_text(told)
-        watch.start()
-        assert watch.read() == read
+        status.write_text(text)
+        peak.start()
+        assert peak.read() == expected
     status.unlink()
-    watch.start()
-    assert watch.read() is None
+    peak.start()
+    assert peak.read() is None

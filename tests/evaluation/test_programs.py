@@ -1,20 +1,42 @@
-"""The code in answers is found, completed, run once, and only when that is allowed."""
+"""Extraction of code from answers, and its execution.
+
+Most programs of this file are trusted, so they run in this process, which is faster than the
+sandbox.
+"""
 
 from __future__ import annotations
 
 import ast
+import sys
+import types
 from pathlib import Path
 
 import pytest
 from published import published
 
-from eagle_fsd.evaluation.code_execution.programs import test_program as program_of
-from eagle_fsd.evaluation.code_execution.sandbox import Runs, run_program
+from eagle_fsd.evaluation.code_execution.programs import build_program
+from eagle_fsd.evaluation.code_execution.sandbox import CachedRunner, RunResult
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.scoring import (
-    score,
-)
+from eagle_fsd.evaluation.scoring import score
+
+
+def run_trusted(program: str) -> RunResult:
+    """Run a program in this process."""
+    # The dataclasses module looks up the module of a class.
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    try:
+        exec(compile(program, "<answer>", "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        return RunResult(False, repr(error))
+    finally:
+        del sys.modules["answer"]
+    return RunResult(True)
+
+
+def is_correct(question: Question, answer: str) -> bool | None:
+    return score(question, answer, execute_code=True, run=run_trusted)
+
 
 PROMPT = '''from typing import List
 
@@ -42,49 +64,49 @@ RIGHT_ANSWERS = {
     "body without any indentation": "found = []\nfor value in values:\n"
     "    found.append(2 * value)\nreturn found",
     "body of one line without indentation": "return [2 * value for value in values]",
-    "body and more functions": "return [2 * value for value in values]\n\n\ndef other():\n    pass",
-    "body and what comes to mind next": "    return [2 * v for v in values]\n\n\nThis doubles it.",
-    "body and a fence that nobody opened": "    return [2 * v for v in values]\n```\nDone.",
+    "body and another function": "return [2 * v for v in values]\n\n\ndef other():\n    pass",
+    "body and prose": "    return [2 * v for v in values]\n\n\nThis doubles it.",
+    "body and a fence without a beginning": "    return [2 * v for v in values]\n```\nDone.",
     "body in a block": "```python\n    return [2 * value for value in values]\n```",
     "body in a block, unindented": "```python\nfound = [2 * v for v in values]\nreturn found\n```",
     "block": f"Here:\n```python\n{WHOLE}```\nDone.",
     "python3": f"```python3\n{WHOLE}```",
     "py": f"```py\n{WHOLE}```",
-    "Python with more words": f"```Python title=a.py\n{WHOLE}```",
+    "Python with attributes": f"```Python title=a.py\n{WHOLE}```",
     "tildes": f"Here:\n~~~python\n{WHOLE}~~~\nDone.",
     "four ticks": f"````\n{WHOLE}````",
     "no language": f"```\n{WHOLE}```",
     "block in a list": "1. So:\n   ```python\n"
     "   def twice(values):\n       return [2 * v for v in values]\n   ```",
     "carriage returns": f"```python\n{WHOLE}```".replace("\n", "\r\n"),
-    "cut off": f"```python\n{WHOLE}\n# As in\nprint(twice([1",
-    "several blocks": f"Use it so:\n```python\ntwice([1]) == [2]\n```\n"
+    "truncated": f"```python\n{WHOLE}\n# As in\nprint(twice([1",
+    "several blocks": f"Use it like this:\n```python\ntwice([1]) == [2]\n```\n"
     f"It is\n```python\n{WHOLE}```\nand to try it\n```python\nassert twice([1]) == [3]\n```",
     "a correction": f"```python\n{WRONG}```\nNo, that is wrong:\n```python\n{WHOLE}```",
-    "a helper in a block of its own": "```python\ndef double(value):\n    return 2 * value\n```\n"
+    "a helper in a separate block": "```python\ndef double(value):\n    return 2 * value\n```\n"
     "```python\ndef twice(values):\n    return [double(value) for value in values]\n```",
-    "a helper behind": "```python\ndef twice(values):\n"
+    "a helper after the function": "```python\ndef twice(values):\n"
     "    return [double(value) for value in values]\n\n\n"
     "def double(value):\n    return 2 * value\n```",
     "imports": f"```python\nfrom __future__ import annotations\nimport math\n\n{WHOLE}```",
     "the prompt again": f"```python\n{PROMPT}    return [2 * value for value in values]\n```",
     "a main guard": f"```python\n{WHOLE}\n\n"
     'if __name__ == "__main__":\n    raise SystemExit(input())\n```',
-    "a main guard behind a body": "    return [2 * v for v in values]\n\n"
+    "a main guard after a body": "    return [2 * v for v in values]\n\n"
     'if __name__ == "__main__":\n    import sys\n    sys.exit(0)\n',
-    "trying it out": f"```python\n{WHOLE}\nn = int(input())\nprint(twice(n))\n"
+    "statements that call the function": f"```python\n{WHOLE}\nn = int(input())\nprint(twice(n))\n"
     "assert twice([1]) == 3\n```",
     "prose without fences": f"Here is the function:\n\nimport math\n{WHOLE}\nHope this helps!",
-    "another name for it": "```python\ntwice = lambda values: [2 * value for value in values]\n```",
+    "a lambda": "```python\ntwice = lambda values: [2 * value for value in values]\n```",
     "ticks in the docstring": "```python\ndef twice(values):\n"
     '    """Like ```x```."""\n    return [2 * v for v in values]\n```',
-    "prose behind a line of code": f"import math\nmath it is.\n\n{WHOLE}\nHope this helps (",
-    "cut off in a string": f'{WHOLE}\n\ndef other():\n    """Not',
+    "prose after a line of code": f"import math\nmath it is.\n\n{WHOLE}\nHope this helps (",
+    "truncated in a string": f'{WHOLE}\n\ndef other():\n    """Not',
     "a dataclass": "```python\nfrom __future__ import annotations\nimport dataclasses\n\n\n"
     "@dataclasses.dataclass\nclass Pair:\n    kept: dataclasses.InitVar[int]\n"
     "    value: int = 2\n\n\ndef twice(values):\n"
     "    return [Pair(1).value * v for v in values]\n```",
-    "after thinking": f"<think>```python\n{WRONG}```</think>```python\n{WHOLE}```",
+    "after reasoning": f"<think>```python\n{WRONG}```</think>```python\n{WHOLE}```",
 }
 WRONG_ANSWERS = {
     "nothing": "",
@@ -95,69 +117,75 @@ WRONG_ANSWERS = {
     "a stub": "```python\ndef twice(values):\n    ...\n```",
     "no code": "```python\n```",
     "null character": "```python\n\0\n```",
-    "nested too deep": "```python\n" + "(" * 5000 + "\n```",
+    "nested too deeply": "```python\n" + "(" * 5000 + "\n```",
     "an exit": "```python\nimport sys\nsys.exit(0)\n" + WHOLE + "```",
     "correct, then wrong": f"```python\n{WHOLE}```\n```python\n{WRONG}```",
 }
 
 
 @pytest.mark.parametrize("name", RIGHT_ANSWERS)
-def test_code_is_found_however_it_is_said(name: str) -> None:
-    program = program_of(TWICE, RIGHT_ANSWERS[name])
-    found = run_program(program)
-    assert found.passed, (found.reason, program)
+def test_correct_code_passes_in_every_form(name: str) -> None:
+    program = build_program(TWICE, RIGHT_ANSWERS[name])
+    result = run_trusted(program)
+    assert result.passed, (result.reason, program)
 
 
 @pytest.mark.parametrize("name", WRONG_ANSWERS)
-def test_code_that_is_wrong_is_wrong(name: str) -> None:
-    assert score(TWICE, WRONG_ANSWERS[name], execute_code=True) is False
+def test_wrong_code_fails(name: str) -> None:
+    assert is_correct(TWICE, WRONG_ANSWERS[name]) is False
+
+
+def test_the_sandbox_runs_programs_of_answers() -> None:
+    assert score(TWICE, RIGHT_ANSWERS["a dataclass"], execute_code=True) is True
+    assert score(TWICE, WRONG_ANSWERS["a wrong body"], execute_code=True) is False
+    assert score(TWICE, WRONG_ANSWERS["an exit"], execute_code=True) is False
 
 
 def test_every_canonical_solution_of_human_eval_passes() -> None:
-    """Said as a whole function in a code block, and as the body alone, its ends stripped."""
+    """As a whole function in a code block, and as the body alone without surrounding spaces."""
     questions = read_questions(published("HumanEval.jsonl.gz"))
     assert len(questions) == 164
     for item in questions:
         whole = f"Here it is:\n```python\n{item.extra['prompt']}{item.reference}\n```\nDone."
-        assert score(item, whole, execute_code=True), item.question_id
-    for item in questions:
-        # The same program as of the body as it is, and that is the published one.
-        stripped = program_of(item, item.reference.strip())
+        assert is_correct(item, whole), item.question_id
+        # The program of the stripped body is the published one.
+        stripped = build_program(item, item.reference.strip())
         assert ast.dump(ast.parse(stripped)) == ast.dump(
             ast.parse(
                 f"{item.extra['prompt']}{item.reference}\n{item.answer}\n"
                 f"check({item.extra['entry_point']})"
             )
         ), item.question_id
-    for item in questions[:10]:
+    for item in questions[:3]:
         assert score(item, item.reference, execute_code=True), item.question_id
-        assert not score(item, "```python\n    return None\n```", execute_code=True)
+    for item in questions[:10]:
+        assert not is_correct(item, "```python\n    return None\n```")
 
 
-def test_code_is_run_only_when_that_is_allowed() -> None:
+def test_code_runs_only_with_permission() -> None:
     question = Question("x", "humaneval", ("",), "code", "def check(f): assert f() == 1", extra={
         "prompt": "def one():\n", "entry_point": "one"})  # fmt: skip
     assert score(question, "    return 1") is None
     assert score(question, "    return 1", execute_code=True) is True
     assert score(question, "    return 2", execute_code=True) is False
-    assert "check(one)" in program_of(question, "    return 1")
+    assert "check(one)" in build_program(question, "    return 1")
 
 
-def test_code_that_has_been_run_is_not_run_again(tmp_path: Path) -> None:
-    """Not in this evaluation, and not in one that goes on with its folder."""
-    folder = tmp_path / "runs"
-    runs = Runs(folder / "code.jsonl")
+def test_cached_programs_are_not_run_again(tmp_path: Path) -> None:
+    """Neither by the same runner nor by one that resumes with its file."""
+    path = tmp_path / "runs" / "code.jsonl"
+    runs = CachedRunner(path)
     assert score(TWICE, WHOLE, execute_code=True, run=runs) is True
     assert score(TWICE, WRONG, execute_code=True, run=runs) is False
     assert runs.count == 2
     assert score(TWICE, f"```python\n{WHOLE}```", execute_code=True, run=runs) is True
-    with (folder / "code.jsonl").open("a") as file:
-        file.write('{"program": "cut of')  # by a kill
-    again = Runs(folder / "code.jsonl")
+    with path.open("a") as file:
+        file.write('{"program": "partial')
+    again = CachedRunner(path)
     assert score(TWICE, WHOLE, execute_code=True, run=again) is True
     assert score(TWICE, WRONG, execute_code=True, run=again) is False
     assert again.count == 0
-    assert "AssertionError" in again(program_of(TWICE, WRONG)).reason
+    assert "AssertionError" in again(build_program(TWICE, WRONG)).reason
     assert score(TWICE, "return []", execute_code=True, run=again) is False
     assert again.count == 1
-    assert score(TWICE, "return []", execute_code=True, run=Runs(folder / "code.jsonl")) is False
+    assert score(TWICE, "return []", execute_code=True, run=CachedRunner(path)) is False

@@ -1,4 +1,4 @@
-"""Code that a model wrote may do what an answer needs, and nothing else."""
+"""The sandbox allows what an answer needs and denies everything else."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import pytest
 from eagle_fsd.evaluation.code_execution.sandbox import run_program
 
 
-def test_a_program_that_comes_to_its_end_passes() -> None:
+def test_a_program_without_errors_passes() -> None:
     assert run_program("import math\nassert math.sqrt(4) == 2").passed
-    assert run_program(
-        "open('mine.txt', 'w').write('x')\nprint('said', open('mine.txt').read())"
-    ).passed
+    assert run_program("open('mine.txt', 'w').write('x')\nprint(open('mine.txt').read())").passed
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        # Its home and the place of its temporary files are its own folder.
+        # The home folder and the folder of temporary files are the working folder.
         "import os, pathlib\nassert os.path.samefile(pathlib.Path.home(), os.getcwd())",
         "import os\nassert os.path.samefile(os.path.expanduser('~'), os.getcwd())",
         "import os, tempfile\nassert os.path.samefile(tempfile.gettempdir(), os.getcwd())",
@@ -29,16 +27,16 @@ def test_a_program_that_comes_to_its_end_passes() -> None:
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as d:\n"
         "    os.mkdir(d + '/a')\n    open(d + '/a/b', 'w').write('x')\n"
         "assert not os.path.exists(d)",
-        # It is no main program, and still a module.
+        # It does not run as the main program, but as an importable module.
         "if __name__ == '__main__':\n    raise SystemExit(3)",
         "import pickle\nclass A:\n    pass\npickle.loads(pickle.dumps(A()))",
         "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
         "class A:\n    x: dataclasses.InitVar[int]\nA(1)",
     ],
 )
-def test_what_answers_do_and_may(program: str) -> None:
-    found = run_program(program)
-    assert found.passed, found.reason
+def test_allowed_operations(program: str) -> None:
+    result = run_program(program)
+    assert result.passed, result.reason
 
 
 @pytest.mark.parametrize(
@@ -53,26 +51,26 @@ def test_what_answers_do_and_may(program: str) -> None:
         ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "socket."),
         ("import urllib.request as u\nu.urlopen('http://127.0.0.1')", "urllib."),
         ("x = 'a' * 10**10", "MemoryError"),
-        ("import sys\nsys.exit(0)", "ended before"),
-        ("import os\nos._exit(0)", "ended before"),
+        ("import sys\nsys.exit(0)", "exited before its tests"),
+        ("import os\nos._exit(0)", "exited before its tests"),
         ("import ctypes", "ImportError"),
         ("import os\nos.kill(os.getppid(), 9)", "os.kill"),
         ("while True: print('x' * 1000)", "File too large"),
     ],
 )
-def test_what_is_not_allowed_is_stopped_and_wrong(program: str, reason: str) -> None:
-    found = run_program(program, seconds=5)
-    assert not found.passed
-    assert reason in found.reason
+def test_denied_operations_and_errors_fail(program: str, reason: str) -> None:
+    result = run_program(program, seconds=5)
+    assert not result.passed
+    assert reason in result.reason
 
 
-def test_catching_the_refusal_does_not_help() -> None:
+def test_a_denial_cannot_be_caught() -> None:
     program = "import socket\ntry:\n    socket.socket()\nexcept BaseException:\n    pass"
     assert not run_program(program).passed
 
 
 @pytest.mark.parametrize(
-    "how",
+    "program",
     [
         "open({path!r}, 'w')",
         "open('../out.txt', 'a')",
@@ -90,23 +88,23 @@ def test_catching_the_refusal_does_not_help() -> None:
         "import _posixsubprocess as p\np.fork_exec([b'touch'], [b'/bin/touch'], *[None] * 20)",
     ],
 )
-def test_nothing_outside_its_folder_is_written(how: str, tmp_path: Path) -> None:
+def test_writes_outside_the_folder_are_denied(program: str, tmp_path: Path) -> None:
     path = tmp_path / "kept.txt"
     path.write_text("kept")
-    found = run_program(how.format(path=str(path), folder=str(tmp_path)))
-    assert not found.passed
-    assert "not allowed" in found.reason
+    result = run_program(program.format(path=str(path), folder=str(tmp_path)))
+    assert not result.passed
+    assert "not allowed" in result.reason
     assert path.read_text() == "kept"
     assert [item.name for item in tmp_path.iterdir()] == ["kept.txt"]
 
 
-def test_an_endless_loop_ends_in_time() -> None:
-    begun = time.monotonic()
-    found = run_program("while True: pass", seconds=1)
-    assert not found.passed
-    assert time.monotonic() - begun < 60
+def test_an_endless_loop_times_out() -> None:
+    start = time.monotonic()
+    result = run_program("while True: pass", seconds=1)
+    assert not result.passed
+    assert time.monotonic() - start < 60
 
 
-def test_threads_without_end_are_stopped() -> None:
+def test_endless_threads_are_killed() -> None:
     loop = "while True: threading.Thread(target=time.sleep, args=(99,)).start()"
-    assert not run_program(f"import threading, time\n{loop}", seconds=2).passed
+    assert not run_program(f"import threading, time\n{loop}", seconds=1).passed

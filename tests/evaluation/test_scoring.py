@@ -1,173 +1,271 @@
-"""How sure one can be of a score."""
+"""Scoring by number and letter."""
 
 from __future__ import annotations
 
-import itertools
-import math
+import time
 
-import numpy as np
 import pytest
-from scipy import stats
+from hypothesis import given
+from hypothesis import strategies as st
+from published import published
 
-from eagle_fsd.evaluation.statistics import (
-    McNemar,
-    Mean,
-    Proportion,
-    Ratio,
-    loss_bound,
-    mean_loss_bound,
-    normal_quantile,
+from eagle_fsd.evaluation.code_execution.programs import build_program
+from eagle_fsd.evaluation.questions.formats import read_questions
+from eagle_fsd.evaluation.questions.question import LETTERS, Question
+from eagle_fsd.evaluation.scoring import (
+    final_letter,
+    final_number,
+    number_value,
+    same_number,
+    score,
 )
 
-
-def test_wilsons_interval_against_tabulated_values() -> None:
-    """8 of 10: 0.490 to 0.943 (Wilson 1927, at 95 %)."""
-    low, high = Proportion(8, 10).interval
-    assert low == pytest.approx(0.4902, abs=5e-4)
-    assert high == pytest.approx(0.9433, abs=5e-4)
-    assert Proportion(0, 20).interval[0] == 0.0
-    assert Proportion(20, 20).interval[1] == 1.0
-    assert math.isnan(Proportion(0, 0).value)
-
-
-def test_the_interval_of_a_mean() -> None:
-    mean = Mean.of([1.0, 2.0, 3.0, 4.0])
-    assert mean.value == 2.5
-    half = 3.182446 * math.sqrt(5 / 3) / 2  # Student's t at 3 degrees of freedom
-    assert mean.interval == pytest.approx((2.5 - half, 2.5 + half), abs=1e-5)
-    assert Mean.of([2.0]).interval is None
-    assert Mean.of([2.0]).value == 2.0
-    assert Mean.of([]).interval is None
-
-
-def test_mcnemar_is_the_exact_binomial_test() -> None:
-    """Enumerated: the share of all splits of the unequal pairs at least as uneven."""
-    first = [True] * 7 + [False] * 1 + [True] * 5 + [False] * 3
-    second = [False] * 7 + [True] * 1 + [True] * 5 + [False] * 3
-    found = McNemar.of(first, second)
-    assert (found.lost, found.gained) == (7, 1)
-    splits = [sum(bits) for bits in itertools.product((0, 1), repeat=8)]
-    uneven = sum(min(bits, 8 - bits) <= 1 for bits in splits) / len(splits)
-    assert found.p_value == pytest.approx(uneven)
-    assert McNemar.of([True], [True]).p_value == 1.0
+#: The extra fields of a HumanEval question.
+CODE = {"prompt": "def twice(values):\n", "entry_point": "twice"}
 
 
 @pytest.mark.parametrize(
-    ("lost", "gained", "count", "confidence"),
-    [(0, 0, 100, 0.95), (5, 2, 500, 0.95), (3, 3, 200, 0.99), (0, 7, 300, 0.9)],
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "7"),
+        ("#### 5 is wrong, again\n#### $1,234.50", "1234.50"),
+        ("The answer is 18.", "18"),
+        ("It falls to -3 degrees", "-3"),
+        ("####", None),
+        ("12 apples ####", "12"),
+        ("no number at all", None),
+        ("", None),
+        ("... = 5.\n#### 5", "5"),
+        ("#### 1\n#### -12", "-12"),
+        ("#### 1,234", "1234"),
+        ("so 5", "5"),
+        # Headings do not match, and the requested format takes precedence over later text.
+        ("#### Step 3\nadd 40 and 2\n#### 42", "42"),
+        ("#### Step 3\nso the answer is 42", "42"),
+        ("#### 1. Add\n2 + 2 = 4\n#### 2. Double\nThat is 8 in all", "8"),
+        ("#### 42\nI took 3 steps.", "42"),
+        ("####42", "42"),
+        ("#### **42**", "42"),
+        ("#### \\$42", "42"),
+        ("#### \\boxed{42}", "42"),
+        ("#### 42 eggs in 7 days", "42"),
+        # Other forms.
+        ("It is \\boxed{42}, as 6 * 7 says in step 3", "42"),
+        ("\\boxed{\\text{\\$1,050}}", "1050"),
+        ("\\boxed{x = -3}", "-3"),
+        ("The answer is 18 dollars for 2 days.", "18"),
+        ("**Final answer:** **18** (after 3 steps)", "18"),
+        ("The answer is 3 + 4 = 7", "7"),
+        ("The answer is 15 gallons * 8 pints/gallon = 120", "120"),
+        ("Answer (in dollars): 18 of 20", "18"),
+        ("To answer in percent: 3 of 4 is 75", "75"),
+        ("The answer is not 5 but 6", "6"),
+        ("<think>The answer is 9</think>It is 8", "8"),
+        # Signs.
+        ("between 20-30", "30"),
+        ("between 20\u201330", "30"),
+        ("it is \u22125", "-5"),
+        ("it is (\u22125)", "-5"),
+        ("x = -5", "-5"),
+        ("COVID-19", "19"),
+        ("a loss of -$5", "-5"),
+        ("a loss of $-5", "-5"),
+        ("9 - 5", "5"),
+        # Spellings of numbers.
+        ("it is \uff14\uff12", "42"),
+        ("\uff03\uff03\uff03\uff03 \uff11\uff0c\uff10\uff10\uff10", "1000"),
+        ("1,2,3", "3"),
+        ("1{,}234 in all", "1234"),
+        ("12\u202f345", "12345"),
+        ("it costs \u20ac1,234,567.", "1234567"),
+        ("50%", "50"),
+        ("50\\%", "50"),
+        (".5", ".5"),
+        ("42.0", "42.0"),
+        ("1/2", "1/2"),
+        ("#### 2 1/2", "2 1/2"),
+        ("\\frac{1}{2}", "1/2"),
+        ("50 cm^2", "50"),
+        ("50 cm^{2}", "50"),
+    ],
 )
-def test_the_bound_of_a_loss_inverts_tangos_test(
-    lost: int, gained: int, count: int, confidence: float
-) -> None:
-    """At the bound the score statistic is the normal quantile, the nuisance at its maximum of
-    likelihood, found here by search."""
-    bound = loss_bound(lost, gained, count, confidence)
-
-    def log_likelihood(gain: float) -> float:
-        same = 1 - 2 * gain - bound
-        if gain < 0 or gain + bound < 0 or same <= 0:
-            return -math.inf
-        value = (count - lost - gained) * math.log(same)
-        for seen, chance in ((lost, gain + bound), (gained, gain)):
-            if seen:
-                value += seen * math.log(chance) if chance > 0 else -math.inf
-        return value
-
-    grid = [step / 400_000 for step in range(200_000)]
-    gain = max(grid, key=log_likelihood)
-    statistic = (lost - gained - count * bound) / math.sqrt(
-        count * (2 * gain + bound * (1 - bound))
-    )
-    assert statistic == pytest.approx(-normal_quantile(confidence), rel=2e-3)
-
-
-def test_the_bound_of_a_loss_by_hand() -> None:
-    """Where nothing differs it is z^2 / (n + z^2)."""
-    z = 1.6448536269514722
-    assert loss_bound(0, 0, 100) == pytest.approx(z * z / (100 + z * z))
-    assert loss_bound(0, 0, 1000, 0.99) > loss_bound(0, 0, 1000, 0.9)
-    assert loss_bound(0, 0, 0) == 1.0
-    assert loss_bound(100, 0, 100) == pytest.approx(1.0)
-    assert loss_bound(0, 50, 100) < 0
+def test_final_number(text: str, number: str | None) -> None:
+    assert final_number(text) == number
 
 
 @pytest.mark.parametrize(
-    ("count", "lose", "gain"), [(200, 0.01, 0.005), (500, 0.01, 1e-9), (300, 0.05, 0.03)]
+    ("first", "second", "same"),
+    [
+        ("18.00", "18", True),
+        ("1234", "1,234", True),
+        ("18.5", "18", False),
+        (None, "18", False),
+        ("1/2", "0.5", True),
+        ("2 1/2", "2.5", True),
+        ("-2 1/2", "-2.5", True),
+        ("1/0", "1", False),
+        ("50%", "50", True),
+        ("\u22125", "-5", True),
+        ("0.3333333333", "1/3", True),
+        ("0.333", "1/3", False),
+        ("nan", "nan", False),
+        ("9" * 400, "8" * 400, False),
+        ("9" * 5000, "9", False),
+        ("", "", False),
+    ],
 )
-def test_the_bound_of_a_loss_holds_as_often_as_it_says(
-    count: int, lose: float, gain: float
-) -> None:
-    """Its coverage, summed over every outcome with its probability, is 95 % within one point."""
-    covered = seen = 0.0
-    for lost in range(50):
-        for gained in range(40):
-            same = count - lost - gained
-            chance = math.exp(
-                math.lgamma(count + 1)
-                - sum(math.lgamma(part + 1) for part in (lost, gained, same))
-                + lost * math.log(lose)
-                + gained * math.log(gain)
-                + same * math.log(1 - lose - gain)
-            )
-            if chance > 1e-9:
-                seen += chance
-                covered += chance * (loss_bound(lost, gained, count) >= lose - gain)
-    assert seen == pytest.approx(1.0, abs=1e-5)
-    assert 0.94 <= covered <= 0.97
+def test_same_number(first: str | None, second: str, same: bool) -> None:
+    assert same_number(first, second) is same
 
 
-@pytest.mark.parametrize(("count", "share"), [(200, 0.05), (100, 0.05), (500, 0.05), (200, 0.5)])
-def test_the_bound_of_skewed_losses_holds_about_as_often_as_it_says(
-    count: int, share: float
-) -> None:
-    """4,000 samples: a coverage of 94 % seen below 92.5 % has a chance of less than 1 in 10,000,
-    and the samples are the same each time. Student's t alone would fail where losses are rare."""
-    random = np.random.default_rng(0)
-    held = student = 0
-    for _ in range(4000):
-        loses = random.random(count) < share
-        losses = np.where(loses, random.exponential(0.3, count), 0.0)
-        held += mean_loss_bound(losses) >= share * 0.3
-        half = stats.t.ppf(0.95, count - 1) * losses.std(ddof=1) / math.sqrt(count)
-        student += losses.mean() + half >= share * 0.3
-    assert held / 4000 >= 0.925
-    if (count, share) == (200, 0.05):
-        assert round(100 * held / 4000) == 97
-        assert round(100 * student / 4000) == 85
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: B", "B"),
+        ("The answer is (c).", "C"),
+        ("**Answer:** **D**", "D"),
+        ("A is wrong, B too.\nAnswer: E", "E"),
+        ("B", "B"),
+        ("(B) because", "B"),
+        ("Apples and Bananas", None),
+        ("", None),
+        # Articles.
+        ("That answer a model", None),
+        ("The answer is a model of the earth", None),
+        ("A model is what is meant", None),
+        ("the answer is a bank (D)", "D"),
+        ("Is the answer a bank? Answer: B", "B"),
+        # Named as the answer.
+        ("The answer is A", "A"),
+        ("The answer is A because banks lend", "A"),
+        ("the answer is a", "A"),
+        ("The answer is a.", "A"),
+        ("The answer is b because", "B"),
+        ("Answer: E.", "E"),
+        ("Answer:\n\nC", "C"),
+        ("Answer: [B]", "B"),
+        ("ANSWER: $B$", "B"),
+        ("Answer: \\(B\\)", "B"),
+        ("Answer: \\text{B}", "B"),
+        ("The final answer is $\\boxed{C}$.", "C"),
+        ("\\boxed{\\textbf{(C)}} and not D", "C"),
+        ("Answer: **D**", "D"),
+        ("**D**", "D"),
+        ("Answer: \uff22", "B"),
+        ("The correct answer is option B", "B"),
+        ("The best choice would be (D), not E.", "D"),
+        ("The answer to this question is C: sea", "C"),
+        ("Answer (B)", "B"),
+        ("Answer B", "B"),
+        ('{"answer": "B"}', "B"),
+        ("<answer>B</answer>", "B"),
+        ("So B is the correct answer, and A and D are not.", "B"),
+        ("The answer is A. No: the answer is B.", "B"),
+        ("<think>The answer is A</think>C", "C"),
+        # A whole answer, a line, or the beginning of an answer.
+        ("b)", "B"),
+        ("(b)", "B"),
+        ("a", "A"),
+        (" [B] ", "B"),
+        ("$B$", "B"),
+        ("Banks lend.\n\n(B)", "B"),
+        ("B) bank\nThe rest (A, C and D) does not fit.", "B"),
+        ("B. A bank lends.", "B"),
+        ("A) sea: no.\nB) sky: no.\nC) sand: yes.\nI choose C", "C"),
+        # Not a letter of a choice.
+        ("The answer is C++", None),
+        ("The answer is e-mail", None),
+        ("The answer is D'Artagnan", None),
+        ("The answer is not A", None),
+    ],
+)
+def test_final_letter(text: str, letter: str | None) -> None:
+    assert final_letter(text) == letter
 
 
-def test_the_bound_of_losses_by_hand() -> None:
-    """Symmetrical: Student's t. Skewed downwards: never below it. All alike: nothing varies."""
-    symmetrical = [float(value) for value in range(-20, 21)]
-    deviation = np.std(symmetrical, ddof=1)
-    student = stats.t.ppf(0.95, 40) * deviation / math.sqrt(41)
-    assert mean_loss_bound(symmetrical) == pytest.approx(student)
-    gains = [*[0.1] * 38, -5.0, -9.0]
-    half = stats.t.ppf(0.95, 39) * np.std(gains, ddof=1) / math.sqrt(40)
-    assert mean_loss_bound(gains) >= np.mean(gains) + half - 1e-12
-    assert mean_loss_bound([0.25] * 30) == 0.25
-    assert mean_loss_bound([0.0] * 500) == math.inf  # what loses may just not be among them
-    assert mean_loss_bound([0.0] * 496 + [0.5] * 4) == math.inf
-    assert mean_loss_bound([0.0] * 495 + [0.5] * 5) < 0.05
-    assert mean_loss_bound(symmetrical, 0.99) > mean_loss_bound(symmetrical, 0.9)
-    with pytest.raises(ValueError, match="30 questions at least; there are 29"):
-        mean_loss_bound([0.0] * 29)
+@pytest.mark.parametrize(
+    "part",
+    [
+        "1,22",
+        "answer is ",
+        "the answer ",
+        "\\boxed{",
+        "```\n",
+        "((",
+        "#",
+        "~~~\n",
+        "def twice(values):\n",
+        "x = (\n",
+        "    return [\n",
+    ],
+)
+def test_scoring_time_is_not_quadratic(part: str) -> None:
+    """Repetitions of the beginnings of patterns, at least 8,000 characters of each."""
+    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    start = time.process_time()
+    final_number(part * 4000)
+    final_letter(part * 4000)
+    build_program(question, part * 4000)
+    assert time.process_time() - start < 3
 
 
-def test_a_ratio_of_speeds_and_its_interval() -> None:
-    """Twice as fast on every question: no doubt. Else the true ratio is covered 95 times in 100."""
-    other = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 33.0]])
-    twice = Ratio.of_speeds(other * [0.5, 1.0], other)
-    assert twice.value == pytest.approx(2.0)
-    assert twice.interval == pytest.approx((2.0, 2.0))
-    assert Ratio.of_speeds(other[:1], other[:1]).interval is None
-    assert math.isnan(Ratio.of_speeds(other[:0], other[:0]).value)
-    random, covered = np.random.default_rng(0), 0
-    for _ in range(2000):
-        tokens = random.integers(20, 120, 60).astype(float)
-        plain = np.stack([tokens / 300 * random.lognormal(0, 0.1, 60), tokens], 1)
-        fast = np.stack([tokens / 450 * random.lognormal(0, 0.1, 60), tokens], 1)
-        low, high = Ratio.of_speeds(fast, plain).interval
-        covered += low <= 1.5 <= high
-    # 2000 samples: a chance of one in a million is 4.9 deviations of 0.5 points.
-    assert 0.925 <= covered / 2000 <= 0.975
+_PIECES = [
+    *("####", "\\boxed{", "}", "answer", " is ", ":", "A", "a", "(", ")", "-", "$", ",", ".", "/"),
+    *("12", "345", "\uff11", "\u00b2", "\u0663", "\ud800", "\0", "\n", " ", "    ", "```", "~~~"),
+    *("def twice(values):\n", "return [1]\n", "import x", "from __future__ import division\n"),
+    *("</think>", "if __name__ == '':\n", "twice = 1\n", "\r", '"""', "class A:", "twice"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(_PIECES) | st.text(st.characters(codec=None), max_size=3), max_size=14)
+)
+def test_any_text_can_be_scored(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    number = final_number(text)
+    if number is not None and not same_number(number, number):
+        with pytest.raises(ValueError, match="not a number"):
+            number_value(number)  # the denominator is 0
+        assert "/" in number
+    assert final_letter(text) in (None, *LETTERS)
+    question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
+    assert build_program(question, text).endswith("\ncheck(twice)\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["gsm8k_test.jsonl", pytest.param("gsm8k_train.jsonl", marks=pytest.mark.slow)]
+)
+def test_gsm8k_reference_answers_are_correct(name: str) -> None:
+    """Unchanged and in other forms, but not with a digit appended."""
+    questions = read_questions(published(name))
+    assert len(questions) == {"gsm8k_test.jsonl": 1319, "gsm8k_train.jsonl": 7473}[name]
+    assert all(score(item, item.reference) for item in questions)
+    for item in questions[:300]:
+        worked = item.reference.rsplit("####", 1)[0]
+        for form in (
+            "The answer is {}.",
+            "\\boxed{{{}}}",
+            "so **${}**",
+            "#### {}.00\nI used 3 of 7.",
+        ):
+            assert score(item, worked + form.format(item.answer)), (form, item.answer)
+        assert not score(item, item.reference + "1")
+
+
+@pytest.mark.parametrize("label", LETTERS)
+def test_letters_are_found_in_every_form(label: str) -> None:
+    """The other letters are wrong."""
+    question = Question("x", "commonsense-qa", ("?",), "letter", label)
+    for form in (
+        "Answer: {}",
+        "The answer is {}",
+        "({})",
+        "{}.",
+        "I think it is ({}).\nAnswer: {}",
+    ):
+        for letter in LETTERS:
+            assert score(question, form.format(letter, letter)) is (letter == label), form
+
+
+def test_questions_without_a_reference_have_no_score() -> None:
+    assert score(Question(81, "writing", ("Write.",)), "Anything") is None

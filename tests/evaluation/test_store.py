@@ -1,9 +1,8 @@
-"""Answer files survive kills, know what they were made from, and are put together in order."""
+"""Answer files: resumption after a kill, fingerprint inputs, and merging of parts."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,120 +16,118 @@ from eagle_fsd.evaluation.answer_store import (
     read_sessions,
 )
 
-MADE = {"questions": "few", "seed": 0}
+INPUTS = {"questions": "few", "seed": 0}
 ORDER = list(range(6))
 
 
-def _store(folder: Path, made_from: dict[str, Any] = MADE, **share: int) -> AnswerStore:
-    return AnswerStore(folder, "exact", made_from, ORDER, **share)
+def open_store(folder: Path, inputs: dict[str, Any] = INPUTS, **share: int) -> AnswerStore:
+    return AnswerStore(folder, "exact", inputs, ORDER, **share).open()
 
 
-def _record(number: int) -> dict[str, Any]:
+def record_of(number: int) -> dict[str, Any]:
     choice: dict[str, Any] = {name: [0] for name in CHOICE_LISTS}
     choice["turns"] = [f"é {number}\n"]
     return {"question_id": number, "session": "a", "choices": [choice]}
 
 
-def test_every_line_is_there_when_it_was_appended(tmp_path: Path) -> None:
-    store = _store(tmp_path)
+def test_append_writes_a_complete_line(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
     for number in range(3):
-        store.append(_record(number))
+        store.append(record_of(number))
         lines = (tmp_path / "exact.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line) for line in lines] == [_record(n) for n in range(number + 1)]
+        assert [json.loads(line) for line in lines] == [record_of(n) for n in range(number + 1)]
     assert 2 in store
     assert 3 not in store
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_kill_at_any_byte_loses_one_answer_at_most(seed: int, tmp_path: Path) -> None:
-    """And what goes on after it ends as an undisturbed file."""
-    store = _store(tmp_path)
-    for number in range(5):
-        store.append(_record(number))
-    whole = (tmp_path / "exact.jsonl").read_bytes()
-    cut = random.Random(seed).randrange(len(whole))
-    (tmp_path / "exact.jsonl").write_bytes(whole[:cut])
-    again = _store(tmp_path)
-    assert len(again.records) == whole[:cut].count(b"\n")
-    for number in range(5):
-        if number not in again:
-            again.append(_record(number))
-    assert (tmp_path / "exact.jsonl").read_bytes() == whole
+def test_a_kill_at_any_byte_loses_at_most_one_answer(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(3):
+        store.append(record_of(number))
+    complete = store.path.read_bytes()
+    for cut in range(0, len(complete), 11):
+        store.path.write_bytes(complete[:cut])
+        resumed = open_store(tmp_path)
+        assert len(resumed.records) == complete[:cut].count(b"\n")
+        for number in range(3):
+            if number not in resumed:
+                resumed.append(record_of(number))
+        assert store.path.read_bytes() == complete
 
 
-def test_answers_of_other_settings_are_refused(tmp_path: Path) -> None:
-    _store(tmp_path).append(_record(0))
+def test_answers_from_other_inputs_are_rejected(tmp_path: Path) -> None:
+    open_store(tmp_path).append(record_of(0))
     before = (tmp_path / "exact.meta.json").read_bytes()
     with pytest.raises(ValueError, match="seed was 0, is 1") as error:
-        _store(tmp_path, {**MADE, "seed": 1})
+        open_store(tmp_path, {**INPUTS, "seed": 1})
     assert str(error.value).isprintable()
     assert (tmp_path / "exact.meta.json").read_bytes() == before
-    AnswerStore(tmp_path, "other", {**MADE, "seed": 1}, ORDER)
+    AnswerStore(tmp_path, "other", {**INPUTS, "seed": 1}, ORDER).open()
 
 
-def test_settings_of_a_file_without_answers_may_change(tmp_path: Path) -> None:
-    _store(tmp_path)
-    _store(tmp_path, {**MADE, "seed": 1})
+def test_inputs_may_change_while_there_is_no_answer(tmp_path: Path) -> None:
+    open_store(tmp_path)
+    open_store(tmp_path, {**INPUTS, "seed": 1})
 
 
-def test_parts_of_several_processes_become_one_file_in_order(tmp_path: Path) -> None:
-    parts = [_store(tmp_path, process=part, processes=3) for part in range(3)]
+def test_parts_of_several_processes_are_merged_in_order(tmp_path: Path) -> None:
+    parts = [open_store(tmp_path, process=part, processes=3) for part in range(3)]
     for number in (5, 4, 3, 2, 1, 0):
-        parts[number % 3].append(_record(number))
+        parts[number % 3].append(record_of(number))
     records = parts[0].merge()
     assert [record["question_id"] for record in records] == [0, 1, 2, 3, 4, 5]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exact.jsonl", "exact.meta.json"]
-    alone = _store(tmp_path / "alone")
+    single = open_store(tmp_path / "single")
     for number in range(6):
-        alone.append(_record(number))
-    assert (tmp_path / "exact.jsonl").read_bytes() == alone.path.read_bytes()
+        single.append(record_of(number))
+    assert (tmp_path / "exact.jsonl").read_bytes() == single.path.read_bytes()
 
 
-def test_another_number_of_processes_goes_on_with_what_is_there(tmp_path: Path) -> None:
+def test_another_number_of_processes_resumes(tmp_path: Path) -> None:
     for part in range(2):
-        _store(tmp_path, process=part, processes=2).append(_record(part))
-    alone = _store(tmp_path)
-    assert set(alone.records) == {0, 1}
-    alone.append(_record(2))
-    assert [item["question_id"] for item in alone.merge()] == [0, 1, 2]
+        open_store(tmp_path, process=part, processes=2).append(record_of(part))
+    single = open_store(tmp_path)
+    assert set(single.records) == {0, 1}
+    single.append(record_of(2))
+    assert [item["question_id"] for item in single.merge()] == [0, 1, 2]
 
 
-def test_a_part_cut_within_a_character_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
-    """The process that would repair it is not there any more."""
-    _store(tmp_path)
-    store = _store(tmp_path, process=1, processes=2)
-    store.append(_record(1))
-    store.append(_record(2))
-    part = tmp_path / "exact.part1.jsonl"
-    data = part.read_bytes()
-    part.write_bytes(data[: data.rindex("\u00e9".encode()) + 1])
-    assert list(_store(tmp_path).records) == [1]
+def test_a_part_of_a_missing_process_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
+    """No process repairs that part, whose last line ends inside a character."""
+    open_store(tmp_path)
+    store = open_store(tmp_path, process=1, processes=2)
+    store.append(record_of(1))
+    store.append(record_of(2))
+    content = store.part.read_bytes()
+    store.part.write_bytes(content[: content.rindex("é".encode()) + 1])
+    assert list(open_store(tmp_path).records) == [1]
 
 
-def test_a_file_in_order_is_left_as_it_is(tmp_path: Path) -> None:
-    store = _store(tmp_path)
+def test_a_merged_file_is_not_rewritten(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
     for number in (1, 0):
-        store.append(_record(number))
+        store.append(record_of(number))
     store.merge()
     before = store.path.stat()
-    assert [item["question_id"] for item in _store(tmp_path).merge()] == [0, 1]
-    assert (store.path.stat().st_ino, store.path.stat().st_mtime_ns) == (
-        before.st_ino,
-        before.st_mtime_ns,
-    )
+    assert [item["question_id"] for item in open_store(tmp_path).merge()] == [0, 1]
+    after = store.path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @pytest.mark.parametrize("meta", [None, "", "{}", "[]", '{"made_from": 3}'])
-def test_answers_of_unknown_origin_are_refused(meta: str | None, tmp_path: Path) -> None:
-    _store(tmp_path).append(_record(0))
-    about = tmp_path / "exact.meta.json"
-    about.unlink() if meta is None else about.write_text(meta)
-    with pytest.raises(ValueError, match=r"exact.meta.json, .* is missing or damaged: name an"):
-        _store(tmp_path)
+def test_answers_without_their_inputs_are_rejected(meta: str | None, tmp_path: Path) -> None:
+    open_store(tmp_path).append(record_of(0))
+    path = tmp_path / "exact.meta.json"
+    if meta is None:
+        path.unlink()
+    else:
+        path.write_text(meta)
+    with pytest.raises(ValueError, match=r"exact.meta.json, .* is missing or damaged: choose"):
+        open_store(tmp_path)
 
 
-def _without(name: str) -> str:
-    record = _record(1)
+def without(name: str) -> str:
+    record = record_of(1)
     del record["choices"][0][name]
     return json.dumps(record)
 
@@ -139,25 +136,25 @@ def _without(name: str) -> str:
     ("line", "words"),
     [
         ("nonsense", "not JSON"),
-        ("[]", "no question_id"),
-        ('{"question_id": 1}', "not an answer as this program writes it"),
-        ('{"question_id": 1, "choices": [{"turns": ["FastChat\'s own"]}]}', "as this program"),
-        ('{"question_id": 9, "choices": []}', "question 9, which is none of those asked"),
-        ('{"question_id": [1]}', "none of those asked"),
-        (_without("errors"), "as this program"),
-        (json.dumps({**_record(1), "session": None}), "does not name the session"),
+        ("[]", "question_id is missing"),
+        ('{"question_id": 1}', "fields of its choice"),
+        ('{"question_id": 1, "choices": [{"turns": ["FastChat\'s own"]}]}', "fields of its choice"),
+        ('{"question_id": 9, "choices": []}', "question_id 9 is not among"),
+        ('{"question_id": [1]}', "is not among"),
+        (without("errors"), "fields of its choice"),
+        (json.dumps({**record_of(1), "session": None}), "session is missing"),
     ],
 )
-def test_a_line_that_is_no_answer_is_named(line: str, words: str, tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    store.append(_record(0))
+def test_a_line_that_is_not_an_answer_is_named(line: str, words: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.append(record_of(0))
     with store.path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=rf"exact.jsonl, line 2: .*{words}"):
-        _store(tmp_path)
+        open_store(tmp_path)
 
 
-def test_a_session_is_written_down_with_its_first_answer(tmp_path: Path) -> None:
+def test_a_session_is_saved_with_its_first_answer(tmp_path: Path) -> None:
     late = Session(tmp_path, {"environment": {"date": "2026-02-02"}})
     early = Session(tmp_path, {"environment": {"date": "2026-01-01"}})
     assert not (tmp_path / "sessions").exists()
@@ -168,7 +165,7 @@ def test_a_session_is_written_down_with_its_first_answer(tmp_path: Path) -> None
         read_sessions(tmp_path, ids)
 
 
-def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_run_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     with folder_lock(folder), pytest.raises(ValueError, match="another run"), folder_lock(folder):
         pass

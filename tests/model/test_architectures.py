@@ -1,4 +1,4 @@
-"""Architectures of many kinds: each decodes as its own ``generate`` does, or is refused."""
+"""Many architectures: each decodes as its own ``generate`` does, or is rejected."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from pairs import (
     DEVICES,
-    NEW,
-    SIZES,
-    VOCABULARY,
+    MODEL_SIZES,
+    NEW_TOKENS,
+    VOCAB_SIZE,
     answers,
     batch,
     greedy_reference,
@@ -44,15 +44,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from eagle_fsd import EagleFSD, EagleHead, FSDSettings
+from eagle_fsd import EagleFSD, EagleHead
 from eagle_fsd.model.target import Target, TargetPass
 
 # Untied, as tied random embeddings mostly repeat the last token.
-SIZED = {**SIZES, "tie_word_embeddings": False}
-#: For families without grouped keys and values, whose configurations do not know the word.
+SIZED = {**MODEL_SIZES, "tie_word_embeddings": False}
+#: For families without grouped keys and values.
 UNGROUPED = {key: value for key, value in SIZED.items() if key != "num_key_value_heads"}
 CONTEXT = 64  # GPT-2's
-LIMIT = 32  # up to here the two kinds of RoPE below turn all keys one way
+LIMIT = 32  # stable_rope_length of the two RoPE types below
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -62,13 +62,13 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC_LIMIT = {**DYNAMIC, "original_max_position_embeddings": LIMIT}
 
-#: A configuration and a seed with which greedy decoding wanders.
+#: A configuration, and a seed with which greedy output varies.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
     "opt": (lambda: OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=32), 3),
     "opt-projected": (lambda: OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=16), 7),
     "gpt2": (
         lambda: GPT2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=VOCAB_SIZE,
             n_embd=32,
             n_layer=2,
             n_head=4,
@@ -112,19 +112,19 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
 }
 LIMITED = ["phi3-longrope", "llama-dynamic"]
 UNLIMITED = [name for name in FAMILIES if name not in LIMITED]
-#: With decoder layers that a head can be made of.
+#: Families whose decoder layers can serve in a head.
 HEADED = ["granite", "cohere"]
 SCALED = ["gemma2", "granite", "cohere"]
-#: Gemma 2 has no other: its attention scores are capped too.
+#: Gemma 2 caps its attention scores, which sdpa cannot.
 EAGER = ["gemma2", "bloom", "mpt"]
 EMBEDDINGS = ("embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings")
 
-REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "bloom": lambda: BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    "mpt": lambda: MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4),
+REJECTED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
+    "mpt": lambda: MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=2, n_heads=4),
     "falcon-multi-query": lambda: FalconConfig(**UNGROUPED, multi_query=True),
     "deepseek": lambda: DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4},
+        **{**MODEL_SIZES, "num_key_value_heads": 4},
         moe_intermediate_size=16,
         kv_lora_rank=8,
         q_lora_rank=8,
@@ -142,8 +142,8 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @lru_cache
 def family(name: str) -> PreTrainedModel:
-    """One target of each; every parameter random, and norms and embeddings of a usual size."""
-    make, seed = FAMILIES[name] if name in FAMILIES else (REFUSED[name], 0)
+    """Return a random target; norms and embeddings are of the usual magnitude."""
+    make, seed = FAMILIES[name] if name in FAMILIES else (REJECTED[name], 0)
     attention = "eager" if name in EAGER else "sdpa"
     model = AutoModelForCausalLM.from_config(make(), attn_implementation=attention)
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +160,7 @@ def family(name: str) -> PreTrainedModel:
 
 
 def varied(sequences: Tensor, new: int) -> Tensor:
-    """``sequences``, when their answers of ``new`` tokens do not repeat themselves."""
+    """Return ``sequences`` after checking that their ``new`` tokens are not repetitive."""
     assert min(row.unique().numel() for row in sequences[:, -new:]) >= min(new // 2, 6)
     return sequences
 
@@ -170,29 +170,33 @@ def varied(sequences: Tensor, new: int) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_plain_decoding_is_the_models_own_greedy(name: str, device: str) -> None:
-    """A batch of mixed lengths, through the same cache, mask and positions as a tree pass."""
+def test_plain_decoding_matches_hugging_face(name: str, device: str) -> None:
+    """A batch of mixed lengths, with the same cache, mask and positions as a tree pass."""
     model = family(name).to(device)
     ids, mask = (item.to(device) for item in batch())
-    out = EagleFSD(model, None).generate(ids, attention_mask=mask, max_new_tokens=NEW, method="ar")
-    expected = varied(greedy_reference(model, ids, mask, new=NEW), NEW)
+    out = EagleFSD(model, None).generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, method="ar"
+    )
+    expected = varied(greedy_reference(model, ids, mask, new=NEW_TOKENS), NEW_TOKENS)
     model.to("cpu")
     assert torch.equal(out.sequences, expected)
 
 
 @pytest.mark.parametrize("name", HEADED)
-def test_drafted_decoding_is_the_models_own_greedy(name: str) -> None:
-    """Under an untrained head of the family, which next to nothing is accepted from."""
+def test_drafted_decoding_matches_hugging_face(name: str) -> None:
+    """With an untrained head of the family."""
     model = family(name)
     ids, mask = batch()
     pair = EagleFSD(model, untrained_head(model), small_tree())
-    out = pair.generate(ids, attention_mask=mask, max_new_tokens=NEW)
-    assert torch.equal(out.sequences, varied(greedy_reference(model, ids, mask, new=NEW), NEW))
+    out = pair.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(
+        out.sequences, varied(greedy_reference(model, ids, mask, new=NEW_TOKENS), NEW_TOKENS)
+    )
 
 
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_tree_nodes_have_the_logits_and_features_of_their_paths(name: str) -> None:
-    """Features too, although OPT calls its inner decoder and not its base model."""
+def test_tree_pass_matches_a_plain_pass_over_each_path(name: str) -> None:
+    """OPT calls its inner decoder and not its base model, which matters for the features."""
     model = family(name)
     prefixes = [prompt(5, 1)[0], prompt(19, 2)[0]]
     tree = hand_made_tree([40, 7, 9, 11, 12], [0, 0, 0, 1, 2], rows=2, shift=3)
@@ -208,8 +212,8 @@ def test_tree_nodes_have_the_logits_and_features_of_their_paths(name: str) -> No
 
 
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_prefill_has_the_features_that_the_projection_takes(name: str) -> None:
-    """The head is given prefill's features and a tree pass's alike: they must be one thing."""
+def test_prefill_features_are_the_input_of_the_projection(name: str) -> None:
+    """The head gets features from prefill and from tree passes; they must be the same."""
     target, ids = Target(family(name)), prompt(17, 3)
     with torch.no_grad():
         features = target.prefill(ids, 0, target.new_cache(1, 20))[0]
@@ -220,9 +224,9 @@ def test_prefill_has_the_features_that_the_projection_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_projected_features_are_the_models_own_logits(name: str) -> None:
-    """What the head drafts with and the divergence is taken of; Gemma 2, Granite and Cohere do
-    something to their logits behind ``lm_head``, which would not show in an arg-max."""
+def test_projected_features_are_the_logits_of_the_model(name: str) -> None:
+    """Gemma 2, Granite and Cohere transform the output of ``lm_head`` in ways that do not change
+    the arg-max."""
     model = family(name)
     logits, features = plain_logits(model, prompt(9, 4)[0])
     with torch.no_grad():
@@ -231,23 +235,22 @@ def test_projected_features_are_the_models_own_logits(name: str) -> None:
     assert torch.equal(bare, logits) == (name not in SCALED)
 
 
-def test_a_scaled_drafts_distribution_is_scaled_too() -> None:
-    """A head with the target's own feature agrees with the target, whatever the scale."""
+def test_log_probs_of_the_head_are_scaled_like_the_target() -> None:
     for name in ("granite", "cohere"):
         model = family(name)
         pair = EagleFSD(model, untrained_head(model), small_tree())
         logits, features = plain_logits(model, prompt(9, 4)[0])
         with torch.no_grad():
-            read = pair.head.readout(features)
-        torch.testing.assert_close(read, logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
+            log_probs = pair.head.log_probs(features)
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
 
 
 # -- the end of the context -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("new", [14, 30])
-def test_learned_positions_up_to_the_last_of_the_context(new: int) -> None:
-    """GPT-2's table of positions ends with the context; asking for more is cut there."""
+def test_learned_positions_limit_the_answer_to_the_context(new: int) -> None:
+    """GPT-2's position table ends with the context."""
     model, ids = family("gpt2"), prompt(50, 11)
     out = EagleFSD(model, None).generate(ids, max_new_tokens=new, method="ar")
     assert torch.equal(out.sequences, varied(greedy_reference(model, ids, new=14), 14))
@@ -255,8 +258,8 @@ def test_learned_positions_up_to_the_last_of_the_context(new: int) -> None:
 
 
 @pytest.mark.parametrize("length", [60, 61, 62, 63])
-def test_tree_nodes_beyond_the_context_break_nothing(length: int) -> None:
-    """They would be looked up outside GPT-2's table; the nodes inside are what they are."""
+def test_tree_nodes_beyond_the_context_do_not_affect_others(length: int) -> None:
+    """Their positions are outside GPT-2's table."""
     model = family("gpt2")
     prefix = prompt(length, 1)[0]
     tree = hand_made_tree([40, 7, 9, 11, 12, 80], [0, 0, 0, 1, 3, 4])
@@ -271,12 +274,12 @@ def test_tree_nodes_beyond_the_context_break_nothing(length: int) -> None:
             torch.testing.assert_close(scored.features[0, node], features[-1], atol=1e-4, rtol=1e-4)
 
 
-# -- RoPE that depends on the length --------------------------------------------------------------
+# -- length-dependent RoPE -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_length_dependent_rope_up_to_its_limit(name: str) -> None:
-    """Below it the frequencies are always the same; the last token may reach it."""
+def test_length_dependent_rope_matches_hugging_face_up_to_its_limit(name: str) -> None:
+    """The last token may reach the limit."""
     model = family(name)
     ids, mask = batch()
     pair = EagleFSD(model, untrained_head(model), small_tree())
@@ -290,28 +293,26 @@ def test_length_dependent_rope_up_to_its_limit(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
 @pytest.mark.parametrize("name", LIMITED)
-def test_tree_nodes_beyond_the_limit_do_not_change_those_inside(name: str, depth: int) -> None:
-    """A position beyond the limit would switch the whole pass to the long factors."""
+def test_tree_nodes_beyond_the_rope_limit_do_not_affect_others(name: str, depth: int) -> None:
+    """A position beyond the limit would switch the whole pass to other frequencies."""
     model, ids = family(name), prompt(7, 1)
-    settings = FSDSettings(total_tokens=12, depth=depth, top_k=2)
-    pair = EagleFSD(model, untrained_head(model), settings)
+    pair = EagleFSD(model, untrained_head(model), small_tree(depth=depth, top_k=2))
     out = pair.generate(ids, max_new_tokens=25)
     assert torch.equal(out.sequences, greedy_reference(model, ids, new=25))
 
 
 @pytest.mark.parametrize("method", ["fsd", "ar"])
 @pytest.mark.parametrize("name", LIMITED)
-def test_length_dependent_rope_beyond_its_limit_is_an_error(name: str, method: str) -> None:
-    """Keys in the cache would have been turned another way than Hugging Face's."""
+def test_length_dependent_rope_beyond_its_limit_is_rejected(name: str, method: str) -> None:
     model = family(name)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     for length, new in ((20, 13), (33, 1), (1, 200)):
         message = f"reach {length + new} tokens, but beyond 32 the target's RoPE"
-        refused(pair, message, prompt(length), max_new_tokens=new, method=method)
+        _assert_rejected(pair, message, prompt(length), max_new_tokens=new, method=method)
 
 
-def test_dynamic_rope_without_a_limit_of_its_own_serves_the_whole_context() -> None:
-    """Its frequencies change beyond ``max_position_embeddings`` only, which no call passes."""
+def test_dynamic_rope_without_a_limit_serves_the_whole_context() -> None:
+    """Its frequencies change only beyond ``max_position_embeddings``, which no call exceeds."""
     model, ids = tiny_target(max_position_embeddings=40, rope_parameters=DYNAMIC), prompt(20, 1)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     for method in ("fsd", "ar"):
@@ -319,27 +320,27 @@ def test_dynamic_rope_without_a_limit_of_its_own_serves_the_whole_context() -> N
         assert torch.equal(out.sequences, varied(greedy_reference(model, ids, new=20), 20))
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- unsupported architectures ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
-def test_positions_told_by_attention_biases_are_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match="tells positions by other means") as error:
+def test_positions_as_attention_biases_are_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="does not take positions from position ids") as error:
         EagleFSD(family(name), None)
     assert str(error.value).isprintable()
     assert type(family(name)).__name__ in str(error.value)
 
 
-def test_a_falcon_with_attention_biases_is_an_error() -> None:
+def test_falcon_with_attention_biases_is_rejected() -> None:
     config = FalconConfig(**UNGROUPED, multi_query=False, alibi=True)
-    with pytest.raises(ValueError, match="tells positions by other means"):
+    with pytest.raises(ValueError, match="does not take positions from position ids"):
         Target(AutoModelForCausalLM.from_config(config))
 
 
-def test_local_layers_are_refused_where_their_window_would_bind() -> None:
-    """GPT-Neo's; within the window they are full attention."""
+def test_local_layers_are_rejected_beyond_their_window() -> None:
+    """GPT-Neo's local layers are full attention within their window."""
     config = GPTNeoConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         hidden_size=32,
         num_layers=2,
         num_heads=4,
@@ -351,19 +352,19 @@ def test_local_layers_are_refused_where_their_window_would_bind() -> None:
     )
     torch.manual_seed(3)
     pair = EagleFSD(AutoModelForCausalLM.from_config(config).eval(), None)
-    refused(pair, "sliding window of 16", prompt(7), max_new_tokens=10, method="ar")
+    _assert_rejected(pair, "sliding window of 16", prompt(7), max_new_tokens=10, method="ar")
     out = pair.generate(prompt(7), max_new_tokens=9, method="ar")
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(7), new=9))
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox"])
-def test_families_without_a_head_of_llamas_make_say_so(name: str) -> None:
-    with pytest.raises(ValueError, match="no EAGLE head can be made for") as error:
+def test_head_of_a_family_unlike_llama_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot build an EAGLE head for") as error:
         EagleHead(family(name).config)
     assert str(error.value).isprintable()
 
 
-def test_an_output_projection_that_is_not_on_a_device_is_an_error() -> None:
+def test_offloaded_output_projection_is_rejected() -> None:
     model = tiny_target()
     pair = EagleFSD(model, untrained_head(model), small_tree())
     model.lm_head.to("meta")
@@ -373,35 +374,37 @@ def test_an_output_projection_that_is_not_on_a_device_is_an_error() -> None:
 
 @pytest.mark.parametrize("length", [1, 6])
 @pytest.mark.parametrize("name", ["falcon-multi-query", "deepseek"])
-def test_other_keys_and_values_than_configured_are_an_error(name: str, length: int) -> None:
-    """One head for all queries, or a compressed latent: in prefill, or where there is none."""
+def test_keys_and_values_unlike_the_configuration_are_rejected(name: str, length: int) -> None:
+    """One head for all queries, or a compressed latent; with and without prefill."""
     pair = EagleFSD(family(name), None)
-    message = r"keys and values of \[1, 8\] and .* as its configuration says: it is not supported"
-    refused(pair, message, prompt(length), method="ar")
+    message = r"unsupported architecture: its keys and values .* \[1, 8\] and .*configuration"
+    _assert_rejected(pair, message, prompt(length), method="ar")
 
 
 @pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_layers_that_are_not_on_a_device_are_an_error(method: str) -> None:
-    """Where Hugging Face puts what it offloads: the weights come for the length of a call."""
+def test_offloaded_layers_are_rejected(method: str) -> None:
+    """Hugging Face keeps offloaded layers on the meta device."""
     model = tiny_target()
     pair = EagleFSD(model, untrained_head(model), small_tree())
     model.model.layers[1].to("meta")
-    refused(pair, "offloaded .* needs all layers on their devices", prompt(6), method=method)
+    _assert_rejected(
+        pair, "offloaded .* needs all layers on their devices", prompt(6), method=method
+    )
 
 
-def refused(pair: EagleFSD, message: str, ids: Tensor, **options: object) -> None:
-    """``generate`` is a ValueError of one line."""
+def _assert_rejected(pair: EagleFSD, message: str, ids: Tensor, **options: object) -> None:
+    """``generate`` raises a ValueError of one line."""
     with pytest.raises(ValueError, match=message) as error:
         pair.generate(ids, **{"max_new_tokens": 4, **options})
     assert str(error.value).isprintable()
 
 
 def score(target: Target, tree: object, prefixes: list[Tensor]) -> TargetPass:
-    """A tree pass behind ``prefixes``, a row each."""
+    """Run a tree pass after ``prefixes``, one per row."""
     lengths = torch.tensor([len(item) for item in prefixes])
-    longest = int(lengths.max())
-    cache = target.new_cache(len(prefixes), longest + tree.size)
+    max_length = int(lengths.max())
+    cache = target.new_cache(len(prefixes), max_length + tree.size)
     ids = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
     with torch.no_grad():
         target.prefill(ids, 0, cache)
-        return target.forward_tree(tree, lengths, longest, cache)
+        return target.forward_tree(tree, lengths, max_length, cache)

@@ -1,4 +1,4 @@
-"""The cache: its size is what the docstring says, it never grows, and it moves what it is told."""
+"""TreeCache: its documented size, its constant memory, and the slots it moves and writes."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import torch
 from pairs import (
     ARCHITECTURES,
     DEVICES,
-    kindred_pair,
+    aligned_pair,
     left_padded,
+    new_random_pair,
     prompt,
     small_tree,
-    tiny_pair,
     tiny_target,
     untrained_head,
 )
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model import pipeline as decode
+from eagle_fsd.model import pipeline
 from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, TreeCache, additive_mask
 from eagle_fsd.model.engine import Engine, StepResult
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import Evidence
+from eagle_fsd.model.verify import VerificationInputs
 
-LAYERS, KV_HEADS, SIZE = 2, 2, 8  # of the plain tiny target
+LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the default tiny target
 
 
 class RecordedEngine(Engine):
-    """An engine that notes where its caches lie in memory and how large they are at every step."""
+    """An engine that records the address and size of its caches at every step."""
 
-    made: list[RecordedEngine]
+    instances: list[RecordedEngine]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.seen: list[tuple[int, ...]] = []
-        self.made.append(self)
+        self.memory: list[tuple[int, ...]] = []
+        self.instances.append(self)
 
     def step(self) -> StepResult:
         caches = [self.cache] if self.head is None else [self.cache, self.head_cache]
         stores = [store for cache in caches for store in cache.stores.values()]
-        self.seen.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
+        self.memory.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
         return super().step()
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
-    """The engines that ``generate`` makes during the test."""
-    RecordedEngine.made = []
-    monkeypatch.setattr(decode, "Engine", RecordedEngine)
-    return RecordedEngine.made
+    """The engines that ``generate`` creates during the test."""
+    RecordedEngine.instances = []
+    monkeypatch.setattr(pipeline, "Engine", RecordedEngine)
+    return RecordedEngine.instances
 
 
 def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
-    """A cache in which every slot holds numbers that say which slot it is."""
+    """A cache in which every number is different."""
     cache = TreeCache(tiny_target().config, rows, length, torch.float32, torch.device(device))
     for store in cache.stores.values():
         store.copy_(torch.arange(store.numel(), dtype=torch.float32).view(store.shape))
@@ -65,15 +65,15 @@ def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
 
 
 def contents(cache: TreeCache) -> Tensor:
-    """``[layers, 2, rows, length, heads, size]``."""
+    """A copy of everything in the cache, ``[layers, 2, rows, length, heads, head size]``."""
     (store,) = cache.stores.values()
     return store.clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_cache_is_as_large_as_documented(architecture: str, dtype: torch.dtype) -> None:
-    """layers x 2 x rows x length x key-value heads x head size x bytes, for grouped heads too."""
+def test_cache_has_the_documented_size(architecture: str, dtype: torch.dtype) -> None:
+    """layers x 2 x rows x length x key-value heads x head size x bytes."""
     config = tiny_target(architecture).config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -86,8 +86,8 @@ def test_a_cache_is_as_large_as_documented(architecture: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_move_reads_everything_before_it_writes(device: str) -> None:
-    """Slots that are source and target at once, in both directions, each row by itself."""
+def test_move_reads_all_slots_before_writing(device: str) -> None:
+    """Slots are both source and target, in both directions, and differ between rows."""
     cache = numbered(device=device)
     before = contents(cache)
     source = torch.tensor([[3, 4, 5, 9], [2, 0, 1, 10], [7, 7, 7, 7]], device=device)
@@ -100,7 +100,7 @@ def test_move_reads_everything_before_it_writes(device: str) -> None:
     assert not torch.equal(expected, before)
 
 
-def test_move_row_copies_one_row_in_every_layer() -> None:
+def test_move_row_copies_every_layer() -> None:
     cache = numbered()
     before = contents(cache)
     cache.move_row(2, 0)
@@ -111,14 +111,14 @@ def test_move_row_copies_one_row_in_every_layer() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
-    """Fewer rows than the cache has, positions out of order and different in every row."""
+    """With fewer rows than the cache has, and positions that are out of order."""
     cache = numbered(rows=3, length=11, device=device)
     before = contents(cache)
     positions = torch.tensor([[4, 2, 9], [0, 1, 2]], device=device)
     cache.place(positions, 10)
     generator = torch.Generator().manual_seed(1)
     for number, layer in enumerate(cache.layers):
-        shape = (2, KV_HEADS, 3, SIZE)
+        shape = (2, KV_HEADS, 3, HEAD_SIZE)
         keys = torch.randn(shape, generator=generator).to(device)
         values = torch.randn(shape, generator=generator).to(device)
         seen_keys, seen_values = layer.update(keys, values)
@@ -127,10 +127,10 @@ def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
             before[number, 1, row, positions[row]] = values[row].transpose(0, 1)
         assert torch.equal(seen_keys, before[number, 0, :2, :10].transpose(1, 2))
         assert torch.equal(seen_values, before[number, 1, :2, :10].transpose(1, 2))
-    assert torch.equal(contents(cache), before)  # and nothing else was touched
+    assert torch.equal(contents(cache), before)  # nothing else was changed
 
 
-def test_what_is_visible_covers_what_is_needed_and_ends_with_the_cache() -> None:
+def test_visible_rounds_up_within_the_cache() -> None:
     cache = numbered(length=3 * VIEW_STEP + 5)
     for needed in (1, VIEW_STEP - 1, VIEW_STEP, VIEW_STEP + 1, 3 * VIEW_STEP + 1, cache.length):
         visible = cache.visible(needed)
@@ -140,8 +140,8 @@ def test_what_is_visible_covers_what_is_needed_and_ends_with_the_cache() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_mask_hides_what_is_not_allowed(dtype: torch.dtype) -> None:
-    """Finite, so that no row can become NaN, and low enough to leave exactly no weight."""
+def test_additive_mask_gives_hidden_keys_zero_weight(dtype: torch.dtype) -> None:
+    """It is finite, so that no row can become NaN."""
     allowed = torch.tensor([[[True, False, True], [False, True, False]]])
     mask = additive_mask(allowed, dtype)
     assert mask.shape == (1, 1, 2, 3)
@@ -152,86 +152,83 @@ def test_the_mask_hides_what_is_not_allowed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 10.0])
-def test_caches_hold_what_the_call_needs_and_stay_where_they_are(
+def test_caches_are_allocated_once_with_the_size_of_the_call(
     threshold: float, engines: list[RecordedEngine]
 ) -> None:
-    """The longest prompt, the new tokens and one tree; the head's one layer likewise.
-
-    A prompt's last token is the first root, so it is counted with the tree.
-    """
-    model = tiny_pair()
+    """The longest prompt without its last token, the new tokens, and one tree."""
+    model = new_random_pair()
     ids, mask = left_padded(prompt(13), prompt(5))
     out = model.generate(ids, attention_mask=mask, max_new_tokens=30, threshold=threshold)
     (engine,) = engines
-    tree = model.settings
+    tree = model.tree
     length = 12 + 30 + tree.total_tokens
-    assert engine.cache.nbytes == LAYERS * 2 * 2 * length * KV_HEADS * SIZE * 4
-    drafted = tree.depth * tree.top_k + tree.depth + 2  # drafted pairs, and the newest kept path
-    assert engine.head_cache.nbytes == 1 * 2 * 2 * (12 + 30 + drafted) * KV_HEADS * SIZE * 4
-    assert len(engine.seen) == out.stats.passes > 5
-    assert len(set(engine.seen)) == 1
+    assert engine.cache.nbytes == LAYERS * 2 * 2 * length * KV_HEADS * HEAD_SIZE * 4
+    drafted = tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
+    assert engine.head_cache.nbytes == 1 * 2 * 2 * (12 + 30 + drafted) * KV_HEADS * HEAD_SIZE * 4
+    assert len(engine.memory) == out.stats.passes > 5
+    assert len(set(engine.memory)) == 1
 
 
-def test_plain_decoding_has_no_room_for_a_tree_and_no_draft_cache(
+def test_plain_decoding_allocates_no_tree_and_no_head_cache(
     engines: list[RecordedEngine],
 ) -> None:
-    tiny_pair().generate(prompt(9), max_new_tokens=20, method="ar")
+    new_random_pair().generate(prompt(9), max_new_tokens=20, method="ar")
     (engine,) = engines
-    assert engine.cache.nbytes == LAYERS * 2 * 1 * (8 + 20 + 1) * KV_HEADS * SIZE * 4
+    assert engine.cache.nbytes == LAYERS * 2 * 1 * (8 + 20 + 1) * KV_HEADS * HEAD_SIZE * 4
     assert not hasattr(engine, "head_cache")
-    assert len(set(engine.seen)) == 1
+    assert len(set(engine.memory)) == 1
 
 
-def test_rows_that_end_early_move_within_the_same_memory(engines: list[RecordedEngine]) -> None:
-    model = kindred_pair()
+def test_dropping_rows_keeps_the_memory(engines: list[RecordedEngine]) -> None:
+    model = aligned_pair()
     ids, mask = left_padded(prompt(6, 1), prompt(9, 2), prompt(3, 3))
     options = {"attention_mask": mask, "max_new_tokens": 25}
     full = model.generate(ids, **options)
     ended = model.generate(ids, **options, eos_token_id=int(full.sequences[0, 9 + 4]))
     assert (ended.origins == 0).any(), "no row ended before the others"
-    assert [len(set(engine.seen)) for engine in engines] == [1, 1]
+    assert [len(set(engine.memory)) for engine in engines] == [1, 1]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 10.0])
 @pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_no_tensor_outlives_its_step(method: str, threshold: float) -> None:
-    """All tensors made since weigh after a late step what they did after an early one."""
+def test_memory_does_not_grow_with_steps(method: str, threshold: float) -> None:
+    """All tensors together take the same number of bytes after an early and after a late step."""
     gc.collect()
-    gc.freeze()  # what other tests left behind, and their threads may drop meanwhile
+    gc.freeze()  # objects of other tests, which their threads may release meanwhile
     try:
-        chunks = tiny_pair().stream(
+        chunks = new_random_pair().stream(
             prompt(5), max_new_tokens=50, method=method, threshold=threshold, seed=0
         )
-        weights = []
+        sizes = []
         for number, _chunk in enumerate(chunks):
             if number in (2, 8):
-                weights.append(_bytes_alive())
+                sizes.append(_bytes_alive())
     finally:
         gc.unfreeze()
-    assert len(weights) == 2
-    assert weights[0] == weights[1] > 0
+    assert len(sizes) == 2
+    assert sizes[0] == sizes[1] > 0
 
 
-def test_draft_log_probs_are_bounded_by_the_tree() -> None:
-    """At most ``(1 + depth x top_k) x V`` numbers a row, whatever lies beneath the tensor."""
-    model = tiny_pair(total_tokens=20, depth=4, top_k=3)
+def test_draft_log_probs_have_the_documented_size() -> None:
+    """At most ``(1 + depth x top_k) x V`` numbers per row, also in the underlying storage."""
+    model = new_random_pair(total_tokens=20, depth=4, top_k=3)
     sizes = []
 
     class Spy(ExactRule):
-        def gate(self, evidence: Evidence) -> Tensor:
-            draft = evidence.tree.draft_log_probs
+        def gate(self, inputs: VerificationInputs) -> Tensor:
+            draft = inputs.tree.draft_log_probs
             sizes.append((draft.numel(), draft.untyped_storage().nbytes() // 4))
-            return super().gate(evidence)
+            return super().gate(inputs)
 
     ids, mask = left_padded(prompt(8, 1), prompt(4, 2))
     model.generate(ids, attention_mask=mask, max_new_tokens=10, rule=Spy())
-    bound = 2 * (1 + 4 * 3) * model.target.vocabulary
+    bound = 2 * (1 + 4 * 3) * model.target.vocab_size
     assert len(sizes) >= 2
     assert all(count <= bound and stored <= bound for count, stored in sizes)
 
 
-def test_embedding_and_output_projection_exist_once() -> None:
-    """The head reads the target's own tensors: what changes there changes here."""
+def test_head_shares_embedding_and_output_projection_with_the_target() -> None:
+    """It has no copy of them, and a change in the target is visible in the head."""
     model = tiny_target()
     head = untrained_head(model)
     EagleFSD(model, head, small_tree())
@@ -242,17 +239,16 @@ def test_embedding_and_output_projection_exist_once() -> None:
     assert not [item for item in head.parameters() if item.shape[0] == model.config.vocab_size]
 
     tokens, features = torch.tensor([[3, 4]]), torch.randn(1, 2, 32)
-    embedded, read = head.embed(tokens), head.readout(features)
+    embedded, log_probs = head.embed(tokens), head.log_probs(features)
     assert torch.equal(embedded, model.get_input_embeddings()(tokens))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2.0)
         model.lm_head.weight[5] += 1.0
     assert torch.equal(head.embed(tokens), 2.0 * embedded)
-    assert not torch.allclose(head.readout(features), read)
+    assert not torch.allclose(head.log_probs(features), log_probs)
 
 
-def test_the_head_has_its_own_dtype_and_the_shared_tensors_keep_theirs() -> None:
-    """Casting the head must not cast the target's embedding behind its back."""
+def test_casting_the_head_does_not_cast_the_target() -> None:
     model = tiny_target()
     pair = EagleFSD(model, untrained_head(model))
     pair.head.to(torch.bfloat16)

@@ -1,10 +1,11 @@
-"""Heads on disk: the published layout in all its variants, one clear line for what is damaged."""
+"""Head checkpoints: the variants of the published layout, and errors for damaged files."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from pairs import (
+    ACCEPT_ALL,
     ARCHITECTURES,
-    VOCABULARY,
-    kindred_pair,
+    VOCAB_SIZE,
+    aligned_pair,
     prompt,
-    shared_pair,
+    random_pair,
     tiny_target,
     untrained_head,
 )
@@ -24,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from eagle_fsd import CheckpointError, EagleFSD, EagleHead, FSDSettings
+from eagle_fsd import AcceptanceConfig, CheckpointError, EagleFSD, EagleHead, TreeConfig
 from eagle_fsd.model import checkpoint
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.target import Target
@@ -35,7 +37,7 @@ LAYER = "layers.0."
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is not a folder is looked up in the local cache only."""
+    """Look up names that are not folders in the local cache only."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -53,11 +55,10 @@ def published(
     config: dict[str, Any] | None = None,
     **tensors: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Write a head as EAGLE's authors publish them; the tensors of ``fc`` and its one layer.
+    """Write a head as EAGLE's authors publish them, and return the tensors of the head.
 
-    Args:
-        config: Over the fields of ``config.json``; None leaves a field out.
-        **tensors: Over the tensors, ``__`` for a dot; None leaves a tensor out.
+    ``config`` overrides fields of ``config.json`` and ``tensors`` (with ``__`` for a dot) overrides
+    tensors; None removes one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     values = {**model.config.to_dict(), "num_hidden_layers": 1, "bias": bias}
@@ -89,35 +90,34 @@ def same_state(head: EagleHead, expected: dict[str, Tensor]) -> bool:
 
 
 def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
-    """The message, which must be one line that a terminal can show."""
+    """Return the message after checking that it is a single printable line."""
     message = str(error.value)
     assert message
-    assert message.isprintable()  # no line break, no escape sequence
+    assert message.isprintable()
     return message
 
 
-# -- what loads -----------------------------------------------------------------------------------
+# -- valid checkpoints -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("make", [shared_pair, kindred_pair])
-def test_a_saved_head_decodes_as_before(
-    make: Callable[[str], EagleFSD], architecture: str, tmp_path: Path
+@pytest.mark.parametrize(("make", "threshold"), [(random_pair, ACCEPT_ALL), (aligned_pair, 0.0)])
+def test_saved_head_decodes_as_before(
+    make: Callable[[str], EagleFSD], threshold: float, architecture: str, tmp_path: Path
 ) -> None:
-    """With everything accepted the text is the head's, so its rotary scaling shows too."""
+    """With everything accepted the output is the head's, including the effect of its RoPE."""
     pair = make(architecture)
     save_head(pair.head, tmp_path / "head")
-    loaded = EagleFSD(pair.model, load_head(tmp_path / "head", pair.target), pair.settings)
+    loaded = EagleFSD(pair.model, load_head(tmp_path / "head", pair.target), pair.tree)
     assert same_state(loaded.head, pair.head.state_dict())
-    for threshold in (0.0, 10.0):
-        options = {"max_new_tokens": 30, "threshold": threshold}
-        before, after = (item.generate(prompt(8), **options) for item in (pair, loaded))
-        assert torch.equal(before.sequences, after.sequences)
-        assert before.stats.accepted == after.stats.accepted
-        assert before.stats.tau > 1.5 or (make is shared_pair and threshold == 0.0)
+    options = {"max_new_tokens": 30, "threshold": threshold}
+    before, after = (item.generate(prompt(8), **options) for item in (pair, loaded))
+    assert torch.equal(before.sequences, after.sequences)
+    assert before.stats.accepted == after.stats.accepted
+    assert before.stats.tau > 1.5
 
 
-def test_a_saved_head_is_two_plain_files_without_the_targets_tensors(
+def test_saved_head_has_two_files_without_the_target_tensors(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     head = EagleFSD(model, untrained_head(model)).head
@@ -135,7 +135,7 @@ def test_a_saved_head_is_two_plain_files_without_the_targets_tensors(
 
 @pytest.mark.parametrize("file", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_both_formats_with_and_without_bias(
+def test_head_loads_from_both_formats_with_and_without_bias(
     file: str, bias: bool, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     expected = published(tmp_path, model, file=file, bias=bias)
@@ -147,19 +147,17 @@ def test_both_formats_with_and_without_bias(
 
 
 @pytest.mark.parametrize("file", FORMATS)
-def test_a_configuration_that_does_not_mention_bias_means_there_is_one(
-    file: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_bias_defaults_to_true(file: str, model: PreTrainedModel, tmp_path: Path) -> None:
     expected = published(tmp_path, model, file=file, config={"bias": None})
     assert "bias" not in json.loads((tmp_path / "config.json").read_text())
     assert same_state(load_head(tmp_path, Target(model)), expected)
 
 
 @pytest.mark.parametrize("file", FORMATS)
-def test_an_embedding_like_the_targets_is_not_kept_twice(
+def test_copy_of_the_target_embedding_is_not_kept(
     file: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """What most published heads hold: a copy of the target's table."""
+    """Most published heads hold such a copy."""
     table = model.get_input_embeddings().weight
     expected = published(tmp_path, model, file=file, embed_tokens__weight=table)
     head = load_head(tmp_path, Target(model))
@@ -170,7 +168,7 @@ def test_an_embedding_like_the_targets_is_not_kept_twice(
 
 
 @pytest.mark.parametrize("file", FORMATS)
-def test_an_embedding_of_the_heads_own_is_kept_and_saved(
+def test_embedding_of_the_head_is_kept_and_saved(
     file: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     table = model.get_input_embeddings().weight.detach().flip(0)
@@ -185,7 +183,7 @@ def test_an_embedding_of_the_heads_own_is_kept_and_saved(
 
 
 @pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"])
-def test_the_computed_buffer_of_older_checkpoints_is_ignored(
+def test_computed_buffer_of_older_checkpoints_is_ignored(
     name: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     expected = published(tmp_path, model, **{name.replace(".", "__"): torch.ones(4)})
@@ -193,7 +191,9 @@ def test_the_computed_buffer_of_older_checkpoints_is_ignored(
     assert same_state(load_head(tmp_path, Target(model)), expected)
 
 
-def test_weights_take_the_targets_dtype_unless_told(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_weights_get_the_dtype_of_the_target_by_default(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     published(tmp_path, model)
     half = tiny_target(dtype=torch.bfloat16)
     assert load_head(tmp_path, Target(half)).dtype == torch.bfloat16
@@ -221,7 +221,7 @@ OLD_CONFIG = {
     "torch_dtype": "float16",
     "transformers_version": "4.31.0",
     "use_cache": True,
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCAB_SIZE,
 }
 LLAMA3 = {
     "factor": 8.0,
@@ -254,7 +254,7 @@ def test_configurations_of_published_heads_are_understood(
     model: PreTrainedModel,
     tmp_path: Path,
 ) -> None:
-    """Keys of transformers 4: the loaded head computes what one built from the new keys does."""
+    """Keys of transformers 4 give the same head as the current ones."""
     values = {name: value for name, value in {**OLD_CONFIG, **old}.items() if name not in without}
     sizes = {name: values[name] for name in values if name.endswith(("size", "heads", "layers"))}
     built = EagleHead(LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_parameters=rope))
@@ -275,9 +275,9 @@ def test_configurations_of_published_heads_are_understood(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_tensors_of_a_published_7b_head(bias: bool) -> None:
-    """Names and shapes of EAGLE's head for Llama-2-Chat 7B, on the meta device: no memory, no
-    download. (Its ``embed_tokens.weight`` is the target's and not the module's own.)"""
+def test_tensor_names_and_shapes_match_a_published_7b_head(bias: bool) -> None:
+    """EAGLE's head for Llama-2-Chat 7B, on the meta device. (Its ``embed_tokens.weight`` is a copy
+    of the target's.)"""
     hidden, inner = 4096, 11008
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
@@ -310,59 +310,59 @@ def test_the_tensors_of_a_published_7b_head(bias: bool) -> None:
 
 @pytest.fixture
 def folders(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, Path]:
-    """A target and a head in two folders."""
+    """Return folders with a target and a head."""
     model.save_pretrained(tmp_path / "target")
     published(tmp_path / "head", model)
     return tmp_path / "target", tmp_path / "head"
 
 
-def test_without_settings_beside_the_head_decoding_is_lossless(
-    folders: tuple[Path, Path],
-) -> None:
+def test_decoding_is_lossless_without_a_settings_file(folders: tuple[Path, Path]) -> None:
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
-    assert pair.settings == FSDSettings.for_device("cpu")
-    assert pair.settings.threshold == 0.0
+    assert pair.tree == TreeConfig.for_device("cpu")
+    assert pair.acceptance == AcceptanceConfig()
     out = pair.generate(prompt(6), max_new_tokens=12)
     assert out.stats.as_dict()["origins"]["fuzzy"] == 0
 
 
-def test_settings_beside_the_head_are_read(folders: tuple[Path, Path]) -> None:
-    """They are this pair's defaults; what the caller says goes above them."""
+def test_settings_file_sets_defaults_that_arguments_override(folders: tuple[Path, Path]) -> None:
     values = {"threshold": 10.0, "divergence": "kl", "min_ratio": 0.0, "total_tokens": 9}
     (folders[1] / "fsd.json").write_text(json.dumps(values))
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu", depth=2, top_k=3)
-    settings = pair.settings.as_dict()
-    assert {name: settings[name] for name in values} == values
-    assert (pair.settings.depth, pair.settings.top_k) == (2, 3)
+    assert pair.tree == TreeConfig(total_tokens=9, depth=2, top_k=3)
+    assert pair.acceptance == AcceptanceConfig(threshold=10.0, divergence="kl")
     assert pair.generate(prompt(6), max_new_tokens=12).stats.as_dict()["origins"]["fuzzy"] > 0
     exact = pair.generate(prompt(6), max_new_tokens=12, threshold=0.0)
     assert exact.stats.as_dict()["origins"]["fuzzy"] == 0
 
 
-def test_settings_given_by_the_caller_take_the_place_of_the_file(
+def test_settings_argument_replaces_the_settings_file(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    (folders[1] / "fsd.json").write_text('{"threshold": 0.5}')
+    """Another file, or config objects, which also override that file."""
+    (folders[1] / "fsd.json").write_text('{"threshold": 0.5, "depth": 4}')
     other = tmp_path / "other.json"
     other.write_text('{"threshold": 0.25, "divergence": "tv"}')
-    from_file = EagleFSD.from_pretrained(*folders, device_map="cpu", settings=other).settings
-    assert (from_file.threshold, from_file.divergence) == (0.25, "tv")
-    given = FSDSettings(threshold=0.125)
-    assert EagleFSD.from_pretrained(*folders, device_map="cpu", settings=given).settings == given
+    load = partial(EagleFSD.from_pretrained, *folders, device_map="cpu")
+    pair = load(settings=other)
+    assert pair.acceptance == AcceptanceConfig(threshold=0.25, divergence="tv")
+    assert pair.tree == TreeConfig.for_device("cpu")
+    acceptance, tree = AcceptanceConfig(threshold=0.125), TreeConfig(depth=3)
+    for settings in (None, other):
+        pair = load(settings=settings, acceptance=acceptance, tree=tree)
+        assert (pair.acceptance, pair.tree) == (acceptance, tree)
+    with pytest.raises(ValueError, match=r"^pass either tree or depth, not both$"):
+        load(tree=tree, depth=2)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"threshold": -1}', "threshold must be at least 0"),
-        ('{"treshold": 0.1}', "unknown setting treshold"),
-        ('{"divergence": "jsd"}', "divergence must be one of js"),
-        ('{"threshold": "high"}', "threshold must be a number"),
-        ("[0.1]", "not a JSON object"),
+        ('{"threshold": -1}', "threshold must be a number of at least 0; got -1"),
+        ('{"treshold": 0.1}', "unknown option treshold"),
         ("{", "Expecting"),
     ],
 )
-def test_a_faulty_settings_file_is_named(
+def test_invalid_settings_file_raises_one_line_with_its_name(
     text: str, message: str, folders: tuple[Path, Path]
 ) -> None:
     (folders[1] / "fsd.json").write_text(text)
@@ -371,11 +371,11 @@ def test_a_faulty_settings_file_is_named(
     assert "fsd.json" in one_line(error)
 
 
-# -- what does not load ---------------------------------------------------------------------------
+# -- damaged checkpoints ---------------------------------------------------------------------------
 
 
-def refused(path: Path | str, model: PreTrainedModel) -> str:
-    """The one line that refusing ``path`` gives."""
+def rejected(path: Path | str, model: PreTrainedModel) -> str:
+    """Return the one-line message of the error that loading ``path`` raises."""
     with pytest.raises(CheckpointError) as error:
         load_head(path, Target(model))
     return one_line(error)
@@ -383,39 +383,39 @@ def refused(path: Path | str, model: PreTrainedModel) -> str:
 
 @pytest.mark.parametrize("file", FORMATS)
 @pytest.mark.parametrize("name", ["fc.weight", "fc.bias", LAYER + "mlp.up_proj.weight"])
-def test_a_missing_tensor_is_named(
+def test_missing_tensor_is_named(
     name: str, file: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, file=file, **{name.replace(".", "__"): None})
-    assert f"missing {name}" in refused(tmp_path, model)
+    assert f"missing {name}" in rejected(tmp_path, model)
 
 
 @pytest.mark.parametrize("file", FORMATS)
 @pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "d2t", "fc2.weight"])
-def test_an_unexpected_tensor_is_named(
+def test_unexpected_tensor_is_named(
     name: str, file: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, file=file, **{name.replace(".", "__"): torch.ones(2)})
-    assert f"unexpected {name}" in refused(tmp_path, model)
+    assert f"unexpected {name}" in rejected(tmp_path, model)
 
 
-def test_a_bias_that_the_configuration_denies_is_unexpected(
+def test_bias_is_unexpected_if_the_configuration_has_none(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, bias=False, fc__bias=torch.ones(32))
-    assert "unexpected fc.bias" in refused(tmp_path, model)
+    assert "unexpected fc.bias" in rejected(tmp_path, model)
 
 
 @pytest.mark.parametrize("file", FORMATS)
 @pytest.mark.parametrize(
     ("name", "found", "expected"),
     [
-        ("fc.weight", [32, 32], [32, 64]),  # EAGLE-3's or another head's
+        ("fc.weight", [32, 32], [32, 64]),  # of another kind of head
         (LAYER + "mlp.up_proj.weight", [40, 32], [48, 32]),
         ("embed_tokens.weight", [90, 32], [96, 32]),
     ],
 )
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(
+def test_tensor_of_another_shape_is_named_with_both_shapes(
     name: str,
     found: list[int],
     expected: list[int],
@@ -424,15 +424,15 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(
     tmp_path: Path,
 ) -> None:
     published(tmp_path, model, file=file, **{name.replace(".", "__"): torch.ones(found)})
-    message = refused(tmp_path, model)
+    message = rejected(tmp_path, model)
     assert name in message
     assert str(found) in message
     assert str(expected) in message
 
 
-def test_every_fault_is_named_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_all_problems_are_named_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model, fc__bias=None, d2t=torch.ones(2), fc__weight=torch.ones(2, 2))
-    message = refused(tmp_path, model)
+    message = rejected(tmp_path, model)
     assert all(part in message for part in ("missing fc.bias", "unexpected d2t", "fc.weight is"))
 
 
@@ -443,10 +443,10 @@ def test_every_fault_is_named_at_once(model: PreTrainedModel, tmp_path: Path) ->
         ({"vocab_size": 128}, ("vocabulary", "128", "96")),
     ],
 )
-def test_a_head_for_another_target_is_refused_with_both_numbers(
+def test_head_of_another_target_is_rejected_with_both_sizes(
     change: dict[str, int], words: tuple[str, ...], model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """From files, and when a loaded head is put on a loaded target."""
+    """When it is loaded from files, and when it is attached."""
     other = tiny_target(**change)
     published(tmp_path, other)
     with pytest.raises(ValueError, match=words[0]) as from_files:
@@ -459,22 +459,22 @@ def test_a_head_for_another_target_is_refused_with_both_numbers(
 
 CORRUPT: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _whole: b"",
-    "cut short": lambda whole: whole[: len(whole) // 2],
+    "truncated": lambda whole: whole[: len(whole) // 2],
     "another format": lambda _whole: b"garbage" * 100,
-    "a git-lfs pointer": lambda _whole: b"version https://git-lfs.github.com/spec/v1\n" * 2,
-    "a page of HTML": lambda _whole: b"<!DOCTYPE html><html>404</html>\n" * 9,
-    "zip without content": lambda _whole: b"PK\x03\x04" + bytes(200),
+    "git-lfs pointer": lambda _whole: b"version https://git-lfs.github.com/spec/v1\n" * 2,
+    "HTML page": lambda _whole: b"<!DOCTYPE html><html>404</html>\n" * 9,
+    "empty zip": lambda _whole: b"PK\x03\x04" + bytes(200),
 }
 
 
 @pytest.mark.parametrize("how", CORRUPT)
 @pytest.mark.parametrize("file", FORMATS)
-def test_a_damaged_weights_file_is_named(
+def test_damaged_weights_file_is_named(
     file: str, how: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, file=file)
     (tmp_path / file).write_bytes(CORRUPT[how]((tmp_path / file).read_bytes()))
-    assert file in refused(tmp_path, model)
+    assert file in rejected(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -493,16 +493,14 @@ def test_a_damaged_weights_file_is_named(
         '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 5}',
     ],
 )
-def test_a_damaged_configuration_is_named(
-    text: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_damaged_configuration_is_named(text: str, model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model)
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert "config.json" in refused(tmp_path, model)
+    assert "config.json" in rejected(tmp_path, model)
 
 
 class Payload:
-    """Unpickling it would create the file ``path``."""
+    """Unpickling this creates the file ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -512,7 +510,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("save", ["torch", "pickle"])
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
+def test_pickle_with_code_is_rejected_and_does_not_run(
     save: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, file="pytorch_model.bin")
@@ -522,7 +520,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
         torch.save({"fc.weight": Payload(trace)}, file)
     else:
         file.write_bytes(pickle.dumps({"fc.weight": Payload(trace)}, protocol=2))
-    assert "pytorch_model.bin" in refused(tmp_path, model)
+    assert "pytorch_model.bin" in rejected(tmp_path, model)
     assert not trace.exists()
 
 
@@ -538,54 +536,52 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
     ],
     ids=["list", "tensor", "number for a tensor", "number for a name", "nested", "none"],
 )
-def test_a_pickle_that_is_not_a_state_dict_is_refused(
+def test_pickle_without_a_state_dict_is_rejected(
     content: object, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     published(tmp_path, model, file="pytorch_model.bin")
     torch.save(content, tmp_path / "pytorch_model.bin")
-    assert str(tmp_path) in refused(tmp_path, model)
+    assert str(tmp_path) in rejected(tmp_path, model)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(file: str, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_missing_file_is_named(file: str, model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model)
     (tmp_path / file).unlink()
-    message = refused(tmp_path, model)
+    message = rejected(tmp_path, model)
     assert file in message
     assert str(tmp_path) in message
 
 
-def test_a_head_of_a_family_without_such_a_layer_is_an_error(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_head_of_an_unsupported_family_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model)
-    other = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY}
+    other = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": VOCAB_SIZE}
     (tmp_path / "config.json").write_text(json.dumps(other))
-    assert "gpt2" in refused(tmp_path, model).lower()
+    assert "gpt2" in rejected(tmp_path, model).lower()
 
 
-def test_a_file_in_place_of_the_folder_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_file_instead_of_a_folder_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model)
-    assert "folder" in refused(tmp_path / "model.safetensors", model)
+    assert "folder" in rejected(tmp_path / "model.safetensors", model)
 
 
 @pytest.mark.parametrize("name", ["no-such-folder", "no-such/head", "./no/such/one", "two words"])
-def test_a_path_that_does_not_exist_is_one_line(
+def test_missing_path_raises_one_line(
     name: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert name in refused(name, model)
+    assert name in rejected(name, model)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(
+def test_unreachable_hub_raises_one_line(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers' own message has several; ours names the head and stays on one."""
+    """The message of transformers has several lines."""
 
     def unreachable(*_args: object, **_options: object) -> None:
         raise OSError("We couldn't connect to 'the hub'.\nCheck your internet connection.")
 
     monkeypatch.setattr(checkpoint, "cached_file", unreachable)
-    message = refused("some/head", model)
+    message = rejected("some/head", model)
     assert "some/head" in message
     assert "couldn't connect" in message

@@ -1,20 +1,31 @@
-"""What can be told of every token: its log-probability, the divergence, the alternatives."""
+"""Details of every token: its log-probability, the divergence, and the alternatives."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from pairs import FUZZY, batch, kindred_pair
+from pairs import ACCEPT_ALL, aligned_pair, batch
 
-from eagle_fsd.model.verify import Origin
+from eagle_fsd import AcceptanceConfig, Origin
+from eagle_fsd.model.acceptance import ExactRule
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"threshold": FUZZY}, {"method": "ar"}, {"temperature": 0.7, "seed": 1}]
+    "options",
+    [
+        {},
+        {"threshold": ACCEPT_ALL},
+        {"method": "ar"},
+        {"temperature": 0.7, "seed": 1},
+        {"temperature": 0.7, "acceptance": AcceptanceConfig(divergence_on="warped"), "seed": 1},
+        {"temperature": 0.7, "rule": ExactRule(), "seed": 1},
+    ],
 )
-def test_details_are_the_targets_own(options: dict[str, object]) -> None:
-    """Log-probabilities against one plain pass over each finished sequence."""
-    pair = kindred_pair()
+def test_log_probabilities_match_a_plain_pass(options: dict[str, Any]) -> None:
+    """Over each finished sequence."""
+    pair = aligned_pair()
     ids, mask = batch()
     options = {"max_new_tokens": 16, "eos_token_id": [], **options}
     stream = pair.stream(ids, mask, details=3, **options)
@@ -41,9 +52,8 @@ def test_details_are_the_targets_own(options: dict[str, object]) -> None:
     assert (stream.output().sequences == pair.generate(ids, mask, **options).sequences).all()
 
 
-def test_divergences_say_which_tokens_a_threshold_lets_through() -> None:
-    """Under a threshold every fuzzy token's divergence is below it."""
-    pair = kindred_pair()
+def test_divergence_of_a_fuzzy_token_is_below_the_threshold() -> None:
+    pair = aligned_pair()
     ids, mask = batch()
     fuzzy = 0
     for threshold in (0.05, 0.2, 0.5):
@@ -57,9 +67,7 @@ def test_divergences_say_which_tokens_a_threshold_lets_through() -> None:
     assert fuzzy >= 5
 
 
-def test_nothing_is_told_unasked() -> None:
-    pair = kindred_pair()
+def test_chunks_have_no_details_unless_requested() -> None:
+    pair = aligned_pair()
     ids, mask = batch()
     assert all(chunk.details is None for chunk in pair.stream(ids, mask, max_new_tokens=4))
-    with pytest.raises(ValueError, match="details must be 0 or more"):
-        pair.stream(ids, mask, details=-1)

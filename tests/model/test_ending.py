@@ -1,4 +1,4 @@
-"""What ends an answer: its length, end-of-sequence tokens, stopping criteria and the context."""
+"""What ends a row: its length, end-of-sequence tokens, stopping criteria and the context."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
-    FUZZY,
-    NEW,
-    PLAIN,
+    ACCEPT_ALL,
+    NEW_TOKENS,
+    aligned_pair,
+    allowed_tokens,
     answers,
     batch,
-    by_row_and_last_token,
     greedy_reference,
-    kindred_pair,
+    new_random_pair,
     prompt,
+    random_pair,
     reference,
-    shared_pair,
     small_tree,
-    tiny_pair,
     tiny_target,
     tokenizer,
     untrained_head,
@@ -38,11 +37,11 @@ from transformers import (
 from eagle_fsd import EagleFSD, Origin
 
 
-@pytest.mark.parametrize("new", range(1, 13))
-@pytest.mark.parametrize("threshold", [0.0, FUZZY])
-def test_max_new_tokens_is_kept_to_the_token(new: int, threshold: float) -> None:
-    """Steps emit up to five tokens: the last one is cut, the text before it is the same."""
-    pair = kindred_pair()
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
+def test_max_new_tokens_truncates_the_last_step(new: int, threshold: float) -> None:
+    """Steps emit up to five tokens."""
+    pair = aligned_pair()
     ids, mask = batch()
     out = pair.generate(ids, attention_mask=mask, max_new_tokens=new, threshold=threshold)
     longer = pair.generate(ids, attention_mask=mask, max_new_tokens=14, threshold=threshold)
@@ -54,19 +53,20 @@ def test_max_new_tokens_is_kept_to_the_token(new: int, threshold: float) -> None
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("kindred", [False, True])
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_end_of_sequence_as_in_hugging_face(method: str, kindred: bool, count: int) -> None:
-    """Nothing after the first, padding behind it, rows that go on are not disturbed."""
+def test_eos_tokens_end_rows_as_in_hugging_face(method: str, aligned: bool, count: int) -> None:
     ids, mask = batch()
-    pair = kindred_pair() if kindred else shared_pair()
-    free = reference(PLAIN, kindred)[:, ids.shape[1] :]
+    pair = aligned_pair() if aligned else random_pair()
+    free = reference(aligned=aligned)[:, ids.shape[1] :]
     eos = [int(free[0, 6]), int(free[2, 17])][:count]
-    expected = greedy_reference(pair.model, ids, mask, new=NEW, eos_token_id=eos, pad_token_id=0)
+    expected = greedy_reference(
+        pair.model, ids, mask, new=NEW_TOKENS, eos_token_id=eos, pad_token_id=0
+    )
     out = pair.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=NEW,
+        max_new_tokens=NEW_TOKENS,
         eos_token_id=eos[0] if count == 1 else eos,
         method=method,
     )
@@ -78,23 +78,23 @@ def test_end_of_sequence_as_in_hugging_face(method: str, kindred: bool, count: i
         assert (expected[row, ids.shape[1] + length :] == 0).all()
         ended = torch.isin(emitted, torch.tensor(eos))
         assert not ended[:-1].any()
-        assert ended[-1] or length == NEW
+        assert ended[-1] or length == NEW_TOKENS
     assert out.sequences.shape == expected.shape
     assert (out.origins[0] == Origin.PADDING).any()
 
 
 @pytest.mark.parametrize("position", range(6))
-def test_end_of_sequence_anywhere_in_a_fuzzy_step(position: int) -> None:
-    pair = kindred_pair()
+def test_eos_token_truncates_a_fuzzy_step(position: int) -> None:
+    pair = aligned_pair()
     ids = prompt(6, 3)
-    free = answers(pair.generate(ids, max_new_tokens=12, threshold=FUZZY))[0]
+    free = answers(pair.generate(ids, max_new_tokens=12, threshold=ACCEPT_ALL))[0]
     eos = int(free[position])
     first = free.tolist().index(eos)
-    out = pair.generate(ids, max_new_tokens=12, threshold=FUZZY, eos_token_id=eos)
+    out = pair.generate(ids, max_new_tokens=12, threshold=ACCEPT_ALL, eos_token_id=eos)
     assert answers(out)[0].tolist() == free[: first + 1].tolist()
 
 
-def test_the_targets_own_end_of_sequence_is_the_default() -> None:
+def test_eos_token_defaults_to_that_of_the_target() -> None:
     ids = prompt(6, 3)
     model = tiny_target()
     free = greedy_reference(model, ids, new=20)[0, 6:]
@@ -106,57 +106,66 @@ def test_the_targets_own_end_of_sequence_is_the_default() -> None:
     assert expected.shape[1] < 26
 
 
-def test_the_targets_padding_token_fills_rows_that_ended_and_marks_prompts() -> None:
-    """Without an attention mask the padding token is what is not a prompt, as in Hugging Face."""
+def test_pad_token_of_the_target_marks_prompts_and_fills_ended_rows() -> None:
+    """Without an attention mask, padding tokens are not part of a prompt, as in Hugging Face."""
     model = tiny_target(pad_token_id=0)
     model.generation_config.pad_token_id = 0
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = batch()
-    free = greedy_reference(model, ids, mask, new=NEW)
+    free = greedy_reference(model, ids, mask, new=NEW_TOKENS)
     eos = int(free[0, ids.shape[1] + 4])
-    expected = greedy_reference(model, ids, mask, new=NEW, eos_token_id=eos)
-    out = pair.generate(ids, max_new_tokens=NEW, eos_token_id=eos)
+    expected = greedy_reference(model, ids, mask, new=NEW_TOKENS, eos_token_id=eos)
+    out = pair.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
     assert torch.equal(out.sequences, expected)
     assert (out.sequences[0, -5:] == 0).all()
 
 
+def test_every_token_of_a_prompt_counts_without_a_pad_token() -> None:
+    """Neither padding nor end tokens are defined, so 0 is a token like any other."""
+    pair, ids = random_pair(), torch.tensor([[3, 0, 1, 0, 4]])
+    expected = pair.model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, expected)
+
+
 class EverySeventh(StoppingCriteria):
-    """Ends a row when the sum of its ids is a multiple of seven; answers with one flag a row."""
+    """End a row when the sum of its ids is a multiple of seven."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **_options: Any) -> Tensor:
         return input_ids.sum(1) % 7 == 0
 
 
 @pytest.mark.parametrize("make", [EverySeventh, lambda: MaxLengthCriteria(max_length=33)])
-@pytest.mark.parametrize("kindred", [False, True])
-def test_stopping_criteria_are_asked_after_every_token(
-    make: Callable[[], StoppingCriteria], kindred: bool
+@pytest.mark.parametrize("aligned", [False, True])
+def test_stopping_criteria_are_checked_after_every_token(
+    make: Callable[[], StoppingCriteria], aligned: bool
 ) -> None:
     ids, mask = batch()
-    pair = kindred_pair() if kindred else shared_pair()
+    pair = aligned_pair() if aligned else random_pair()
     expected = greedy_reference(
-        pair.model, ids, mask, new=NEW, stopping_criteria=StoppingCriteriaList([make()])
+        pair.model, ids, mask, new=NEW_TOKENS, stopping_criteria=StoppingCriteriaList([make()])
     )
-    out = pair.generate(ids, attention_mask=mask, max_new_tokens=NEW, stopping_criteria=[make()])
+    out = pair.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, stopping_criteria=[make()]
+    )
     width = out.sequences.shape[1]
-    assert width < ids.shape[1] + NEW or isinstance(make(), EverySeventh)
+    assert width < ids.shape[1] + NEW_TOKENS or isinstance(make(), EverySeventh)
     assert (out.origins == Origin.PADDING).any() or isinstance(make(), MaxLengthCriteria)
     for row in range(4):
         length = ids.shape[1] + int((out.origins[row] != Origin.PADDING).sum())
         assert torch.equal(out.sequences[row, :length], expected[row, :length])
-        # Hugging Face only pads behind a row that its criteria ended when there is an eos token.
+        # Without an eos token Hugging Face does not pad rows that its criteria ended.
         stopped = [
             bool(make()(out.sequences[row : row + 1, :end], None).all())
             for end in range(ids.shape[1] + 1, length + 1)
         ]
         assert not any(stopped[:-1])
-        assert stopped[-1] or length == ids.shape[1] + NEW
+        assert stopped[-1] or length == ids.shape[1] + NEW_TOKENS
 
 
-@pytest.mark.parametrize("threshold", [0.0, FUZZY])
-def test_stopping_criteria_within_a_step_of_many_tokens(threshold: float) -> None:
-    """Any length of text can be the last."""
-    pair = kindred_pair()
+@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
+def test_stopping_criteria_truncate_a_step(threshold: float) -> None:
+    """At every length."""
+    pair = aligned_pair()
     ids = prompt(6, 3)
     free = pair.generate(ids, max_new_tokens=10, threshold=threshold).sequences
     for length in range(7, 16):
@@ -165,10 +174,9 @@ def test_stopping_criteria_within_a_step_of_many_tokens(threshold: float) -> Non
         assert torch.equal(out.sequences, free[:, :length])
 
 
-@pytest.mark.parametrize("threshold", [0.0, FUZZY])
-def test_stop_strings(threshold: float) -> None:
-    """A string over several tokens ends the text with the token that completes it."""
-    pair, ids = kindred_pair(), prompt(6, 3)
+@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
+def test_stop_string_ends_the_row_with_the_token_that_completes_it(threshold: float) -> None:
+    pair, ids = aligned_pair(), prompt(6, 3)
     free = pair.generate(ids, max_new_tokens=20, threshold=threshold).sequences
     text = tokenizer().decode(free[0, 15:18])
     criteria = StopStringCriteria(tokenizer(), text)
@@ -181,12 +189,12 @@ def test_stop_strings(threshold: float) -> None:
         assert torch.equal(out.sequences, expected)
 
 
-def test_the_context_ends_the_answer() -> None:
-    """A row never grows beyond the positions the target has; a full prompt is refused."""
+def test_context_length_limits_rows() -> None:
+    """A prompt that fills the context is rejected."""
     model = tiny_target(max_position_embeddings=24)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids = prompt(15)
-    for threshold in (0.0, FUZZY):
+    for threshold in (0.0, ACCEPT_ALL):
         out = pair.generate(ids, max_new_tokens=100, threshold=threshold)
         assert out.sequences.shape == (1, 24)
         assert (out.origins != Origin.PADDING).all()
@@ -194,19 +202,19 @@ def test_the_context_ends_the_answer() -> None:
     assert torch.equal(pair.generate(ids, max_new_tokens=100).sequences, expected)
     assert pair.generate(prompt(23), max_new_tokens=100).sequences.shape == (1, 24)
     for length in (24, 30):
-        with pytest.raises(ValueError, match=rf"prompt has {length} tokens.*holds 24"):
+        with pytest.raises(ValueError, match=rf"prompt has {length} tokens.*context of 24"):
             pair.generate(prompt(length), max_new_tokens=1)
 
 
-def test_rows_that_ended_cost_nothing_more() -> None:
-    """The batch of later passes is smaller, and processors stay with their rows."""
-    pair = tiny_pair()
+def test_ended_rows_are_dropped_from_the_batch() -> None:
+    """Later passes are smaller, and processors stay with their rows."""
+    pair = new_random_pair()
     ids, mask = batch()
-    free = reference(PLAIN)[:, ids.shape[1] :]
+    free = reference()[:, ids.shape[1] :]
     eos = [int(free[0, 2]), int(free[2, 5])]
     rows = []
     pair.model.lm_head.register_forward_hook(lambda _m, args, _o: rows.append(args[0].shape))
-    processor = PrefixConstrainedLogitsProcessor(by_row_and_last_token, num_beams=1)
+    processor = PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1)
     options = {"attention_mask": mask, "max_new_tokens": 20}
     pair.generate(ids, **options, eos_token_id=eos, method="ar")
     counts = [shape[0] for shape in rows]

@@ -1,44 +1,44 @@
-"""Looking on: which nodes are seen, and on which side the target's choice was."""
+"""DivergenceProbe: which nodes it records, and that it changes nothing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from evidence import ANY, FLAT, A, B, C, D, E, make_evidence, make_tree
+from trees import ALWAYS, UNIFORM, A, B, C, D, E, make_inputs, make_tree
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
-from eagle_fsd.model.probe import Onlooker
+from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.model.verify import verify
 
-#: 0 -> (1: B, 2: C), 1 -> (3: D), 2 -> (4: E); the head expanded 0, 1 and 2.
+#: 0 -> (1: B, 2: C), 1 -> (3: D), 2 -> (4: E); nodes 0, 1 and 2 are expanded.
 PARENTS, TOKENS = [0, 0, 0, 1, 2], [A, B, C, D, E]
 PEAKED = [0.6, 0.1, 0.1, 0.1, 0.1]
 
 
-def test_only_reached_nodes_with_children_are_seen() -> None:
-    """The target says B, then E, which is not below B: the root and node 1 are seen."""
-    tree = make_tree(PARENTS, TOKENS, {0: FLAT, 1: PEAKED, 2: FLAT})
-    evidence = make_evidence(tree, [FLAT] * 5, sampled=[B, E, E, A, A])
-    watch = Onlooker(["js", "tv"])
-    kept = verify(evidence, watch)
-    (seen,) = watch.seen
-    assert seen.depths.tolist() == [0, 1]
-    assert seen.drafted.tolist() == [True, False]
-    assert seen.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
-    assert list(seen.divergences) == ["js", "tv"]
-    assert torch.equal(kept.tokens, verify(evidence, ExactRule()).tokens)
+def test_reached_nodes_with_children_are_recorded() -> None:
+    """The target samples B, then E, which is not below B: the root and node 1 are recorded."""
+    tree = make_tree(PARENTS, TOKENS, {0: UNIFORM, 1: PEAKED, 2: UNIFORM})
+    inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, E, E, A, A])
+    probe = DivergenceProbe(["js", "tv"])
+    kept = verify(inputs, probe)
+    (record,) = probe.records
+    assert record.depths.tolist() == [0, 1]
+    assert record.drafted.tolist() == [True, False]
+    assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
+    assert list(record.divergences) == ["js", "tv"]
+    assert torch.equal(kept.tokens, verify(inputs, ExactRule()).tokens)
 
 
-def test_the_divergence_is_the_gates_own() -> None:
-    tree = make_tree(PARENTS, TOKENS, {0: PEAKED, 1: FLAT, 2: FLAT})
-    evidence = make_evidence(tree, [FLAT] * 5, sampled=[B, D, E, A, A])
-    watch = Onlooker()
-    watch.gate(evidence)
-    expected = FuzzyRule(ANY).divergences(evidence)[0, [0, 1]]
-    assert torch.equal(watch.seen[0].divergences["js"], expected)
+def test_recorded_divergence_equals_that_of_the_gate() -> None:
+    tree = make_tree(PARENTS, TOKENS, {0: PEAKED, 1: UNIFORM, 2: UNIFORM})
+    inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, D, E, A, A])
+    probe = DivergenceProbe()
+    probe.gate(inputs)
+    expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
+    assert torch.equal(probe.records[0].divergences["js"], expected)
 
 
-def test_a_tree_of_its_root_alone_shows_nothing() -> None:
-    watch = Onlooker()
-    watch.gate(make_evidence(make_tree([0], [A]), [FLAT], sampled=[B]))
-    assert watch.seen == []
+def test_tree_without_children_is_not_recorded() -> None:
+    probe = DivergenceProbe()
+    probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
+    assert probe.records == []

@@ -1,4 +1,4 @@
-"""Streams and streamers: the answer in parts, and calls that do not disturb each other."""
+"""Streams, streamers, and concurrent calls on one model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
+    ACCEPT_ALL,
     DEVICES,
-    FUZZY,
-    PLAIN,
+    aligned_pair,
     answers,
     batch,
     greedy_reference,
-    kindred_pair,
+    new_random_pair,
     prompt,
+    random_pair,
     reference,
-    shared_pair,
-    tiny_pair,
     tokenizer,
 )
 from torch import Tensor
@@ -41,12 +40,12 @@ def joined(parts: Iterable[list[int]]) -> list[int]:
 # -- streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threshold", [0.0, FUZZY])
-def test_a_stream_is_the_answer_in_parts(threshold: float) -> None:
-    """Every row's chunks make up its answer; the last one says so, and nothing follows it."""
-    pair = kindred_pair()
+@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
+def test_chunks_add_up_to_the_output_of_generate(threshold: float) -> None:
+    """The last chunk of a row is marked as finished, and none follows it."""
+    pair = aligned_pair()
     ids, mask = batch()
-    eos = int(reference(PLAIN, kindred=True)[0, ids.shape[1] + 5])
+    eos = int(reference(aligned=True)[0, ids.shape[1] + 5])
     options = {"attention_mask": mask, "max_new_tokens": 20, "threshold": threshold}
     out = pair.generate(ids, **options, eos_token_id=eos)
     tokens: list[list[int]] = [[] for _ in range(4)]
@@ -70,14 +69,13 @@ def test_a_stream_is_the_answer_in_parts(threshold: float) -> None:
         assert (out.origins[row, length:] == Origin.PADDING).all()
 
 
-def test_a_stream_checks_its_arguments_when_it_is_called() -> None:
+def test_stream_validates_its_arguments_before_iteration() -> None:
     with pytest.raises(ValueError, match="threshold"):
-        shared_pair().stream(prompt(4), threshold=-1.0)
+        random_pair().stream(prompt(4), threshold=-1.0)
 
 
-def test_a_stream_comes_step_by_step_and_may_be_left() -> None:
-    """Nothing is decoded ahead of what was asked for; other calls go on undisturbed."""
-    pair = tiny_pair()
+def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
+    pair = new_random_pair()
     passes = []
     pair.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     chunks = iter(pair.stream(prompt(6), max_new_tokens=40))
@@ -90,19 +88,18 @@ def test_a_stream_comes_step_by_step_and_may_be_left() -> None:
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(6), new=8))
 
 
-def test_a_finished_stream_has_the_whole_and_reading_it_again_changes_nothing() -> None:
-    pair, ids = kindred_pair(), prompt(6, 3)
-    decoding = pair.stream(ids, max_new_tokens=12)
-    tokens = joined(chunk.tokens for chunk in decoding)
-    whole = decoding.output().sequences
+def test_finished_stream_yields_nothing_more_and_keeps_its_output() -> None:
+    pair, ids = aligned_pair(), prompt(6, 3)
+    stream = pair.stream(ids, max_new_tokens=12)
+    tokens = joined(chunk.tokens for chunk in stream)
+    whole = stream.output().sequences
     assert tokens == whole[0, 6:].tolist()
-    assert list(decoding) == []
-    assert torch.equal(decoding.output().sequences, whole)
+    assert list(stream) == []
+    assert torch.equal(stream.output().sequences, whole)
 
 
-def test_streams_in_turn_do_not_disturb_each_other() -> None:
-    """Two calls at once on one pair, as a server makes them."""
-    pair = kindred_pair()
+def test_interleaved_streams_are_independent() -> None:
+    pair = aligned_pair()
     prompts = [prompt(6, 3), prompt(9, 4)]
     found: list[list[int]] = [[], []]
     streams = [pair.stream(ids, max_new_tokens=20) for ids in prompts]
@@ -113,13 +110,13 @@ def test_streams_in_turn_do_not_disturb_each_other() -> None:
         assert tokens == greedy_reference(pair.model, ids, new=20)[0, ids.shape[1] :].tolist()
 
 
-def test_a_call_within_a_call_does_not_disturb_it() -> None:
-    """What two threads on one pair do to each other, made to happen in the middle of every pass.
+def test_call_inside_a_pass_of_another_call_does_not_change_it() -> None:
+    """A deterministic version of two threads on one model.
 
-    With everything accepted the text depends on the features that each pass hands on.
+    With everything accepted the output depends on the features that each pass records.
     """
-    pair, ids = tiny_pair(), prompt(6, 3)
-    undisturbed = pair.generate(ids, max_new_tokens=20, threshold=FUZZY)
+    pair, ids = new_random_pair(), prompt(6, 3)
+    expected = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
     busy, count = False, 0
 
     def interrupt(*_args: Any) -> None:
@@ -129,111 +126,83 @@ def test_a_call_within_a_call_does_not_disturb_it() -> None:
             pair.generate(prompt(4, count), max_new_tokens=2)
             busy = False
 
-    # After the first layer: the outer pass has begun and has not ended.
+    # After the first layer, so that the outer pass has begun and has not ended.
     pair.model.base_model.layers[0].register_forward_hook(interrupt)
-    out = pair.generate(ids, max_new_tokens=20, threshold=FUZZY)
+    out = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
     assert count == 1 + out.stats.passes
-    assert torch.equal(out.sequences, undisturbed.sequences)
-    assert out.stats.accepted == undisturbed.stats.accepted
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.stats.accepted == expected.stats.accepted
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_what_the_caller_does_between_chunks_is_not_booked(method: str, device: str) -> None:
-    """A consumer that prints, or sends over a network, does not make decoding look slow."""
-    pair = tiny_pair(device=device)
+def test_time_between_chunks_is_not_counted(method: str, device: str) -> None:
+    """A slow consumer must not make decoding look slow."""
+    pair = new_random_pair(device=device)
     ids, mask = (item.to(device) for item in batch())
     began = time.perf_counter()
-    decoding = pair.stream(ids, attention_mask=mask, max_new_tokens=6, method=method)
+    stream = pair.stream(ids, attention_mask=mask, max_new_tokens=6, method=method)
     slept = 0.0
-    for _ in decoding:
+    for _ in stream:
         pause = time.perf_counter()
         time.sleep(0.02)
         slept += time.perf_counter() - pause
     wall = time.perf_counter() - began
-    seconds = decoding.output().stats.seconds
+    seconds = stream.output().stats.seconds
     assert slept > 0.3
     assert sum(seconds.values()) < wall - slept + 0.01
     assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
 
 
-def test_a_stream_that_waits_before_its_first_step_books_nothing() -> None:
-    """Nor does what happens between the call and the first chunk, or after the last."""
-    pair = tiny_pair()
-    decoding = pair.stream(prompt(6), max_new_tokens=6)
+def test_time_before_the_first_and_after_the_last_chunk_is_not_counted() -> None:
+    pair = new_random_pair()
+    stream = pair.stream(prompt(6), max_new_tokens=6)
     time.sleep(0.3)
-    assert sum(decoding.stats.seconds.values()) == 0.0
+    assert sum(stream.stats.seconds.values()) == 0.0
     began = time.perf_counter()
-    for _ in decoding:
+    for _ in stream:
         pass
     wall = time.perf_counter() - began
     time.sleep(0.1)
-    assert 0.0 < sum(decoding.output().stats.seconds.values()) <= wall
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"method": "ar"},
-        {"threshold": FUZZY},
-        {"threshold": FUZZY, "selection": "sample"},
-        {"temperature": 0.9, "top_p": 0.9, "seed": 4},
-        {"temperature": 0.9, "selection": "sample", "threshold": FUZZY, "seed": 4},
-    ],
-)
-def test_torchs_generator_is_left_alone(options: dict[str, Any]) -> None:
-    """By greedy calls and by those with a seed: a caller's own random numbers stay repeatable."""
-    before = torch.get_rng_state()
-    kindred_pair().generate(prompt(6, 3), max_new_tokens=8, **options)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_sampling_without_a_seed_takes_one_from_torchs_generator() -> None:
-    """So ``torch.manual_seed`` makes it repeatable, and two calls in a row differ."""
-    ids, options = prompt(6, 3), {"max_new_tokens": 24, "temperature": 1.0}
-    torch.manual_seed(3)
-    first, second = (kindred_pair().generate(ids, **options).sequences for _ in range(2))
-    assert not torch.equal(first, second)
-    torch.manual_seed(3)
-    assert torch.equal(kindred_pair().generate(ids, **options).sequences, first)
+    assert 0.0 < sum(stream.output().stats.seconds.values()) <= wall
 
 
 # -- threads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads give way to each other as often as they can."""
+def frequent_thread_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("options", [{}, {"threshold": FUZZY}, {"temperature": 0.9, "seed": 6}])
-def test_threads_on_one_model_decode_as_if_alone(options: dict[str, Any]) -> None:
-    """Each pass is made to wait in its middle until the other thread has had a turn.
+@pytest.mark.usefixtures("frequent_thread_switches")
+@pytest.mark.parametrize(
+    "options", [{}, {"threshold": ACCEPT_ALL}, {"temperature": 0.9, "seed": 6}]
+)
+def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, Any]) -> None:
+    """Each pass waits halfway until the other thread has run.
 
-    With everything accepted the text depends on the features that each pass hands on.
+    With everything accepted the output depends on the features that each pass records.
     """
-    pair = tiny_pair()
+    pair = new_random_pair()
     prompts = [batch(), (prompt(9, 4), torch.ones(1, 9))]
     alone = [pair.generate(*item, max_new_tokens=20, **options) for item in prompts]
     order: list[int] = []
 
     turn, ended = threading.Condition(), []
 
-    def give_way(*_args: Any) -> None:
+    def wait_for_other_thread(*_args: Any) -> None:
         me = threading.get_ident()
         with turn:
             order.append(me)
             turn.notify_all()
             assert turn.wait_for(lambda: order[-1] != me or ended, 60)
 
-    # After the first layer: the pass has begun and has not ended.
-    pair.model.base_model.layers[0].register_forward_hook(give_way)
+    # After the first layer, so that the pass has begun and has not ended.
+    pair.model.base_model.layers[0].register_forward_hook(wait_for_other_thread)
     start = threading.Barrier(2)
 
     def decode(number: int) -> list[GenerateOutput]:
@@ -260,7 +229,7 @@ def test_threads_on_one_model_decode_as_if_alone(options: dict[str, Any]) -> Non
 
 
 class Collector(BaseStreamer):
-    """What a streamer is given, call by call."""
+    """Record the arguments of every call."""
 
     def __init__(self) -> None:
         self.puts: list[list[int]] = []
@@ -274,8 +243,8 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-def test_a_streamer_gets_the_prompt_and_then_each_step() -> None:
-    pair, ids, collector = kindred_pair(), prompt(6, 3), Collector()
+def test_streamer_receives_the_prompt_and_then_each_step() -> None:
+    pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
     out = pair.generate(ids, max_new_tokens=15, streamer=collector)
     assert collector.ended == 1
     assert collector.puts[0] == ids[0].tolist()
@@ -283,32 +252,35 @@ def test_a_streamer_gets_the_prompt_and_then_each_step() -> None:
     assert [len(item) for item in collector.puts[1:]] == out.stats.accepted[0]
 
 
-def test_a_streamer_through_hugging_faces_interface() -> None:
-    """transformers 5.23 puts the prompt but keeps ``generate``'s streamer from a callable, so it
-    may be bound to the callable; given either way it is accepted and the text is the same."""
-    pair, ids, collector = kindred_pair(), prompt(6, 3), Collector()
+def test_custom_generate_accepts_a_streamer() -> None:
+    """transformers 5.23 puts the prompt but does not pass the streamer on, so it can be bound to
+    the callable instead."""
+    pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
     expected = greedy_reference(pair.model, ids, new=15)
     bound = partial(pair.custom_generate, streamer=collector)
     found = greedy_reference(pair.model, ids, new=15, custom_generate=bound)
     assert torch.equal(found, expected)
     assert joined(collector.puts) == expected[0, 6:].tolist()
     assert collector.ended == 1
-    given = Collector()
+    passed = Collector()
     found = greedy_reference(
-        pair.model, ids, new=15, custom_generate=pair.custom_generate, streamer=given
+        pair.model, ids, new=15, custom_generate=pair.custom_generate, streamer=passed
     )
     assert torch.equal(found, expected)
-    assert given.puts[0] == ids[0].tolist()
+    assert passed.puts[0] == ids[0].tolist()
 
 
-def test_a_text_streamer_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """Hugging Face's own, which is made for one token at a time."""
-    pair, ids = kindred_pair(), prompt(6, 3)
+def test_hugging_face_text_streamer_prints_the_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pair, ids = aligned_pair(), prompt(6, 3)
     streamer = TextStreamer(tokenizer(), skip_prompt=True)
     out = pair.generate(ids, max_new_tokens=15, streamer=streamer)
     assert capsys.readouterr().out == tokenizer().decode(answers(out)[0]) + "\n"
 
 
-def test_a_streamer_follows_one_prompt() -> None:
-    with pytest.raises(ValueError, match="one prompt"):
-        shared_pair().generate(batch()[0], streamer=Collector())
+def test_streamer_needs_a_single_prompt() -> None:
+    with pytest.raises(ValueError, match="a streamer needs a single prompt; got 4"):
+        random_pair().generate(batch()[0], streamer=Collector())
+    with pytest.raises(ValueError, match="input_ids must be a tensor"):
+        random_pair().generate([[3, 4]], streamer=Collector())

@@ -1,4 +1,4 @@
-"""The draft tree: its invariants for any size, and what is kept against a brute force in Python."""
+"""The draft tree: invariants for any size, and the kept nodes against a brute-force search."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.tree import DraftTree, TreeBuilder, ancestor_matrix, single_node
 
 Path = tuple[int, ...]
 
-#: What a head may say beyond ordinary distributions; all of them make ties.
-STRANGE = ("equal", "certain", "impossible", "nan", "some nan", "two values")
+#: Degenerate distributions; all of them give ties.
+DEGENERATE = ("equal", "certain", "impossible", "nan", "some nan", "two values")
 
 
 @dataclass(frozen=True)
-class Head:
-    """A stand-in for the draft head: one fixed distribution for every path of every row."""
+class FakeHead:
+    """A draft head with one fixed distribution for every path of every row."""
 
     seed: int
-    vocabulary: int
+    vocab_size: int
     kind: str = "random"
 
     def __call__(self, row: int, path: Path) -> np.ndarray:
         """``[V]`` float32 log-probabilities after ``path`` (tokens below the root)."""
         random = np.random.default_rng([self.seed, row, *path])
-        size = self.vocabulary
+        size = self.vocab_size
         if self.kind == "equal":
             return np.full(size, -np.log(size), np.float32)
         if self.kind == "certain":
@@ -50,10 +51,11 @@ class Head:
 
 
 def _grow(
-    head: Head, batch: int, total_tokens: int, depth: int, top_k: int
+    head: FakeHead, batch: int, total_tokens: int, depth: int, top_k: int
 ) -> tuple[DraftTree, list[list[Path]]]:
-    """Drive the builder as a decoding step does; also each row's expanded paths, in order."""
-    builder = TreeBuilder(total_tokens, depth, top_k, head.vocabulary, "cpu")
+    """Drive the builder as a decoding step does; also return each row's expanded paths."""
+    config = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
+    builder = TreeBuilder(config, head.vocab_size, "cpu")
     builder.start(torch.tensor(np.stack([head(row, ()) for row in range(batch)])))
     expanded: list[list[Path]] = [[()] for _ in range(batch)]
     before: list[list[Path]] = [[()] for _ in range(batch)]
@@ -69,14 +71,16 @@ def _grow(
         ]
         for row, paths in enumerate(before):
             expanded[row] += paths
-        said = [np.stack([head(row, path) for path in paths]) for row, paths in enumerate(before)]
-        builder.extend(torch.tensor(np.stack(said)))
+        drafted = [
+            np.stack([head(row, path) for path in paths]) for row, paths in enumerate(before)
+        ]
+        builder.extend(torch.tensor(np.stack(drafted)))
     root = torch.arange(batch) + 100
     return builder.finish(root), expanded
 
 
 def _paths(tree: DraftTree, row: int) -> list[Path]:
-    """The tokens from below the root to every node, by walking up one parent at a time."""
+    """The tokens from below the root to every node."""
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     found = []
     for node in range(tree.size):
@@ -89,14 +93,14 @@ def _paths(tree: DraftTree, row: int) -> list[Path]:
 
 
 def _brute_force(
-    head: Head, row: int, total_tokens: int, depth: int, top_k: int
+    head: FakeHead, row: int, total_tokens: int, depth: int, top_k: int
 ) -> tuple[set[Path], set[Path], bool]:
     """EAGLE-2's tree with dictionaries: kept paths, expanded paths, and whether scores tie.
 
-    Scores are float32 and summed from the root down, so equal means equal to the bit. A vocabulary
-    smaller than ``top_k`` takes its place, both for children and for nodes expanded at each level.
+    Scores are float32 and summed from the root down, as in the builder. ``top_k`` is limited to the
+    vocabulary.
     """
-    top_k = min(top_k, head.vocabulary)
+    top_k = min(top_k, head.vocab_size)
 
     def children(path: Path, score: np.float32) -> dict[Path, np.float32]:
         log_probs = head(row, path)
@@ -118,7 +122,7 @@ def _brute_force(
 
 
 def _reachable(parents: list[int]) -> np.ndarray:
-    """``[i, j]``: whether walking up from ``i`` meets ``j``; ``i`` itself counts."""
+    """``[i, j]``: whether ``j`` is ``i`` or an ancestor of it."""
     matrix = np.zeros((len(parents), len(parents)), bool)
     for node in range(len(parents)):
         above = node
@@ -130,7 +134,7 @@ def _reachable(parents: list[int]) -> np.ndarray:
 
 
 def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int, v: int) -> None:
-    """Everything that makes it a tree, whatever the scores were."""
+    """Check every invariant that does not depend on the scores."""
     width = min(top_k, v)
     size = min(total, 1 + width + depth * width**2)
     assert tree.size == size
@@ -148,7 +152,7 @@ def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int
         assert tokens[0] == 100 + row
         assert all(0 <= token < v for token in tokens[1:])
         for node in range(1, size):
-            # An index of a node that is in the tree and came earlier: ancestor-closed by induction.
+            # Parents come earlier, so by induction every ancestor is in the tree.
             assert 0 <= parents[node] < node
             assert depths[node] == depths[parents[node]] + 1
         assert depths == sorted(depths)
@@ -164,23 +168,23 @@ def _check_valid(tree: DraftTree, batch: int, total: int, depth: int, top_k: int
 
 
 totals, depths, widths = st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)
-vocabularies, batches, seeds = st.integers(1, 10), st.integers(1, 3), st.integers(0, 2**31)
+vocab_sizes, batches, seeds = st.integers(1, 10), st.integers(1, 3), st.integers(0, 2**31)
 
 
-@given(totals, depths, widths, vocabularies, batches, seeds)
-def test_invariants_and_the_kept_set(
-    total: int, depth: int, top_k: int, vocabulary: int, batch: int, seed: int
+@given(totals, depths, widths, vocab_sizes, batches, seeds)
+def test_tree_keeps_the_best_candidates(
+    total: int, depth: int, top_k: int, vocab_size: int, batch: int, seed: int
 ) -> None:
-    """A valid tree of exactly the best ``total - 1`` candidates, with the right distributions.
+    """Exactly the best ``total - 1`` candidates of each row, with the right distributions.
 
-    Sizes cover a vocabulary smaller than ``top_k`` and a pool smaller than ``total``.
+    Sizes include a vocabulary smaller than ``top_k`` and a pool smaller than ``total``.
     """
-    head = Head(seed, vocabulary)
+    head = FakeHead(seed, vocab_size)
     tree, order = _grow(head, batch, total, depth, top_k)
-    _check_valid(tree, batch, total, depth, top_k, vocabulary)
+    _check_valid(tree, batch, total, depth, top_k, vocab_size)
     for row in range(batch):
         kept, expanded, tied = _brute_force(head, row, total, depth, top_k)
-        assume(not tied or vocabulary == 1)
+        assume(not tied or vocab_size == 1)
         paths = _paths(tree, row)
         assert set(paths[1:]) == kept
         assert set(order[row]) == expanded
@@ -188,51 +192,28 @@ def test_invariants_and_the_kept_set(
             index = tree.draft_rows[row, node].item()
             assert (index >= 0) == (path in expanded)
             if index >= 0:
-                said = tree.draft_log_probs[row, index].numpy()
-                np.testing.assert_array_equal(said, head(row, path))
+                found = tree.draft_log_probs[row, index].numpy()
+                np.testing.assert_array_equal(found, head(row, path))
 
 
-@given(st.sampled_from(STRANGE), totals, depths, widths, vocabularies, batches, seeds)
-def test_ties_and_broken_heads_still_give_a_tree(
-    kind: str, total: int, depth: int, top_k: int, vocabulary: int, batch: int, seed: int
+@given(st.sampled_from(DEGENERATE), totals, depths, widths, vocab_sizes, batches, seeds)
+def test_tree_is_valid_with_ties_and_broken_heads(
+    kind: str, total: int, depth: int, top_k: int, vocab_size: int, batch: int, seed: int
 ) -> None:
-    """All-equal scores, probabilities of exactly 1 and 0, and NaN: never an invalid tree."""
-    head = Head(seed, vocabulary, kind)
+    """All scores equal, probabilities of exactly 1 and 0, and NaN."""
+    head = FakeHead(seed, vocab_size, kind)
     tree, order = _grow(head, batch, total, depth, top_k)
-    _check_valid(tree, batch, total, depth, top_k, vocabulary)
+    _check_valid(tree, batch, total, depth, top_k, vocab_size)
     for row in range(batch):
         for node, path in enumerate(_paths(tree, row)):
             index = tree.draft_rows[row, node].item()
             if index >= 0:
                 assert order[row][index] == path
-                said = tree.draft_log_probs[row, index].numpy()
-                np.testing.assert_array_equal(said, head(row, path))
+                found = tree.draft_log_probs[row, index].numpy()
+                np.testing.assert_array_equal(found, head(row, path))
 
 
-@given(totals, depths, widths, vocabularies, seeds)
-def test_rows_do_not_touch_each_other(
-    total: int, depth: int, top_k: int, vocabulary: int, seed: int
-) -> None:
-    """A row's tree is the one it gets alone."""
-    head = Head(seed, vocabulary)
-    together = _grow(head, 3, total, depth, top_k)[0]
-    alone = _grow(head, 1, total, depth, top_k)[0]
-    for name in ("tokens", "parents", "depths", "draft_rows", "ancestors", "draft_log_probs"):
-        assert torch.equal(getattr(together, name)[0], getattr(alone, name)[0]), name
-
-
-@given(totals, depths, widths, vocabularies, seeds)
-def test_a_larger_budget_only_adds_nodes(
-    total: int, depth: int, top_k: int, vocabulary: int, seed: int
-) -> None:
-    """The candidates are the same whatever is kept of them, so trees of growing size are nested."""
-    head = Head(seed, vocabulary)
-    small = set(_paths(_grow(head, 1, total, depth, top_k)[0], 0))
-    large = set(_paths(_grow(head, 1, total + 5, depth, top_k)[0], 0))
-    assert small <= large
-
-
-# -- a tree drawn by hand ------------------------------------------------------------------------
+# -- a tree built by hand --------------------------------------------------------------------------
 #
 # Probabilities, tokens a to d, two children each, two expansions; kept nodes numbered:
 #
@@ -241,9 +222,9 @@ def test_a_larger_budget_only_adds_nodes(
 #     +----b .35 [2]--a .90 [4]--d .50 [5]      bad .1575      bac .0945 dropped
 #              +------d .05                     bd  .0175 dropped
 #
-# On the third level b-a (.315) was chosen before a-c (.300), so its child comes first.
+# On the third level b-a (.315) is chosen before a-c (.300), so its child comes first.
 A, B, C, D = range(4)
-DRAWN = {
+PROBABILITIES = {
     (): [0.60, 0.35, 0.04, 0.01],
     (A,): [0.15, 0.10, 0.50, 0.25],
     (B,): [0.90, 0.01, 0.04, 0.05],
@@ -261,22 +242,22 @@ MASK = [
 ]
 
 
-def _drawn(path: Path) -> Tensor:
-    return torch.tensor(DRAWN[path]).log()
+def _log_probs(path: Path) -> Tensor:
+    return torch.tensor(PROBABILITIES[path]).log()
 
 
-def test_a_tree_drawn_by_hand() -> None:
-    """Every tensor of the tree above, the mask written out."""
-    builder = TreeBuilder(7, 2, 2, len(DRAWN[()]), "cpu")
-    builder.start(_drawn(())[None])
+def test_builder_gives_the_tree_built_by_hand() -> None:
+    config = TreeConfig(total_tokens=7, depth=2, top_k=2)
+    builder = TreeBuilder(config, len(PROBABILITIES[()]), "cpu")
+    builder.start(_log_probs(())[None])
     tokens, slots = builder.choose()
     assert tokens.tolist() == [[A, B]]
     assert slots.tolist() == [[0, 0]]
-    builder.extend(torch.stack([_drawn((A,)), _drawn((B,))])[None])
+    builder.extend(torch.stack([_log_probs((A,)), _log_probs((B,))])[None])
     tokens, slots = builder.choose()
     assert tokens.tolist() == [[A, C]]
     assert slots.tolist() == [[1, 0]]  # below b, below a
-    builder.extend(torch.stack([_drawn((B, A)), _drawn((A, C))])[None])
+    builder.extend(torch.stack([_log_probs((B, A)), _log_probs((A, C))])[None])
     tree = builder.finish(torch.tensor([9]))
     assert tree.tokens.tolist() == [[9, A, B, C, A, D, B]]
     assert tree.parents.tolist() == [[0, 0, 0, 1, 2, 4, 3]]
@@ -284,8 +265,8 @@ def test_a_tree_drawn_by_hand() -> None:
     assert tree.draft_rows.tolist() == [[0, 1, 2, 4, 3, -1, -1]]
     assert tree.ancestors.long().tolist() == [MASK]
     assert tree.has_children().tolist() == [[True, True, True, True, True, False, False]]
-    for row, path in enumerate(DRAWN):
-        assert torch.equal(tree.draft_log_probs[0, row], _drawn(path))
+    for row, path in enumerate(PROBABILITIES):
+        assert torch.equal(tree.draft_log_probs[0, row], _log_probs(path))
 
 
 @pytest.mark.parametrize(
@@ -296,14 +277,12 @@ def test_a_tree_drawn_by_hand() -> None:
         ([0], [[1]]),
     ],
 )
-def test_ancestor_matrix(parents: list[int], matrix: list[list[int]]) -> None:
-    """Chain, star and lone root, written out."""
+def test_ancestor_matrix_of_small_trees(parents: list[int], matrix: list[list[int]]) -> None:
     assert ancestor_matrix(torch.tensor([parents]))[0].long().tolist() == matrix
 
 
-def test_single_node() -> None:
-    """Nothing but the root, with no draft distribution: verifying it is plain decoding."""
-    tree = single_node(torch.tensor([5, 7]), vocabulary=11)
+def test_single_node_is_a_root_without_draft_distribution() -> None:
+    tree = single_node(torch.tensor([5, 7]), vocab_size=11)
     assert tree.size == 1
     assert tree.max_depth == 0
     assert tree.tokens.tolist() == [[5], [7]]
@@ -314,17 +293,16 @@ def test_single_node() -> None:
     assert tree.draft_log_probs.shape == (2, 0, 11)
 
 
-def test_budget_of_one_is_the_root_alone() -> None:
-    """``total_tokens=1`` keeps the root; its distribution is known but it has no children."""
-    tree, _ = _grow(Head(0, 5), 2, total_tokens=1, depth=2, top_k=3)
+def test_one_token_tree_is_a_root_with_draft_distribution() -> None:
+    tree, _ = _grow(FakeHead(0, 5), 2, total_tokens=1, depth=2, top_k=3)
     assert tree.size == 1
     assert tree.draft_rows.tolist() == [[0], [0]]
     assert not tree.has_children().any()
 
 
-def test_the_default_tree() -> None:
-    """EAGLE-2's own size (60/6/10) over a larger vocabulary, against the brute force."""
-    head = Head(1, 300)
+def test_default_tree_keeps_the_best_candidates() -> None:
+    """EAGLE-2's tree of 60 nodes over a larger vocabulary."""
+    head = FakeHead(1, 300)
     tree, _ = _grow(head, 1, total_tokens=60, depth=6, top_k=10)
     _check_valid(tree, 1, 60, 6, 10, 300)
     kept, _, tied = _brute_force(head, 0, total_tokens=60, depth=6, top_k=10)

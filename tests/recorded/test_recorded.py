@@ -26,7 +26,10 @@ def differences(recorded: Any, found: Any, where: str = "") -> list[str]:
     return [] if recorded == found else [f"{where}: {recorded!r} became {found!r}"]
 
 
-@pytest.mark.parametrize("area", AREAS)
+@pytest.mark.parametrize(
+    "area",
+    [pytest.param(area, marks=[] if area == "decoding" else [pytest.mark.slow]) for area in AREAS],
+)
 def test_behavior_is_unchanged(area: str) -> None:
     recorded = json.loads((HERE / f"{area}.json").read_text())
     found = json.loads(json.dumps(AREAS[area]()))

@@ -1,4 +1,4 @@
-"""The training loop: what it leaves, what it survives, and that batches add up to the same."""
+"""Tests for the training loop: its files, interruptions, failures, and equivalent batches."""
 
 from __future__ import annotations
 
@@ -13,27 +13,38 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainings import losses, metrics, same_weights, train_here, weights, write_chats
+from trainings import (
+    Killed,
+    read_losses,
+    read_metrics,
+    read_weights,
+    replace_call,
+    same_weights,
+    train_here,
+    write_chats,
+)
 
-from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.train.chats import ChatFile
-from eagle_fsd.train.encoding import encode_chat
-from eagle_fsd.train.run_folder import RunFolder, TrainingError
+from eagle_fsd import EagleHead
+from eagle_fsd.model.checkpoint import save_head
+from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.assistant_mask import encode_chat
+from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.trainer import Trainer
-from eagle_fsd.utils.chat_templates import TokenizerFormat
+from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
+from eagle_fsd.utils.chat_templates import TokenizerTemplate
 
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the package may catch it and tidy up."""
+#: Options of the uninterrupted training, which has validations.
+VALIDATED = {"validation": 1, "validate_every": 5}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to, with a validation in between."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    return train_here(data, out, target, validation=1, validate_every=5)
+def uninterrupted(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete training with a validation in between."""
+    return train_here(data, tmp_path_factory.mktemp("whole") / "out", target, **VALIDATED)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -41,6 +52,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
+    """Return the one-line message of the TrainingError that a call raises."""
     with pytest.raises(TrainingError) as caught:
         call()
     message = str(caught.value)
@@ -48,26 +60,26 @@ def error_of(call: Callable[[], Any]) -> str:
     return message
 
 
-# -- what is left ----------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_what_its_folder_promises(undisturbed: Path) -> None:
+def test_training_writes_its_files(uninterrupted: Path) -> None:
     for name in ("recipe.json", "config.json", "model.safetensors", "README.md", "training.json"):
-        assert (undisturbed / name).stat().st_size > 0
-    assert checkpoints(undisturbed) == ["step-12", "step-9"]  # the newest two
-    with Image.open(undisturbed / "curves.png") as picture:
+        assert (uninterrupted / name).stat().st_size > 0
+    assert checkpoints(uninterrupted) == ["step-12", "step-9"]  # the newest two
+    with Image.open(uninterrupted / "curves.png") as picture:
         picture.load()
         assert picture.format == "PNG"
         assert min(picture.size) > 300
-    events = EventAccumulator(str(undisturbed / "tensorboard"))
+    events = EventAccumulator(str(uninterrupted / "tensorboard"))
     events.Reload()
     scalars = [event.value for event in events.Scalars("train/loss")]
-    assert scalars == pytest.approx(losses(undisturbed).tolist(), rel=1e-6)
+    assert scalars == pytest.approx(read_losses(uninterrupted).tolist(), rel=1e-6)
     assert {"train/top1", "train/lr", "validation/tau"} <= set(events.Tags()["scalars"])
 
 
-def test_metrics_tell_every_step_and_validation(undisturbed: Path, data: Path) -> None:
-    lines = metrics(undisturbed)
+def test_metrics_of_steps_and_validations(uninterrupted: Path) -> None:
+    lines = read_metrics(uninterrupted)
     assert [line["step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert 0 <= line["top1"] <= line["top3"] <= 1
@@ -75,7 +87,7 @@ def test_metrics_tell_every_step_and_validation(undisturbed: Path, data: Path) -
         parts = line["feature"] + 0.1 * line["token"] + line["divergence"]
         assert line["loss"] == pytest.approx(parts, rel=1e-5)
     assert lines[-1]["seconds_left"] == 0
-    validations = metrics(undisturbed, "validation")
+    validations = read_metrics(uninterrupted, "validation")
     assert [line["step"] for line in validations] == [5, 10, 12]
     for line in validations:
         assert line["tau"] >= 1
@@ -83,148 +95,180 @@ def test_metrics_tell_every_step_and_validation(undisturbed: Path, data: Path) -
         assert all(0 <= value <= 0.7 for value in line["js_by_depth"])  # at most ln 2
 
 
-def test_tokens_are_those_of_the_chats(target: Path, data: Path, tmp_path: Path) -> None:
-    """Of two epochs: padding and what fills up the last batch are not counted."""
+def test_tokens_are_counted_without_padding(target: Path, data: Path, tmp_path: Path) -> None:
     out = train_here(data, tmp_path / "out", target, max_steps=6, batch_size=4, max_length=50)
     tokenizer = load_tokenizer(target)
-    wording = TokenizerFormat(tokenizer)
-    lengths = [len(encode_chat(chat, tokenizer, wording, 50).ids) for chat in ChatFile(data)]
-    filling = 2 * 2 * 2  # two rows of two tokens fill up the last batch of an epoch
-    assert 0 <= metrics(out)[-1]["tokens"] - 2 * sum(lengths) <= filling
+    chat_template = TokenizerTemplate(tokenizer)
+    lengths = [len(encode_chat(chat, tokenizer, chat_template, 50).ids) for chat in ChatFile(data)]
+    filler = 2 * 2 * 2  # in two epochs, two rows of two tokens
+    assert 0 <= read_metrics(out)[-1]["tokens"] - 2 * sum(lengths) <= filler
 
 
-def test_the_loss_falls(target: Path, data: Path, tmp_path: Path) -> None:
-    curve = losses(train_here(data, tmp_path / "out", target, max_steps=60, epochs=100))
-    assert curve[-5:].mean() < 0.9 * curve[:5].mean()
+def test_loss_falls(target: Path, data: Path, tmp_path: Path) -> None:
+    out = train_here(data, tmp_path / "out", target, max_steps=60, epochs=100, checkpoint_every=60)
+    losses = read_losses(out)
+    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
 
 
-# -- a kill at any moment --------------------------------------------------------------------------
+# -- starting from a head --------------------------------------------------------------------------
+
+
+def test_training_starts_from_a_head(target: Path, data: Path, tmp_path: Path) -> None:
+    """With a learning rate of zero it keeps all weights, the bias included."""
+    first = train_here(data, tmp_path / "first", target, bias=True, max_steps=2)
+    second = train_here(
+        data, tmp_path / "second", target, head=first, lr=0.0, weight_decay=0.0, max_steps=2
+    )
+    assert same_weights(read_weights(second), read_weights(first))
+    assert "fc.bias" in read_weights(second)
+    assert read_losses(second).isfinite().all()
+    with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
+        train_here(data, second, target, lr=0.0, weight_decay=0.0, max_steps=2, resume=True)
+
+
+def test_head_with_its_own_embedding_keeps_it(target: Path, data: Path, tmp_path: Path) -> None:
+    wrapped = Target(load_target(target))
+    head = EagleHead(wrapped.config, False).attach(wrapped)
+    embedding = torch.randn_like(wrapped.embed.weight)
+    head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
+    save_head(head, tmp_path / "head")
+    out = train_here(data, tmp_path / "out", target, head=tmp_path / "head", max_steps=2)
+    assert torch.equal(read_weights(out)["embed_tokens.weight"], embedding)
+
+
+# -- interruptions ---------------------------------------------------------------------------------
 
 
 def before_the_first_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    _die_after(patch, RunFolder, "append_metrics", 2)
+    kill_after(patch, TrainingFolder, "append_metrics", 2)
 
 
 def in_mid_epoch(patch: pytest.MonkeyPatch) -> None:
-    _die_after(patch, RunFolder, "append_metrics", 9)
+    kill_after(patch, TrainingFolder, "append_metrics", 9)
 
 
-def with_a_line_of_metrics_cut_short(patch: pytest.MonkeyPatch) -> None:
-    def half(folder: RunFolder, line: dict[str, Any]) -> None:
+def in_a_line_of_metrics(patch: pytest.MonkeyPatch) -> None:
+    def write_half(folder: TrainingFolder, line: dict[str, Any]) -> None:
         with (folder.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line)[:20])
         raise Killed
 
-    _replace_call(patch, RunFolder, "append_metrics", 9, half)
+    replace_call(patch, TrainingFolder, "append_metrics", 9, write_half)
 
 
-def with_half_a_checkpoint_written(patch: pytest.MonkeyPatch) -> None:
-    def half(_: Accelerator, path: str) -> None:
+def in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    def write_half(_: Accelerator, path: str) -> None:
         (Path(path) / "model.safetensors").write_bytes(b"half")
         raise Killed
 
-    _replace_call(patch, Accelerator, "save_state", 2, half)
+    replace_call(patch, Accelerator, "save_state", 2, write_half)
 
 
-def with_a_whole_checkpoint_not_named_yet(patch: pytest.MonkeyPatch) -> None:
-    _die_after(patch, Accelerator, "save_state", 2)
+def before_a_checkpoint_is_renamed(patch: pytest.MonkeyPatch) -> None:
+    kill_after(patch, Accelerator, "save_state", 2)
 
 
-def before_old_checkpoints_went(patch: pytest.MonkeyPatch) -> None:
-    _replace_call(patch, shutil, "rmtree", 4, lambda *_, **__: _die())
+def before_old_checkpoints_are_deleted(patch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    replace_call(patch, shutil, "rmtree", 4, die)
 
 
 def after_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    _die_after(patch, Trainer, "run", 1)
+    kill_after(patch, Trainer, "run", 1)
 
 
 MOMENTS = [
     before_the_first_checkpoint,
     in_mid_epoch,
-    with_a_line_of_metrics_cut_short,
-    with_half_a_checkpoint_written,
-    with_a_whole_checkpoint_not_named_yet,
-    before_old_checkpoints_went,
+    in_a_line_of_metrics,
+    in_a_checkpoint,
+    before_a_checkpoint_is_renamed,
+    before_old_checkpoints_are_deleted,
     after_the_last_step,
 ]
 
 
+def kill_after(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """Raise :class:`Killed` after the ``number``-th call of ``owner.name``."""
+    original = getattr(owner, name)
+
+    def last(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        raise Killed
+
+    replace_call(patch, owner, name, number, last)
+
+
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
-def test_a_run_killed_then_resumed_ends_with_the_same_weights(
+def test_killed_then_resumed_training_gives_the_same_weights(
     moment: Callable[[pytest.MonkeyPatch], None],
-    undisturbed: Path,
+    uninterrupted: Path,
     target: Path,
     data: Path,
     tmp_path: Path,
 ) -> None:
-    """Bit for bit, and with the same metrics. (A real SIGKILL: test_trainer_processes.py.)"""
+    """Bit for bit, and with the same metrics."""
     out = tmp_path / "out"
-    settings = {"validation": 1, "validate_every": 5}
     with pytest.MonkeyPatch.context() as patch:
         moment(patch)
         with pytest.raises(Killed):
-            train_here(data, out, target, **settings)
-    train_here(data, out, target, resume=True, **settings)
-    assert same_weights(weights(out), weights(undisturbed))
-    assert torch.equal(losses(out), losses(undisturbed))
+            train_here(data, out, target, **VALIDATED)
+    train_here(data, out, target, resume=True, **VALIDATED)
+    assert same_weights(read_weights(out), read_weights(uninterrupted))
+    assert torch.equal(read_losses(out), read_losses(uninterrupted))
     for kind in ("train", "validation"):
-        steps = [line["step"] for line in metrics(out, kind)]
-        assert steps == [line["step"] for line in metrics(undisturbed, kind)]
+        steps = [line["step"] for line in read_metrics(out, kind)]
+        assert steps == [line["step"] for line in read_metrics(uninterrupted, kind)]
     assert checkpoints(out) == ["step-12", "step-9"]
 
 
-def test_resume_begins_where_there_is_nothing(
-    undisturbed: Path, target: Path, data: Path, tmp_path: Path
+def test_seed_changes_the_weights(
+    uninterrupted: Path, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    out = train_here(data, tmp_path / "out", target, validation=1, validate_every=5, resume=True)
-    assert same_weights(weights(out), weights(undisturbed))
+    out = train_here(data, tmp_path / "out", target, seed=1, **VALIDATED)
+    assert not same_weights(read_weights(out), read_weights(uninterrupted))
 
 
-def test_another_seed_gives_other_weights(
-    undisturbed: Path, target: Path, data: Path, tmp_path: Path
-) -> None:
-    """So equality above means something."""
-    settings = {"validation": 1, "validate_every": 5}
-    out = train_here(data, tmp_path / "out", target, seed=1, **settings)
-    assert not same_weights(weights(out), weights(undisturbed))
+# -- failures --------------------------------------------------------------------------------------
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
-
-
-def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(
+def test_loss_that_is_not_finite_keeps_the_last_checkpoint(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Trainer._noisy
-
-    def poisoned(trainer: Trainer, *arguments: Any) -> torch.Tensor:
-        features = whole(trainer, *arguments)
-        return features * (float("nan") if trainer.step == 7 else 1.0)
-
-    monkeypatch.setattr(Trainer, "_noisy", poisoned)
+    replace_call(
+        monkeypatch,
+        Trainer,
+        "_compute_losses",
+        8,
+        lambda trainer, *_: {
+            "loss": sum(p.sum() for p in trainer.losses.parameters()) * float("nan")
+        },
+    )
     message = error_of(lambda: train_here(data, tmp_path / "out", target))
     assert message == "step 8: the loss is not finite; the checkpoint of step 6 is kept"
     assert checkpoints(tmp_path / "out") == ["step-3", "step-6"]
-    kept = load_file(tmp_path / "out" / "checkpoints" / "step-6" / "model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in kept.values())
+    saved = load_file(tmp_path / "out" / "checkpoints" / "step-6" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
+def test_gradient_that_is_not_finite_does_not_reach_the_weights(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the loss of that step is: the next one's would not be, and a checkpoint be lost."""
-    whole = Accelerator.clip_grad_norm_
+    """It is reported in its own step, although that step's loss is finite."""
+    original = Accelerator.clip_grad_norm_
 
-    def overflown(*arguments: Any) -> torch.Tensor:
-        return whole(*arguments) * float("inf")
+    def overflow(*arguments: Any) -> Any:
+        return original(*arguments) * float("inf")
 
-    _replace_call(monkeypatch, Accelerator, "clip_grad_norm_", 6, overflown)
+    replace_call(monkeypatch, Accelerator, "clip_grad_norm_", 6, overflow)
     message = error_of(lambda: train_here(data, tmp_path / "out", target))
     assert message == "step 6: the loss is not finite; the checkpoint of step 3 is kept"
     assert checkpoints(tmp_path / "out") == ["step-3"]
 
 
-def test_a_broken_target_is_told_in_the_first_step(
+def test_broken_target_is_reported_in_the_first_step(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(target, tmp_path / "target")
@@ -232,16 +276,16 @@ def test_a_broken_target_is_told_in_the_first_step(
     state["model.norm.weight"][3] = float("nan")
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
     message = error_of(lambda: train_here(data, tmp_path / "out", broken))
-    assert message == "step 1: the loss is not finite; none was kept"
+    assert message == "step 1: the loss is not finite; there is no checkpoint yet"
 
 
-def test_memory_that_runs_out_is_one_line_with_advice(
+def test_out_of_memory_is_one_line_with_advice(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot")
 
-    _replace_call(monkeypatch, Trainer, "_losses", 5, full)
+    replace_call(monkeypatch, Trainer, "_compute_losses", 5, fail)
     message = error_of(lambda: train_here(data, tmp_path / "out", target))
     for word in ("step 5", "batch_size", "accumulate", "step 3 is kept"):
         assert word in message
@@ -251,94 +295,62 @@ def test_memory_that_runs_out_is_one_line_with_advice(
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0"),  # torch's
+        RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0"),
+        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
     ],
-    ids=["os", "torch"],
+    ids=["os", "torch", "safetensors"],
 )
-def test_a_full_disk_keeps_the_last_checkpoint(
-    error: Exception,
-    undisturbed: Path,
-    target: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_full_disk_keeps_the_last_checkpoint(
+    error: Exception, uninterrupted: Path, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    """It is one line, leaves no half checkpoint, and the run goes on once there is space."""
+    """No partial checkpoint is left, and the training can be resumed."""
     out = tmp_path / "out"
-    settings = {"validation": 1, "validate_every": 5}
 
-    def full(_: Accelerator, path: str) -> None:
+    def fail(_: Accelerator, path: str) -> None:
         (Path(path) / "model.safetensors").write_bytes(b"half")
         raise error
 
-    with monkeypatch.context() as patch:
-        _replace_call(patch, Accelerator, "save_state", 3, full)
-        message = error_of(lambda: train_here(data, out, target, **settings))
+    with pytest.MonkeyPatch.context() as patch:
+        replace_call(patch, Accelerator, "save_state", 3, fail)
+        message = error_of(lambda: train_here(data, out, target, **VALIDATED))
     assert "step 9 could not be written" in message
-    assert "step-6 is kept" in message
+    assert "the checkpoint of step 6 is kept" in message
     assert checkpoints(out) == ["step-3", "step-6"]
-    train_here(data, out, target, resume=True, **settings)
-    assert same_weights(weights(out), weights(undisturbed))
+    train_here(data, out, target, resume=True, **VALIDATED)
+    assert same_weights(read_weights(out), read_weights(uninterrupted))
 
 
-# -- batches ---------------------------------------------------------------------------------------
+# -- equivalent trainings --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [4, 3], ids=["full", "not-full"])
 def test_accumulated_batches_equal_one_large_batch(
     count: int, target: Path, tmp_path: Path
 ) -> None:
-    """All chats in every step, of unlike lengths: means are over positions, not over batches."""
+    """All chats in every step, of different lengths: means are over positions, not over batches."""
     data = write_chats(tmp_path / "chats.jsonl", count)
-    whole = train_here(data, tmp_path / "whole", target, batch_size=4, max_length=256)
-    parts = train_here(data, tmp_path / "parts", target, accumulate=2, max_length=256)
-    assert losses(parts).tolist() == pytest.approx(losses(whole).tolist(), rel=1e-4)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-3, atol=1e-5)
+    settings = {"max_length": 256, "max_steps": 6}
+    whole = train_here(data, tmp_path / "whole", target, batch_size=4, **settings)
+    parts = train_here(data, tmp_path / "parts", target, accumulate=2, **settings)
+    assert read_losses(parts).tolist() == pytest.approx(read_losses(whole).tolist(), rel=1e-4)
+    for name, tensor in read_weights(whole).items():
+        torch.testing.assert_close(read_weights(parts)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_worker_processes_change_nothing(
-    undisturbed: Path, target: Path, data: Path, tmp_path: Path
+def test_worker_processes_do_not_change_the_weights(
+    uninterrupted: Path, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    settings = {"validation": 1, "validate_every": 5}
-    out = train_here(data, tmp_path / "out", target, workers=2, **settings)
-    assert same_weights(weights(out), weights(undisturbed))
-
-
-def _die(*_: Any) -> None:
-    raise Killed
-
-
-def _die_after(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
-    whole = getattr(owner, name)
-
-    def last(*arguments: Any, **options: Any) -> None:
-        whole(*arguments, **options)
-        raise Killed
-
-    _replace_call(patch, owner, name, number, last)
-
-
-def _replace_call(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, instead: Callable[..., Any]
-) -> None:
-    """Have the ``number``-th call of ``owner.name`` (from 1) do something else."""
-    whole, calls = getattr(owner, name), 0
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return (instead if calls == number else whole)(*arguments, **options)
-
-    patch.setattr(owner, name, counted)
+    """Nor does ``resume`` where there is no training yet."""
+    out = train_here(data, tmp_path / "out", target, workers=2, resume=True, **VALIDATED)
+    assert same_weights(read_weights(out), read_weights(uninterrupted))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
 def test_compiled_layers_train_and_validate(target: Path, data: Path, tmp_path: Path) -> None:
-    """The validation's decoding runs the same layers, uncompiled: its shapes broke the compiler."""
-    plain = train_here(data, tmp_path / "plain", target, validation=2, validate_every=3)
-    out = train_here(data, tmp_path / "out", target, validation=2, validate_every=3, compile=True)
-    assert losses(out) == pytest.approx(losses(plain), rel=1e-3)
-    (first, *_) = [line for line in metrics(out) if line["kind"] == "validation"]
-    assert first["tau"] >= 1.0
+    """Validation decodes with the same layers, uncompiled."""
+    options = {"validation": 2, "validate_every": 3}
+    plain = train_here(data, tmp_path / "plain", target, **options)
+    out = train_here(data, tmp_path / "out", target, compile=True, **options)
+    assert read_losses(out) == pytest.approx(read_losses(plain), rel=1e-3)
+    assert read_metrics(out, "validation")[0]["tau"] >= 1.0

@@ -1,6 +1,6 @@
-"""What the training tests train with: a tiny target in a folder, chat files, and the command.
+"""What the training tests train with: a tiny target, chat files, and small trainings.
 
-The target has the bundled tokenizer and its chat template, so chats are encoded as users' are.
+The target has the bundled tokenizer and chat template, so that chats are encoded as users' are.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerators import forget_accelerator
+from accelerators import reset_accelerator_state
 from pairs import tiny_target
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle_fsd.bundled import BUNDLED, BUNDLED_TARGET
-from eagle_fsd.train.config import TrainRecipe
-from eagle_fsd.train.run import train
-from eagle_fsd.train.run_folder import METRICS_FILE
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.train import TrainConfig, TrainRequest, train
+from eagle_fsd.train.training_folder import METRICS_FILE
 
-#: Seconds that a busy machine may take for any of the trainings here, its imports included.
-PATIENCE = 1200
-#: A dozen steps on a handful of chats, with nothing decoded in between.
+#: Seconds that a training in a subprocess may take on a busy machine.
+TIMEOUT = 1200
+#: A dozen steps on a handful of chats, without validation.
 SMALL: dict[str, Any] = {
     "max_steps": 12,
     "batch_size": 2,
@@ -40,59 +39,60 @@ SMALL: dict[str, Any] = {
     "log_every": 1,
 }
 
-#: The command, killed for good once it has told its eighth step: the third of an epoch of five.
+#: The command line, killed after logging its eighth step, the third one of its second epoch.
 KILLED_IN_MID_EPOCH = """
 import os, signal
-from eagle_fsd.train.run_folder import RunFolder
-whole = RunFolder.append_metrics
+from eagle_fsd.train.training_folder import TrainingFolder
+original = TrainingFolder.append_metrics
 def append(folder, line):
-    whole(folder, line)
+    original(folder, line)
     if line["step"] == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-RunFolder.append_metrics = append
+TrainingFolder.append_metrics = append
 from eagle_fsd.cli import main
 main()
 """
 
 
 def write_target(folder: Path, **changes: Any) -> Path:
-    """A random target under the bundled tokenizer."""
+    """Save a random target with the bundled tokenizer."""
     tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2, **changes).save_pretrained(folder)
-    for file in BUNDLED.glob("target/*token*"):
+    for file in BUNDLED_TARGET.glob("*token*"):
         shutil.copy(file, folder)
     shutil.copy(BUNDLED_TARGET / "chat_template.jinja", folder)
     return folder
 
 
-def chat(number: int, turns: int = 1) -> list[dict[str, str]]:
-    """A conversation in OpenAI's layout; its length grows with its number, up and down."""
-    said = []
+def make_chat(number: int, turns: int = 1) -> list[dict[str, str]]:
+    """A chat whose length varies with its number."""
+    messages = []
     for turn in range(turns):
         question = f"What is {number} plus {turn}?" + " Please." * (number * 7 % 5)
         answer = f"It is {number + turn}." + f" Yes, {number}." * (number * 5 % 4)
-        said.append({"role": "user", "content": question})
-        said.append({"role": "assistant", "content": answer})
-    return said
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
 def write_chats(path: Path, count: int = 10) -> Path:
-    lines = [json.dumps({"messages": chat(number, 1 + number % 2)}) for number in range(count)]
+    lines = [json.dumps({"messages": make_chat(number, 1 + number % 2)}) for number in range(count)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def train_here(data: Path, out: Path, target: Path, **changes: Any) -> Path:
-    """:func:`train` in this process; arguments that are no recipe's are handed to it."""
-    settings = {**SMALL, **changes}
-    names = TrainRecipe().as_dict()
-    others = {name: settings.pop(name) for name in list(settings) if name not in names}
-    forget_accelerator()
+def train_here(data: Path | None, out: Path, target: Path | None, **options: Any) -> Path:
+    """Call :func:`train` in this process; options are fields of the config or of the request."""
+    options = {**SMALL, **options}
+    names = [name for name in options if name in TrainConfig.model_fields]
+    config = TrainConfig.from_dict({name: options.pop(name) for name in names})
+    if "features" not in options:
+        options["data"] = data
+    reset_accelerator_state()
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(out))
-    if "features" not in others:
-        others["data"] = data
-    return train(
-        TrainRecipe.from_dict(settings), out, target=target, accelerator=accelerator, **others
-    )
+    request = TrainRequest(out=out, target=target, **options)
+    folder = train(request, config, accelerator=accelerator)
+    assert folder == out
+    return out
 
 
 def command(data: Path, out: Path, target: Path, *more: str, **changes: Any) -> list[str]:
@@ -103,8 +103,14 @@ def command(data: Path, out: Path, target: Path, *more: str, **changes: Any) -> 
     return [*map(str, arguments), *more]
 
 
+def without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """The arguments without an option and its value."""
+    at = arguments.index(option)
+    return [*arguments[:at], *arguments[at + 2 :]]
+
+
 def start(arguments: Sequence[str], launcher: Sequence[str] = (), **options: Any) -> Any:
-    """The command in a process of its own, on the CPU and on one thread."""
+    """Start the command line in a subprocess, on the CPU and on one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["HF_HUB_OFFLINE"] = "1"
     program = [sys.executable, *(launcher or ["-m", "eagle_fsd.cli"])]
@@ -118,19 +124,37 @@ def start(arguments: Sequence[str], launcher: Sequence[str] = (), **options: Any
     )
 
 
-def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+def read_metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
     lines = (folder / METRICS_FILE).read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
-def losses(folder: Path) -> Tensor:
-    return torch.tensor([line["loss"] for line in metrics(folder)], dtype=torch.float64)
+def read_losses(folder: Path) -> Tensor:
+    return torch.tensor([line["loss"] for line in read_metrics(folder)], dtype=torch.float64)
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether weights are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the package may catch it."""
+
+
+def replace_call(
+    patch: Any, owner: Any, name: str, number: int, replacement: Callable[..., Any]
+) -> None:
+    """Replace the ``number``-th call (from 1) of ``owner.name``."""
+    original, calls = getattr(owner, name), 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return (replacement if calls == number else original)(*arguments, **options)
+
+    patch.setattr(owner, name, counted)

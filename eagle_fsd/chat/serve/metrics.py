@@ -1,69 +1,83 @@
-"""What a worker tells Prometheus."""
+"""Prometheus metrics of a worker."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-#: Seconds of a decoding step: from a small pair on a GPU to a large one on a CPU.
+from eagle_fsd.chat.decode_queue import DecodeObserver, Outcome
+
+#: Seconds per decoding step: from a small pair on a GPU to a large one on a CPU.
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120)
 TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 
 
-class WorkerMetrics:
-    """Counters of one worker, in a registry of its own.
+class WorkerMetrics(DecodeObserver):
+    """Metrics of one worker, in a separate registry.
 
-    tau over any time is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins),
-    the fuzzy share ``eagle_fsd_tokens_total{origin="fuzzy"}`` over all of them.
+    tau over a period is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins);
+    the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        registry = self.registry
         self.requests = Counter(
-            "eagle_fsd_requests", "Requests by how they ended.", ["outcome"], registry=registry
+            "eagle_fsd_requests", "Requests by outcome.", ["outcome"], registry=self.registry
         )
         self.queue = Gauge(
-            "eagle_fsd_queue", "Requests waiting or being answered.", registry=registry
+            "eagle_fsd_queue", "Requests waiting or being answered.", registry=self.registry
         )
         self.tokens = Counter(
-            "eagle_fsd_tokens", "Emitted tokens by origin.", ["origin"], registry=registry
+            "eagle_fsd_tokens", "Emitted tokens by origin.", ["origin"], registry=self.registry
         )
         self.prompt_tokens = Counter(
-            "eagle_fsd_prompt_tokens", "Prompt tokens of answered requests.", registry=registry
+            "eagle_fsd_prompt_tokens", "Prompt tokens of answered requests.", registry=self.registry
         )
-        self.steps = Counter("eagle_fsd_steps", "Target passes.", registry=registry)
+        self.steps = Counter("eagle_fsd_steps", "Target passes.", registry=self.registry)
         self.tau = Histogram(
-            "eagle_fsd_tau", "Tokens per target pass, of each answer.", registry=registry,
+            "eagle_fsd_tau",
+            "Tokens per target pass in each answer.",
+            registry=self.registry,
             buckets=TAU_BUCKETS,
-        )  # fmt: skip
+        )
         self.step_seconds = Histogram(
-            "eagle_fsd_step_seconds", "Time of a decoding step.", registry=registry,
+            "eagle_fsd_step_seconds",
+            "Duration of a decoding step.",
+            registry=self.registry,
             buckets=STEP_BUCKETS,
-        )  # fmt: skip
+        )
         self.wait_seconds = Histogram(
-            "eagle_fsd_wait_seconds", "Time in the queue.", registry=registry, buckets=WAIT_BUCKETS
+            "eagle_fsd_wait_seconds",
+            "Time in the queue.",
+            registry=self.registry,
+            buckets=WAIT_BUCKETS,
         )
 
-    def watch(self, event: str, figures: dict[str, Any]) -> None:
-        """Book an event of :class:`~eagle_fsd.chat.decode_queue.DecodeQueue`'s."""
-        if event == "begun":
-            self.wait_seconds.observe(figures["waited"])
-        elif event == "step":
-            self.step_seconds.observe(figures["seconds"])
-        else:
-            self.requests.labels(event).inc()
-        if event in ("ended", "cancelled") and figures:  # without any it left before its turn
-            self.steps.inc(figures["steps"])
-            for origin in ("exact", "fuzzy", "target"):
-                self.tokens.labels(origin).inc(figures[f"{origin}_tokens"])
-        if event == "ended":
-            self.tau.observe(figures["tau"])
-            self.prompt_tokens.inc(figures["prompt_tokens"])
+    def request_started(self, waited: float) -> None:
+        self.wait_seconds.observe(waited)
 
-    def page(self, queue: int) -> bytes:
-        """The text Prometheus reads."""
-        self.queue.set(queue)
+    def step_finished(self, seconds: float, tokens: int) -> None:
+        self.step_seconds.observe(seconds)
+
+    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+        self.requests.labels(outcome).inc()
+        if not stats:  # it failed, or was cancelled before its turn
+            return
+        self.steps.inc(stats["steps"])
+        for origin in ("exact", "fuzzy", "target"):
+            self.tokens.labels(origin).inc(stats[f"{origin}_tokens"])
+        if outcome == "ended":
+            self.tau.observe(stats["tau"])
+            self.prompt_tokens.inc(stats["prompt_tokens"])
+
+    def page(self, queue_length: int) -> bytes:
+        """Return the metrics in Prometheus' text format.
+
+        Args:
+            queue_length: Number of requests that are waiting or being decoded.
+        """
+        self.queue.set(queue_length)
         return generate_latest(self.registry)

@@ -1,7 +1,8 @@
-"""FastChat's worker for a pair: registration and heart-beat are FastChat's, decoding is ours.
+"""A FastChat worker that decodes with a pair.
 
-The protocol is FastChat's, error codes in the body included, so that its controller and API server
-work with it unchanged. The routes are our own: FastChat's leak a slot on every error.
+:class:`FSDWorker` uses FastChat's registration and heartbeat; :func:`worker_app` serves FastChat's
+worker protocol, including its error codes, so that FastChat's controller and API server work
+unchanged. The routes are implemented here because FastChat's leak a semaphore slot on every error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 import requests
@@ -19,7 +21,7 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastchat.constants import ErrorCode
-from fastchat.conversation import Conversation as Template
+from fastchat.conversation import Conversation
 from fastchat.serve.base_model_worker import BaseModelWorker
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
@@ -28,43 +30,43 @@ from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError, Update
 from eagle_fsd.chat.remote_backend import add_page_routes
-from eagle_fsd.chat.requests import (
-    BODY_SECONDS,
-    AnswerRequest,
-    RequestError,
-    announces_more,
-    read_json,
-    read_request,
-    shortened,
-)
+from eagle_fsd.chat.request_body import RequestError, read_body, read_json, shorten
+from eagle_fsd.chat.requests import read_request
 from eagle_fsd.chat.serve.metrics import WorkerMetrics
-from eagle_fsd.chat.session import most_characters
+from eagle_fsd.chat.session import AnswerRequest, max_chars
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.chat.wire_format import template
+from eagle_fsd.chat.wire_format import conversation_template
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatFormat
+from eagle_fsd.utils.chat_templates import ChatTemplate
 
 log = logging.getLogger(__name__)
 
-#: Texts in one request for embeddings at most.
-MOST_TEXTS = 64
-#: The status of an answer that nobody is there to read.
-GONE = 499
+#: Maximum number of inputs in one request for embeddings.
+MAX_EMBEDDING_INPUTS = 64
+#: Status logged for a response that no client receives.
+CLIENT_CLOSED_REQUEST = 499
 
 
 class FSDWorker(BaseModelWorker):
-    """A pair behind FastChat's controller.
+    """A pair behind a FastChat controller.
 
     Args:
-        controller: Its address, ``http://...``; None: the worker stands alone.
-        address: Where the controller and the API server reach this worker.
-        names: What clients call the model.
+        model: The pair.
+        chat_template: How chats are formatted.
+        limits: Limits of requests.
+        controller: URL of the controller; None for a worker that does not register.
+        address: URL at which the controller and the API server reach this worker.
+        names: Names of the model for clients.
+        worker_id: Name of this worker in log messages.
+
+    Attributes:
+        ready: Whether the worker has tried to register or need not; the health check reports it.
     """
 
     def __init__(
         self,
         model: EagleFSD,
-        wording: ChatFormat,
+        chat_template: ChatTemplate,
         limits: Limits,
         controller: str | None,
         address: str,
@@ -72,167 +74,201 @@ class FSDWorker(BaseModelWorker):
         worker_id: str,
     ) -> None:
         super().__init__(controller or "", address, worker_id, names[0], names, 1)
-        self.model, self.wording, self.limits = model, wording, limits
-        self.tokenizer, self.context_len = model.tokenizer, model.target.context
+        self.model, self.chat_template, self.limits = model, chat_template, limits
+        self.tokenizer, self.context_len = model.tokenizer, model.target.context_length
         self.metrics = WorkerMetrics()
-        self.queue = DecodeQueue(model, limits.queue, self.metrics.watch)
-        # Requests are tokenized one at a time, beside the event loop: a long prompt takes seconds,
-        # in which those that stream are to go on.
+        self.queue = DecodeQueue(model, limits.queue, self.metrics)
+        # Tokenize in a separate thread: a long prompt takes seconds, while other answers must
+        # continue to stream.
         self._reader = ThreadPoolExecutor(1, "read")
-        #: Whether it was tried to register: who waits for the worker waits for that.
         self.ready = controller is None
 
-    def make_conv_template(self, *_: Any, **__: Any) -> Template:
-        """The template that carries chats through FastChat untouched."""
-        return template()
+    def make_conv_template(self, *_: Any, **__: Any) -> Conversation:
+        """Return the template that carries chats through FastChat's API server."""
+        return conversation_template()
 
     def get_queue_length(self) -> int:
+        """Return the number of requests that are waiting or being decoded."""
         return len(self.queue)
 
     def init_heart_beat(self) -> None:
-        """Register, and go on telling the controller that we are there."""
+        """Register with the controller and start sending heartbeats."""
         super().init_heart_beat()
         self.ready = True
 
     def register_to_controller(self) -> None:
-        """Register; a controller that is not there yet is tried again with the next heart-beat."""
+        """Register; if the controller is unreachable, the next heartbeat retries."""
         try:
             super().register_to_controller()
         except (requests.RequestException, AssertionError) as error:
-            log.warning("the controller %s does not take us: %s", self.controller_addr, error)
+            log.warning("cannot register with the controller %s: %s", self.controller_addr, error)
 
     async def count_token(self, params: dict[str, Any]) -> dict[str, Any]:
-        """How many tokens a prompt has as it will be worded.
+        """Count the tokens of a prompt after applying the chat template.
 
-        A chat that outgrows the context counts as what is left of it once its oldest turns are
-        gone, or FastChat's API server would refuse it. What does not fit at all counts as the
-        whole context, with the reason.
+        Turns that will be dropped because the chat exceeds the context are not counted; otherwise
+        FastChat's API server would reject the chat. If even the last question does not fit, the
+        count is the context length and the response holds the error.
+
+        Args:
+            params: The request, with its ``prompt``.
         """
         try:
             request = await self.read({"prompt": params.get("prompt")})
         except RequestError as error:
             count = self.context_len if error.code == RequestError.CONTEXT else 0
-            return {**failure(str(error), error.code), "count": count}
+            return {**error_output(str(error), error.code), "count": count}
         return {"count": request.ids.shape[1], "error_code": 0}
 
     async def read(self, params: dict[str, Any]) -> AnswerRequest:
-        """The request that ``params`` are, in its turn.
+        """Validate and tokenize a request, one at a time.
+
+        Args:
+            params: The request.
 
         Raises:
-            RequestError: They are none.
+            RequestError: The request is invalid.
         """
         return await asyncio.get_running_loop().run_in_executor(
-            self._reader, read_request, params, self.model, self.wording, self.limits
+            self._reader, read_request, params, self.model, self.chat_template, self.limits
         )
 
     async def answers(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """What FastChat calls outputs: the text so far, usage, and at the end why it ended.
+        """Stream the outputs of a request: the text so far, usage, and the finish reason.
 
-        An error is the last output, with its code.
+        Args:
+            params: The request.
+
+        Yields:
+            Outputs in FastChat's format. An error is the last output, with its code.
         """
         self.call_ct += 1
         try:
             self.queue.check_room()
             request = await self.read(params)
-            job = self.queue.submit(request)
-            told = len(request.echo)
-            async for update in job.updates():
-                yield self._output(update, told, request.details is not None)
-                told += sum(len(piece.text) for piece in update.pieces)
+            offset = len(request.echo)
+            async with aclosing(self.queue.submit(request).updates()) as updates:
+                async for update in updates:
+                    assert update is not None  # there is no heartbeat
+                    yield self._output(update, offset, request.details is not None)
+                    offset += sum(len(piece.text) for piece in update.pieces)
         except RequestError as error:
             self.metrics.requests.labels("refused").inc()
-            yield failure(str(error), error.code)
+            yield error_output(str(error), error.code)
         except QueueFullError as error:
             self.metrics.requests.labels("queue_full").inc()
-            yield failure(str(error), ErrorCode.ENGINE_OVERLOADED)
+            yield error_output(str(error), ErrorCode.ENGINE_OVERLOADED)
         except DecodingError as error:
-            yield failure(str(error), ErrorCode.INTERNAL_ERROR)
-        except Exception:  # a tokenizer's or a chat template's: the client is told that much
+            yield error_output(str(error), ErrorCode.INTERNAL_ERROR)
+        except Exception:  # from a tokenizer or a chat template
             log.exception("a request failed")
             self.metrics.requests.labels("failed").inc()
-            yield failure("the request could not be read", ErrorCode.INTERNAL_ERROR)
+            yield error_output("the request could not be processed", ErrorCode.INTERNAL_ERROR)
 
-    def _output(self, update: Update, offset: int, details: bool) -> dict[str, Any]:
+    def _output(self, update: Update, offset: int, logprobs: bool) -> dict[str, Any]:
         output = {
             "text": update.text,
             "error_code": 0,
             "usage": update.usage,
             "finish_reason": update.finish_reason,
-            "logprobs": self._logprobs(update.pieces, offset) if details else None,
+            "logprobs": self._logprobs(update.pieces, offset) if logprobs else None,
         }
-        if update.figures is not None:
-            output["fsd"] = update.figures
+        if update.finish_reason is not None:
+            output["fsd"] = update.stats
         return output
 
     def _logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any]:
-        """As OpenAI's completions have them: of the pieces that are new."""
-        found: dict[str, list[Any]] = {
+        """Return the log-probabilities of new pieces in the format of OpenAI's completions."""
+        columns: dict[str, list[Any]] = {
             "text_offset": [],
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
         }
         for piece in pieces:
-            found["text_offset"].append(offset)
-            found["tokens"].append(self._token_text(piece.token))
-            found["token_logprobs"].append(piece.detail.log_prob)
+            assert piece.detail is not None
+            columns["text_offset"].append(offset)
+            columns["tokens"].append(self._token_text(piece.token))
+            columns["token_logprobs"].append(piece.detail.log_prob)
             top = {self._token_text(token): value for token, value in piece.detail.top}
-            found["top_logprobs"].append(top or None)
+            columns["top_logprobs"].append(top or None)
             offset += len(piece.text)
-        return found
+        return columns
 
     def _token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token])
+        return str(self.tokenizer.decode([token]))
 
     @torch.inference_mode()
     def embed(
-        self, texts: list[str], base64: bool = False, gone: Callable[[], bool] = lambda: False
+        self,
+        texts: list[str],
+        base64: bool = False,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Each text's features under the target: their mean, scaled to length 1.
+        """Embed texts as the mean of the target's features, scaled to length 1.
 
         Args:
-            base64: Vectors as little-endian float32 in base64, as OpenAI's client asks for them.
-            gone: Whether nobody waits for them any more: the rest is left out.
+            texts: The texts, each truncated to the context length.
+            base64: Encode vectors as little-endian float32 in base64, as OpenAI's client requests
+                them; default: lists of numbers.
+            cancelled: Returns whether to skip the remaining texts.
+
+        Returns:
+            ``embedding`` (one vector per text, fewer if cancelled) and ``token_num`` (the number of
+            tokens).
 
         Raises:
             RequestError: A text has no tokens.
         """
         vectors: list[Any] = []
-        count = 0
+        token_count = 0
         for text in texts:
-            if gone():
+            if cancelled():
                 break
-            text = text[: most_characters(self.context_len)]
+            text = text[: max_chars(self.context_len)]
             ids = self.tokenizer(text, return_tensors="pt").input_ids[:, : self.context_len]
             if not ids.shape[1]:
-                raise RequestError("a text of input has no tokens")
-            count += ids.shape[1]
+                raise RequestError("input must not contain texts without tokens")
+            token_count += ids.shape[1]
             model = self.model.model.base_model
             features = model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
             mean = features[0].float().mean(0)
             vector = torch.nn.functional.normalize(mean, dim=0).cpu().numpy().astype("<f4")
             vectors.append(b64encode(vector.tobytes()).decode() if base64 else vector.tolist())
-        return {"embedding": vectors, "token_num": count}
+        return {"embedding": vectors, "token_num": token_count}
 
     def close(self) -> None:
-        """Stop decoding."""
+        """Stop the decoding thread and the tokenizing thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self.queue.close()
 
 
-def failure(message: str, code: int) -> dict[str, Any]:
-    """An output of FastChat's that tells an error."""
-    return {"text": shortened(message), "error_code": int(code)}
+def error_output(message: str, code: int) -> dict[str, Any]:
+    """Return an error in FastChat's format.
+
+    Args:
+        message: The error message.
+        code: One of ``fastchat.constants.ErrorCode``.
+    """
+    return {"text": shorten(message), "error_code": int(code)}
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``; once the client is gone it is cancelled, and the result is None."""
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """Await work, but cancel it if the client disconnects.
 
-    async def until_gone() -> None:
+    Args:
+        request: The client's request, its body already read.
+        work: The work.
+
+    Returns:
+        The result, or None if the client disconnected.
+    """
+
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None
@@ -243,48 +279,35 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def worker_app(worker: FSDWorker) -> FastAPI:
-    """The routes of FastChat's worker protocol, and ``/metrics`` and ``/health``."""
+    """Return the application that serves FastChat's worker protocol, ``/metrics`` and ``/health``.
+
+    Args:
+        worker: The worker.
+    """
     app = FastAPI(title="eagle-fsd worker", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def body(request: Request) -> dict[str, Any]:
-        """The JSON object of a request, no larger than it may be."""
-
-        most = worker.limits.max_body
-        too_large = RequestError(f"the request is larger than {most} bytes")
-        if announces_more(request.headers.get("content-length", ""), most):
-            raise too_large
-
-        async def whole() -> bytes:
-            data = bytearray()
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > most:
-                    raise too_large
-            return bytes(data)
-
-        try:
-            data = await asyncio.wait_for(whole(), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise RequestError("the request did not come to its end") from None
+    async def json_body(request: Request) -> dict[str, Any]:
+        content_length = request.headers.get("content-length", "")
+        data = await read_body(request.stream(), content_length, worker.limits.max_body)
         return read_json(data or b"{}")
 
     @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> Response:
+    async def reject(_: Request, error: RequestError) -> Response:
         worker.metrics.requests.labels("refused").inc()
-        return JSONResponse(failure(str(error), error.code), status_code=400)
+        return JSONResponse(error_output(str(error), error.code), status_code=400)
 
     @app.exception_handler(ClientDisconnect)
-    async def left(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=GONE)
+    async def disconnected(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Response:
-        message = "the request failed; the worker's log says why"
-        return JSONResponse(failure(message, ErrorCode.INTERNAL_ERROR), status_code=500)
+        message = "the request failed; see the worker's log"
+        return JSONResponse(error_output(message, ErrorCode.INTERNAL_ERROR), status_code=500)
 
     @app.post("/worker_generate_stream")
     async def generate_stream(request: Request) -> Response:
-        params = await body(request)
+        params = await json_body(request)
 
         async def chunks() -> AsyncIterator[bytes]:
             async for output in worker.answers(params):
@@ -294,49 +317,55 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.post("/worker_generate")
     async def generate(request: Request) -> Response:
-        params = await body(request)
+        params = await json_body(request)
         logprobs: dict[str, list[Any]] = {}
 
-        async def last() -> dict[str, Any]:
+        async def last_output() -> dict[str, Any]:
             output: dict[str, Any] = {}
             async for output in worker.answers(params):
                 for name, values in (output.get("logprobs") or {}).items():
                     logprobs.setdefault(name, []).extend(values)
             return output
 
-        output = await while_there(request, last())
+        output = await until_disconnected(request, last_output())
         if output is None:
-            return Response(status_code=GONE)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse({**output, "logprobs": logprobs or None})
 
     @app.post("/worker_get_embeddings")
     async def get_embeddings(request: Request) -> Response:
-        params = await body(request)
+        params = await json_body(request)
         texts = params.get("input")
         texts = [texts] if isinstance(texts, str) else texts
         if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
-            raise RequestError("input must be a text or a list of texts", RequestError.INVALID)
-        if not 0 < len(texts) <= MOST_TEXTS or not all(texts):
-            raise RequestError(f"input must hold 1 to {MOST_TEXTS} texts, none empty")
+            raise RequestError("input must be a string or a list of strings", RequestError.INVALID)
+        if not 0 < len(texts) <= MAX_EMBEDDING_INPUTS or not all(texts):
+            raise RequestError(
+                f"input must be 1 to {MAX_EMBEDDING_INPUTS} non-empty strings; got {len(texts)}"
+            )
         base64 = params.get("encoding_format") == "base64"
-        work = worker.queue.call(lambda gone: worker.embed(texts, base64, gone))
+        work = worker.queue.call(lambda cancelled: worker.embed(texts, base64, cancelled))
         try:
-            found = await while_there(request, work)
+            output = await until_disconnected(request, work)
         except QueueFullError as error:
-            return JSONResponse(failure(str(error), ErrorCode.ENGINE_OVERLOADED))
-        return Response(status_code=GONE) if found is None else JSONResponse(found)
+            return JSONResponse(error_output(str(error), ErrorCode.ENGINE_OVERLOADED))
+        if output is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(output)
 
     @app.post("/worker_get_status")
     async def get_status() -> dict[str, Any]:
-        return worker.get_status()
+        status: dict[str, Any] = worker.get_status()
+        return status
 
     @app.post("/count_token")
     async def count_token(request: Request) -> dict[str, Any]:
-        return await worker.count_token(await body(request))
+        return await worker.count_token(await json_body(request))
 
     @app.post("/worker_get_conv_template")
     async def get_conv_template() -> dict[str, Any]:
-        return worker.get_conv_template()
+        template: dict[str, Any] = worker.get_conv_template()
+        return template
 
     @app.post("/model_details")
     async def model_details() -> dict[str, int]:
@@ -353,16 +382,16 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         status = "ok" if worker.ready else "registering"
         if not worker.queue.alive:
             status = "decoding has stopped"
-        answer = {"status": status, "queue": len(worker.queue)}
-        return JSONResponse(answer, status_code=200 if status == "ok" else 503)
+        body = {"status": status, "queue": len(worker.queue)}
+        return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     backend = LocalBackend(
         worker.model,
-        worker.wording,
+        worker.chat_template,
         worker.limits,
         worker.model_names[0],
         worker.queue,
         worker.read,
     )
-    add_page_routes(app, backend, body)
+    add_page_routes(app, backend, json_body)
     return app

@@ -1,4 +1,4 @@
-"""The web page, drawn with gradio, and its server. The only module that imports gradio."""
+"""The web page's layout and server. The only module that imports Gradio."""
 
 from __future__ import annotations
 
@@ -9,129 +9,170 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import fields
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 import uvicorn
 
-# No statistics for gradio's makers; it reads this when it is imported.
+# Gradio reads this when it is imported: no telemetry.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 import gradio as gr
 from fastapi import FastAPI
 
-from eagle_fsd.chat.backend import Backend
+from eagle_fsd.chat.backend import About, Backend
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.serve.launch import GRACE
-from eagle_fsd.chat.web import rendering as text
+from eagle_fsd.chat.serve.servers import SHUTDOWN_TIMEOUT
+from eagle_fsd.chat.web import rendering
 from eagle_fsd.chat.web.guard import PageGuard
-from eagle_fsd.chat.web.page import LONGEST_MESSAGE, Page, View, Visit
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.web.page import (
+    ACCEPTANCE_CONTROLS,
+    MAX_MESSAGE_LENGTH,
+    ChatState,
+    Page,
+    View,
+)
 from eagle_fsd.utils.options import Options
 
-SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
-#: Events of gradio's at once, beside the requests that may wait.
-SPARE = 64
-MONO = ("ui-monospace", "DejaVu Sans Mono", "monospace")
+SANS_FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
+MONO_FONTS = ("ui-monospace", "DejaVu Sans Mono", "monospace")
+#: Upper end of the temperature slider, unless the initial value is higher.
+MAX_TEMPERATURE = 2.0
+#: Concurrent Gradio events beside those that wait in the decoding queue, such as Stop.
+EXTRA_EVENTS = 64
+#: Labels of the controls by option, and the step of each slider.
+CONTROLS: dict[str, tuple[str, float | None]] = {
+    "threshold": ("Threshold T", 0.005),
+    "divergence": ("Divergence", None),
+    "min_ratio": ("Min ratio", 0.01),
+    "temperature": ("Temperature", 0.05),
+    "max_new_tokens": ("Max new tokens", 1),
+}
 
 
 def page_app(
     backend: Backend, options: AnswerOptions | None = None, examples: Sequence[str] = ()
 ) -> PageGuard:
-    """The ASGI application; its lifespan starts gradio's queue.
+    """Build the page's ASGI application, which needs its lifespan events.
 
     Args:
-        options: How answers are drawn at first, and for good where the page has no slider.
-        examples: Questions to begin with.
+        backend: Generates the answers.
+        options: Initial values of the controls, and the values of options without a control.
+        examples: Questions that the page suggests.
     """
-    blocks = draw(backend, options or AnswerOptions(), examples)
+    blocks = build_blocks(backend, options or AnswerOptions(), examples)
     limits = backend.about.limits
-    # Requests wait in the line of whoever decodes, not here: each of them has a place, and there is
-    # always one for those who stop.
-    blocks.max_threads = limits.queue + SPARE
+    # Requests wait in the decoding queue, not in Gradio's: Stop must get through at any time.
+    blocks.max_threads = limits.queue + EXTRA_EVENTS
     blocks.queue(default_concurrency_limit=None, max_size=blocks.max_threads, api_open=False)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it mounts
+    with contextlib.redirect_stdout(io.StringIO()):  # Gradio prints while mounting
         gr.mount_gradio_app(app, blocks, "/", show_api=False, ssr_mode=False, pwa=False)
-    mounted = next(route.app for route in app.routes if isinstance(route.app, gr.routes.App))
-    return PageGuard(app, limits.max_body, mounted.stop_event.set)
+    mounts = (getattr(route, "app", None) for route in app.routes)
+    gradio_app = next(mount for mount in mounts if isinstance(mount, gr.routes.App))
+    return PageGuard(app, limits.max_body, gradio_app.stop_event.set)
 
 
 def run_page(app: PageGuard, host: str, port: int) -> None:
-    """Serve the page until told to stop.
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        app: The application, from :func:`page_app`.
+        host: Address to listen on.
+        port: Port to listen on.
 
     Raises:
-        OSError: The port is taken, or there is no such host.
+        OSError: The address is invalid or the port is in use.
     """
     server = page_server(app, host, port)
     server.run()
     if not server.started:
-        raise OSError(f"cannot serve at {host}:{port}: is the port taken?")
+        raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
 
 
 def page_server(app: PageGuard, host: str = "127.0.0.1", port: int = 7860) -> uvicorn.Server:
-    """The server of the page, not running yet."""
-    # gradio closes asynchronous generators by forgetting them, which does close them.
+    """Build the page's server without starting it.
+
+    Args:
+        app: The application, from :func:`page_app`.
+        host: Address to listen on.
+        port: Port to listen on.
+    """
+    # Gradio drops asynchronous generators instead of closing them; that closes them as well.
     warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
     config = uvicorn.Config(
-        app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE, lifespan="on"
+        app,
+        host,
+        port,
+        log_level="warning",
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+        lifespan="on",
     )
-    return _Server(config)
+    return _Server(config, app)
 
 
 class _Server(uvicorn.Server):
-    """Ends the connections that gradio keeps open while its page is."""
+    """A server that closes the connections that Gradio keeps open for each page."""
+
+    def __init__(self, config: uvicorn.Config, app: PageGuard) -> None:
+        super().__init__(config)
+        self._app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.close()
-        # Answers on their way are cut off, which is no failure to tell of.
+        self._app.close()
+        # Cancelling the answers in progress is expected and not worth a log entry.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
 
 
-def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> gr.Blocks:
-    """The page: chat on the left, settings and figures on the right."""
+def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> gr.Blocks:
+    """Lay out the page: the chat on the left, statistics and controls on the right.
+
+    Args:
+        backend: Generates the answers.
+        options: Initial values of the controls, and the values of options without a control.
+        examples: Questions that the page suggests.
+    """
     page, about = Page(backend, options), backend.about
     theme = gr.themes.Soft(
         primary_hue="indigo",
-        font=[gr.themes.Font(name) for name in SANS],
-        font_mono=[gr.themes.Font(name) for name in MONO],
+        font=[gr.themes.Font(name) for name in SANS_FONTS],
+        font_mono=[gr.themes.Font(name) for name in MONO_FONTS],
     ).set(
-        # gradio's own greys are too pale to read.
+        # The theme's own grays have too little contrast.
         block_info_text_color="*neutral_600",
         block_info_text_color_dark="*neutral_300",
         input_placeholder_color="*neutral_500",
         input_placeholder_color_dark="*neutral_400",
     )
-    own = files("eagle_fsd.chat.web")
+    assets = files("eagle_fsd.chat.web")
     with gr.Blocks(
         title="eagle_fsd",
         theme=theme,
-        css=own.joinpath("style.css").read_text(encoding="utf-8"),
-        head=f"<script>{own.joinpath('script.js').read_text(encoding='utf-8')}</script>",
+        css=assets.joinpath("style.css").read_text(encoding="utf-8"),
+        head=f"<script>{assets.joinpath('script.js').read_text(encoding='utf-8')}</script>",
         analytics_enabled=False,
         fill_width=True,
     ) as blocks:
-        visit = gr.State(Visit())
+        state = gr.State(ChatState())
         _html(
-            f"<h1>eagle_fsd</h1><p>Fuzzy speculative decoding of <b>{escape(about.name)}</b></p>",
+            f"<h1>eagle_fsd</h1><p>Fuzzy Speculative Decoding with <b>{escape(about.name)}</b></p>",
             "fsd-head",
         )
         with gr.Row(elem_id="fsd-page"):
             with gr.Column(scale=7, min_width=320):
                 with gr.Column(elem_id="fsd-chat"):
                     log = _html("", "fsd-log")
-                    live = _html(text.welcome_html(), "fsd-live")
-                _html(text.inspector_html(), "fsd-inspector-box")
+                    live = _html(rendering.welcome_html(), "fsd-live")
+                _html(rendering.inspector_html(), "fsd-inspector-box")
                 box = gr.Textbox(
                     label="Message",
                     show_label=False,
-                    placeholder="Enter sends, Shift+Enter: a new line",
+                    placeholder="Message (Shift+Enter for a new line)",
                     lines=1,
                     max_lines=8,
-                    max_length=LONGEST_MESSAGE,
+                    max_length=MAX_MESSAGE_LENGTH,
                     elem_id="fsd-box",
                 )
                 with gr.Row(elem_id="fsd-buttons"):
@@ -142,111 +183,103 @@ def draw(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> g
                 with gr.Row(elem_id="fsd-examples"):
                     for example in examples:
                         button = gr.Button(example, size="sm", min_width=220)
-                        _on(button.click, lambda said=example: said, None, box)
-                compared = _html("", "fsd-compared")
+                        _listen(button.click, lambda text=example: text, None, box)
+                comparison = _html("", "fsd-comparison-box")
             with gr.Column(scale=3, min_width=300):
-                figures = _html(text.figures_html({}, {}), "fsd-figures-box")
-                _html(text.legend_html(), "fsd-legend-box")
-                chosen = _controls(about.settings, options, backend)
-        outputs = [box, log, live, figures, compared]
-        names = list(chosen)
+                stats = _html(rendering.stats_html({}, {}), "fsd-stats-box")
+                _html(rendering.legend_html(), "fsd-legend-box")
+                controls = {name: _control(name, about, options) for name in CONTROLS}
 
-        def on_send(visit: Visit, message: Any, *values: Any) -> AsyncIterator[View]:
-            return page.send(visit, message, dict(zip(names, values, strict=True)))
+        def on_send(state: ChatState, message: Any, *values: Any) -> AsyncGenerator[View, None]:
+            return page.send(state, message, dict(zip(controls, values, strict=True)))
 
-        def on_compare(visit: Visit, message: Any, *values: Any) -> AsyncIterator[View]:
-            return page.compare(visit, message, dict(zip(names, values, strict=True)))
+        def on_compare(state: ChatState, message: Any, *values: Any) -> AsyncGenerator[View, None]:
+            return page.compare(state, message, dict(zip(controls, values, strict=True)))
 
-        def on_sent(visit: Visit, typed: Any) -> list[Any]:
-            return _changes(page.give_back(visit, typed))
+        def on_sent(state: ChatState, text: Any) -> list[Any]:
+            return _component_values(page.restore_question(state, text))
 
-        async def on_clear(visit: Visit) -> list[Any]:
-            return _changes(await page.clear(visit))
+        async def on_clear(state: ChatState) -> list[Any]:
+            return _component_values(await page.clear(state))
 
-        inputs = [visit, box, *chosen.values()]
-        sent = _on([send.click, box.submit], _drawing(on_send), inputs, outputs)
-        _on(sent.then, on_sent, [visit, box], outputs)
-        _on(sent.then, _drawing(page.measure), [visit], outputs)
-        _on(compare.click, _drawing(on_compare), inputs, outputs)
-        _on(stop.click, page.stop, [visit], None)
-        _on(clear.click, on_clear, [visit], outputs)
+        inputs = [state, box, *controls.values()]
+        outputs = [box, log, live, stats, comparison]
+        sent = _listen([send.click, box.submit], _streaming(on_send), inputs, outputs)
+        _listen(sent.then, on_sent, [state, box], outputs)
+        _listen(sent.then, _streaming(page.measure_baseline), [state], outputs)
+        _listen(compare.click, _streaming(on_compare), inputs, outputs)
+        _listen(stop.click, page.stop, [state], None)
+        _listen(clear.click, on_clear, [state], outputs)
     return blocks
 
 
-def _controls(
-    settings: FSDSettings, options: AnswerOptions, backend: Backend
-) -> dict[str, gr.components.Component]:
-    """Sliders by what they set; their bounds are the declared ones and the server's."""
-    limits = backend.about.limits
-    most = {
-        "threshold": max(limits.max_threshold, settings.threshold),
-        "max_new_tokens": limits.max_new_tokens,
+def _control(name: str, about: About, options: AnswerOptions) -> gr.components.Component:
+    """Build the slider or drop-down list of an option, with the bounds declared by its model."""
+    owner: Options = about.acceptance if name in ACCEPTANCE_CONTROLS else options
+    option, value = type(owner).model_fields[name], getattr(owner, name)
+    label, step = CONTROLS[name]
+    common: dict[str, Any] = {
+        "label": label,
+        "info": option.description,
+        "elem_id": f"fsd-{name.replace('_', '-')}",
+        "interactive": True,
     }
-    labels = {
-        "threshold": "Threshold T",
-        "divergence": "Divergence",
-        "min_ratio": "Min-ratio",
-        "temperature": "Temperature",
-        "max_new_tokens": "Tokens at most",
+    if choices := get_args(option.annotation):
+        return gr.Dropdown(list(choices), value=value, **common)
+    bounds = {"le": math.inf}
+    for item in option.metadata:
+        bounds |= {key: getattr(item, key) for key in ("ge", "le") if hasattr(item, key)}
+    limits = {
+        "threshold": max(about.limits.max_threshold, about.acceptance.threshold),
+        "temperature": max(MAX_TEMPERATURE, options.temperature),
+        "max_new_tokens": about.limits.max_new_tokens,
     }
-    steps = {"threshold": 0.005, "min_ratio": 0.01, "temperature": 0.05, "max_new_tokens": 1}
-    found: dict[str, gr.components.Component] = {}
-    for name, label in labels.items():
-        owner: Options = settings if hasattr(settings, name) else options
-        metadata = next(item.metadata for item in fields(owner) if item.name == name)
-        shared = {
-            "label": label,
-            "info": metadata["help"],
-            "elem_id": f"fsd-{name.replace('_', '-')}",
-            "interactive": True,
-        }
-        value = getattr(owner, name)
-        if "choices" in metadata:
-            found[name] = gr.Dropdown(list(metadata["choices"]), value=value, **shared)
-            continue
-        high = min(metadata["high"], most.get(name, math.inf))
-        found[name] = gr.Slider(
-            metadata["low"], high, value=min(value, high), step=steps[name], **shared
-        )
-    return found
+    high = min(bounds["le"], limits.get(name, math.inf))
+    return gr.Slider(bounds["ge"], high, value=min(value, high), step=step, **common)
 
 
-def _html(value: str, name: str) -> gr.HTML:
-    return gr.HTML(value, elem_id=name, padding=False)
+def _html(value: str, elem_id: str) -> gr.HTML:
+    return gr.HTML(value, elem_id=elem_id, padding=False)
 
 
-def _button(label: str, name: str, variant: str = "secondary") -> gr.Button:
-    return gr.Button(label, elem_id=name, variant=variant, min_width=90)
+def _button(
+    label: str, elem_id: str, variant: Literal["primary", "secondary"] = "secondary"
+) -> gr.Button:
+    return gr.Button(label, elem_id=elem_id, variant=variant, min_width=90)
 
 
-def _on(trigger: Any, function: Any, inputs: Any, outputs: Any) -> Any:
-    """An event that gradio shows no progress of, and that is in no interface for programs."""
-    shared = {"show_progress": "hidden", "show_api": False, "api_name": False}
-    shared |= {"concurrency_limit": None}
+def _listen(trigger: Any, function: Any, inputs: Any, outputs: Any) -> Any:
+    """Register an event without a progress display and outside Gradio's public API."""
+    common = {
+        "show_progress": "hidden",
+        "show_api": False,
+        "api_name": False,
+        "concurrency_limit": None,
+    }
     if isinstance(trigger, list):
-        return gr.on(trigger, function, inputs, outputs, trigger_mode="once", **shared)
-    return trigger(function, inputs, outputs, **shared)
+        return gr.on(trigger, function, inputs, outputs, trigger_mode="once", **common)
+    return trigger(function, inputs, outputs, **common)
 
 
-def _drawing(
-    views: Callable[..., AsyncIterator[View]],
+def _streaming(
+    views: Callable[..., AsyncGenerator[View, None]],
 ) -> Callable[..., AsyncIterator[list[Any]]]:
-    """An event of gradio's that draws ``views``, and at last nothing.
+    """Turn a stream of views into a Gradio event handler.
 
-    gradio draws an event's last view once more when the event has ended, and by then a new chat may
-    stand there.
+    The last view is empty because Gradio renders an event's last view once more after the event,
+    when the visitor may have started a new chat.
     """
 
-    async def event(*values: Any) -> AsyncIterator[list[Any]]:
-        async with contextlib.aclosing(views(*values)) as found:
-            async for view in found:
-                yield _changes(view)
-        yield _changes(View())
+    async def handler(*values: Any) -> AsyncIterator[list[Any]]:
+        async with contextlib.aclosing(views(*values)) as stream:
+            async for view in stream:
+                yield _component_values(view)
+        yield _component_values(View())
 
-    return event
+    return handler
 
 
-def _changes(view: View) -> list[Any]:
-    """In gradio's words; what did not change is not sent."""
-    parts = (view.box, view.log, view.live, view.figures, view.compare)
+def _component_values(view: View) -> list[Any]:
+    """Return the outputs of an event; unchanged parts are not sent."""
+    parts = (view.box, view.log, view.live, view.stats, view.comparison)
     return [gr.skip() if part is None else part for part in parts]

@@ -1,7 +1,7 @@
-"""What the web page does: a chat, plain decoding measured beside it, and two answers compared.
+"""Behavior of the web page: chatting, measuring the speedup, and comparing two answers.
 
-Nothing here knows of gradio. The events are asynchronous generators of :class:`View`, markup for
-each part of the page; :mod:`eagle_fsd.chat.web.app` draws the page around them.
+This module does not depend on Gradio. The events are asynchronous generators of :class:`View`, the
+new HTML of each part of the page; :mod:`eagle_fsd.chat.web.app` connects them to the components.
 """
 
 from __future__ import annotations
@@ -10,35 +10,43 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_fsd.chat.backend import Backend, BackendError, Token, choosable, request
+from eagle_fsd.chat.backend import Backend, BackendError, Token, request_params
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.web import rendering as text
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.chat.web import rendering
+from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.utils.options import OptionsError
 
-#: Characters of a message at most; the target's context bounds its tokens.
-LONGEST_MESSAGE = 20_000
-#: Questions with their answers that a chat keeps; older ones are forgotten.
-MOST_EXCHANGES = 40
-#: Seconds until plain decoding is measured: a browser on the same machine is drawing the answer.
-SETTLE = 0.5
-#: Seconds between two views for each token in them: a view is the whole answer, and drawing a long
-#: one costs the server and the browser more than the tokens that are new in it.
-DRAWING = 0.0002
-#: The settings that the page chooses.
-CHOSEN = ("threshold", "divergence", "min_ratio")
+#: Characters of a message. The target's context limits its tokens.
+MAX_MESSAGE_LENGTH = 20_000
+#: Questions and answers that a chat keeps; older ones are dropped.
+MAX_EXCHANGES = 40
+#: Seconds between an answer and its baseline, in which a browser on the same machine renders the
+#: answer.
+BASELINE_DELAY = 0.5
+#: Seconds between two views per token in them. A view holds the whole answer, so rendering a long
+#: one after every token would be quadratic.
+SECONDS_PER_TOKEN = 0.0002
+#: Acceptance options with a control on the page.
+ACCEPTANCE_CONTROLS = ("threshold", "divergence", "min_ratio")
 
 
 class PageError(ValueError):
-    """What was asked for is not to be had; the message is for the page."""
+    """The page cannot do what the user asked for; the message is shown to the user."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer, and how the page shows them."""
+    """A question and its answer.
+
+    Attributes:
+        question: The question as plain text.
+        answer: The answer as plain text.
+        html: Both as the page shows them.
+    """
 
     question: str
     answer: str
@@ -46,302 +54,346 @@ class Exchange:
 
 
 @dataclass
-class Visit:
-    """One visitor's chat.
+class ChatState:
+    """The state of one visitor's page.
 
     Attributes:
-        busy: Whether something is decoded for them.
-        stop: Whether they want it to end.
-        turn: Goes up with every answer and every new chat; what belongs to an older one is not
-            drawn.
-        measured: The parameters of the last answer, to decode plainly. fsd: Its figures.
-        live, compared: What stands in those parts of the page; refusals are told beside it.
-        unanswered: A question to give back.
+        exchanges: The chat so far, oldest first.
+        busy: Whether an answer or a comparison is being generated.
+        stop: Whether the visitor wants it to stop.
+        turn: Incremented by every answer and every new chat. Views of an older turn are not shown.
+        baseline_params: Request parameters of the last complete answer, for its baseline.
+        fsd_stats: Statistics of the last answer.
+        live: HTML of the newest exchange; errors are shown below it.
+        comparison: HTML of the last comparison.
+        unanswered: A question to put back into the message box.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
     busy: bool = False
     stop: bool = False
     turn: int = 0
-    measured: dict[str, Any] | None = None
-    fsd: Mapping[str, float] = field(default_factory=dict)
+    baseline_params: dict[str, Any] | None = None
+    fsd_stats: Mapping[str, float] = field(default_factory=dict)
     live: str = ""
-    compared: str = ""
+    comparison: str = ""
     unanswered: str = ""
 
-    def messages(self, question: str, before: int | None = None) -> list[dict[str, str]]:
-        """The chat so far, or its first exchanges, and a new question."""
-        found = []
-        for exchange in self.exchanges[:before]:
-            found.append({"role": "user", "content": exchange.question})
-            found.append({"role": "assistant", "content": exchange.answer})
-        return [*found, {"role": "user", "content": question}]
+    def messages(self, question: str, count: int | None = None) -> list[dict[str, str]]:
+        """Return the messages of the first ``count`` exchanges (default: all) and a question."""
+        messages = []
+        for exchange in self.exchanges[:count]:
+            messages.append({"role": "user", "content": exchange.question})
+            messages.append({"role": "assistant", "content": exchange.answer})
+        return [*messages, {"role": "user", "content": question}]
 
 
 @dataclass(frozen=True)
 class View:
-    """New markup for parts of the page; None leaves a part as it is.
+    """New content for parts of the page; None leaves a part as it is.
 
     Attributes:
-        box: The text in the message box. log: Earlier exchanges. live: The one on its way.
+        box: Text in the message box.
+        log: HTML of the earlier exchanges.
+        live: HTML of the newest exchange.
+        stats: HTML of the statistics.
+        comparison: HTML of the comparison.
     """
 
     box: str | None = None
     log: str | None = None
     live: str | None = None
-    figures: str | None = None
-    compare: str | None = None
+    stats: str | None = None
+    comparison: str | None = None
 
 
 @dataclass
-class Answering:
-    """An answer as far as it is known."""
+class PartialAnswer:
+    """An answer as far as it has been received.
+
+    Attributes:
+        tokens: Its tokens so far.
+        stats: Its statistics so far.
+        finish_reason: ``"stop"`` or ``"length"`` once it is complete, ``"stopped"`` or ``"failed"``
+            if it never will be; None while more tokens are expected.
+    """
 
     tokens: list[Token] = field(default_factory=list)
-    figures: Mapping[str, float] = field(default_factory=dict)
-    ended: str | None = None
+    stats: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: str | None = None
 
     @property
-    def text(self) -> str:
-        return "".join(token.text for token in self.tokens)
+    def busy(self) -> bool:
+        """Whether more tokens are expected."""
+        return self.finish_reason is None
 
-    def summary(self, settings: FSDSettings) -> str:
-        notes = {
-            "length": "cut at the most tokens",
-            "stopped": "stopped",
-            "failed": "broken off",
+    @property
+    def complete(self) -> bool:
+        """Whether the model ended the answer, or the token limit did."""
+        return self.finish_reason in ("stop", "length")
+
+    def html(self, acceptance: AcceptanceConfig, difference: int | None = None) -> str:
+        """Render the tokens; see :func:`rendering.answer_html`."""
+        return rendering.answer_html(self.tokens, acceptance, difference, busy=self.busy)
+
+    def summary(self, acceptance: AcceptanceConfig) -> str:
+        """Summarize statistics and finish reason in one line."""
+        statuses = {
+            "length": "Reached max new tokens",
+            "stopped": "Stopped",
+            "failed": "Failed",
         }
-        return text.summary(self.figures, settings, notes.get(self.ended or "", ""))
+        return rendering.summarize(
+            self.stats, acceptance, statuses.get(self.finish_reason or "", "")
+        )
 
 
 class Page:
-    """The events of the page over one backend.
+    """The events of the page.
 
     Args:
-        options: How answers are drawn, where the page does not choose it.
+        backend: Generates the answers.
+        options: Answer options, for those without a control on the page.
     """
 
     def __init__(self, backend: Backend, options: AnswerOptions) -> None:
         self.backend, self.options = backend, options
 
     async def send(
-        self, visit: Visit, message: Any, chosen: Mapping[str, Any]
-    ) -> AsyncIterator[View]:
-        """Answer a message."""
+        self, state: ChatState, message: Any, controls: Mapping[str, Any]
+    ) -> AsyncGenerator[View, None]:
+        """Answer a message.
+
+        Args:
+            state: The visitor's state.
+            message: Content of the message box.
+            controls: Values of the page's controls by option name.
+        """
         try:
-            question = _question(visit, message)
-            settings, params = self._params(visit.messages(question), chosen)
+            question = _validate_question(state, message)
+            acceptance, params = self._validate_controls(state.messages(question), controls)
         except PageError as error:
-            yield View(live=visit.live + text.notice_html(str(error)))
+            yield View(live=state.live + rendering.error_html(str(error)))
             return
-        visit.busy, visit.stop, visit.measured = True, False, None
-        visit.turn += 1
-        mine = visit.turn
-        visit.fsd, visit.unanswered = {}, ""
-        asked = text.turn_html("user", text.said_html(question))
-        log = "".join(exchange.html for exchange in visit.exchanges)
-        answering, notice = Answering(), ""
+        state.busy, state.stop, state.baseline_params = True, False, None
+        state.turn += 1
+        turn = state.turn
+        state.fsd_stats, state.unanswered = {}, ""
+        question_html = rendering.message_html("user", rendering.question_html(question))
+        log = "".join(exchange.html for exchange in state.exchanges)
+        answer, error_html = PartialAnswer(), ""
 
         def view() -> View:
-            visit.live = asked + _bubble(answering, settings)
-            # Plain decoding follows an answer that was wanted to its end.
-            waiting = text.NONE if answering.ended in ("stopped", "failed") else text.WAITING
-            figures = text.figures_html(answering.figures, {}, waiting)
-            return View(live=visit.live + notice, figures=figures)
+            state.live = question_html + _answer_message(answer, acceptance)
+            # Only complete answers are followed by a baseline.
+            pending = answer.busy or answer.complete
+            speedup = rendering.PENDING if pending else rendering.NONE
+            stats = rendering.stats_html(answer.stats, {}, speedup)
+            return View(live=state.live + error_html, stats=stats)
 
         try:
             yield replace(view(), box="", log=log)
-            async for _ in self._follow(params, lambda: visit.stop, into=answering):
-                visit.fsd = answering.figures
-                if answering.ended is None:
+            async for _ in self._receive(answer, params, lambda: state.stop):
+                state.fsd_stats = answer.stats
+                if answer.busy:
                     yield view()
         except BackendError as error:
-            answering.ended, notice = "failed", text.notice_html(str(error))
+            answer.finish_reason, error_html = "failed", rendering.error_html(str(error))
         finally:
-            visit.busy = False
-            answering.ended = answering.ended or "stopped"  # who left ended it
-            if answering.tokens and visit.turn == mine:
-                html = asked + _bubble(answering, settings)
-                visit.exchanges.append(Exchange(question, answering.text, html))
-                del visit.exchanges[:-MOST_EXCHANGES]
-        if visit.turn == mine:
-            whole = answering.ended in ("stop", "length")
-            visit.measured = params if whole else None
-            if notice or not answering.tokens:
-                visit.unanswered = question
-            yield view()  # whoever sees the end may ask again at once
+            state.busy = False
+            answer.finish_reason = answer.finish_reason or "stopped"  # the visitor left
+            if answer.tokens and state.turn == turn:
+                html = question_html + _answer_message(answer, acceptance)
+                text = "".join(token.text for token in answer.tokens)
+                state.exchanges.append(Exchange(question, text, html))
+                del state.exchanges[:-MAX_EXCHANGES]
+        if state.turn == turn:
+            state.baseline_params = params if answer.complete else None
+            if error_html or not answer.tokens:
+                state.unanswered = question
+            yield view()  # last: a visitor who sees the end may ask again at once
 
     @staticmethod
-    def give_back(visit: Visit, typed: Any) -> View:
-        """Put a question without an answer back into the box, unless there is something new."""
-        question, visit.unanswered = visit.unanswered, ""
-        return View(None if not question or str(typed or "").strip() else question)
-
-    async def measure(self, visit: Visit) -> AsyncIterator[View]:
-        """Decode the last prompt plainly, for its speed.
-
-        Without the details of tokens that the page's answers come with: so plain decoding is at
-        its best, and what the page shows of FSD is not flattered.
-        """
-        params, mine = visit.measured, visit.turn
-        yield View()  # gradio blanks the page for an event that draws nothing
-        if params is None:
-            return
-        length = min(text.PLAIN_TOKENS, params["max_new_tokens"])
-        params = {**params, "max_new_tokens": length, "logprobs": None}
-        await asyncio.sleep(SETTLE)
-        yield View()  # it is noticed between two views that a visitor has left
-        plain = Answering()
-        follow = self._follow(params, lambda: visit.stop or visit.turn != mine, True, plain)
-        with contextlib.suppress(BackendError):  # the answer stands
-            async for _ in follow:
-                if visit.turn == mine and plain.ended is None:
-                    yield View(figures=text.figures_html(visit.fsd, plain.figures, text.WAITING))
-        if visit.turn == mine:
-            yield View(figures=text.figures_html(visit.fsd, plain.figures))
-
-    async def compare(
-        self, visit: Visit, message: Any, chosen: Mapping[str, Any]
-    ) -> AsyncIterator[View]:
-        """Decode what is in the box, or else the last question, exactly and with FSD."""
-        try:
-            before = None
-            if not str(message or "").strip() and visit.exchanges:
-                before = len(visit.exchanges) - 1
-                message = visit.exchanges[before].question
-            question = _question(visit, message)
-            messages = visit.messages(question, before)
-            settings, params = self._params(messages, chosen)
-            exact, exact_params = self._params(messages, {**chosen, "threshold": 0.0})
-        except PageError as error:
-            yield View(compare=text.notice_html(str(error)) + visit.compared)
-            return
-        seed = self.options.seed
-        seed = secrets.randbits(31) if seed is None else seed  # one for both
-        visit.busy, visit.stop, mine = True, False, visit.turn
-        left, right, notice = Answering(), Answering(), ""
-
-        def view() -> View:
-            """Of both answers as far as they are."""
-            sampled = bool(params["temperature"])
-            visit.compared = _comparison(left, right, exact, settings, sampled)
-            return View(compare=notice + visit.compared)
-
-        try:
-            yield view()
-            for part, answering in ((exact_params, left), (params, right)):
-                follow = self._follow({**part, "seed": seed}, lambda: visit.stop, into=answering)
-                async for _ in follow:
-                    if visit.turn == mine and answering.ended is None:
-                        yield view()
-                if visit.stop:
-                    break
-        except BackendError as error:
-            notice = text.notice_html(str(error))
-        finally:
-            visit.busy = False
-            for answering in (left, right):
-                answering.ended = answering.ended or ("failed" if notice else "stopped")
-        if visit.turn == mine:
-            yield view()
-
-    @staticmethod
-    def stop(visit: Visit) -> None:
-        """End what is being decoded for this visitor."""
-        visit.stop = True
-
-    @staticmethod
-    async def clear(visit: Visit) -> View:
-        """Begin a new chat, once what is on its way has ended: it would be drawn over this."""
-        visit.stop, visit.measured = True, None
-        visit.turn += 1
-        while visit.busy:
-            await asyncio.sleep(0.01)
-        visit.exchanges.clear()
-        visit.live = visit.compared = visit.unanswered = ""
-        return View("", "", text.welcome_html(), text.figures_html({}, {}), "")
-
-    def _params(
-        self, messages: Sequence[Mapping[str, str]], chosen: Mapping[str, Any]
-    ) -> tuple[FSDSettings, dict[str, Any]]:
-        """FSD's settings and the request; what is of a wrong kind or size is refused here."""
-        about = self.backend.about
-        fsd = {**choosable(about.settings), **{name: chosen[name] for name in CHOSEN}}
-        values = {name: value for name, value in chosen.items() if name not in CHOSEN}
-        try:
-            settings = about.settings.updated(**fsd)
-            options = self.options.updated(**values)
-        except (ValueError, TypeError) as error:
-            raise PageError(str(error)) from error
-        most = about.limits.max_new_tokens
-        if options.max_new_tokens > most:
-            raise PageError(f"max_new_tokens must be at most {most}")
-        given = {name: value for name, value in options.as_dict().items() if value is not None}
-        return settings, request(messages, given, choosable(settings))
-
-    async def _follow(
-        self,
-        params: Mapping[str, Any],
-        over: Callable[[], bool],
-        plain: bool = False,
-        into: Answering | None = None,
-    ) -> AsyncIterator[Answering]:
-        """An answer from time to time, and at its end.
+    def restore_question(state: ChatState, text: Any) -> View:
+        """Put an unanswered question back into the message box, unless the visitor is typing.
 
         Args:
-            over: Whether nobody wants the rest.
-            into: What to fill; default: a new one.
+            state: The visitor's state.
+            text: Content of the message box.
         """
-        answering, drawn = into or Answering(), 0.0
-        # Closed at once when this is: the decoding ends with it.
-        async with contextlib.aclosing(self.backend.stream(params, plain)) as updates:
-            async for update in updates:
-                answering.tokens.extend(update.tokens)
-                answering.figures = update.figures or answering.figures
-                answering.ended = update.finish_reason
-                if over():
-                    answering.ended = answering.ended or "stopped"
+        question, state.unanswered = state.unanswered, ""
+        return View(box=None if not question or str(text or "").strip() else question)
+
+    async def measure_baseline(self, state: ChatState) -> AsyncGenerator[View, None]:
+        """Decode the last prompt autoregressively, to show the speedup.
+
+        The baseline is decoded without the per-token details that the page's answers carry, which
+        favors it: the speedup is not overstated.
+
+        Args:
+            state: The visitor's state.
+        """
+        params, turn = state.baseline_params, state.turn
+        yield View()  # Gradio clears the outputs of an event that yields nothing
+        if params is None:
+            return
+        length = min(rendering.BASELINE_TOKENS, params["max_new_tokens"])
+        params = {**params, "max_new_tokens": length, "logprobs": None}
+        await asyncio.sleep(BASELINE_DELAY)
+        yield View()  # Gradio cancels the event here if the visitor left meanwhile
+        baseline = PartialAnswer()
+        updates = self._receive(
+            baseline, params, lambda: state.stop or state.turn != turn, method="ar"
+        )
+        with contextlib.suppress(BackendError):  # the answer itself is complete
+            async for _ in updates:
+                if state.turn == turn and baseline.busy:
+                    stats = rendering.stats_html(state.fsd_stats, baseline.stats, rendering.PENDING)
+                    yield View(stats=stats)
+        if state.turn == turn:
+            yield View(stats=rendering.stats_html(state.fsd_stats, baseline.stats))
+
+    async def compare(
+        self, state: ChatState, message: Any, controls: Mapping[str, Any]
+    ) -> AsyncGenerator[View, None]:
+        """Decode a message, or else the last question, both exactly and with FSD.
+
+        Args:
+            state: The visitor's state.
+            message: Content of the message box.
+            controls: Values of the page's controls by option name.
+        """
+        try:
+            count = None
+            if not str(message or "").strip() and state.exchanges:
+                count = len(state.exchanges) - 1
+                message = state.exchanges[count].question
+            messages = state.messages(_validate_question(state, message), count)
+            acceptance, params = self._validate_controls(messages, controls)
+            exact, exact_params = self._validate_controls(messages, {**controls, "threshold": 0.0})
+        except PageError as error:
+            yield View(comparison=rendering.error_html(str(error)) + state.comparison)
+            return
+        seed = self.options.seed
+        seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
+        state.busy, state.stop, turn = True, False, state.turn
+        left, right, error_html = PartialAnswer(), PartialAnswer(), ""
+
+        def view() -> View:
+            sampled = params["temperature"] > 0
+            state.comparison = _comparison_html(left, right, exact, acceptance, sampled)
+            return View(comparison=error_html + state.comparison)
+
+        try:
+            yield view()
+            for side, answer in ((exact_params, left), (params, right)):
+                async for _ in self._receive(answer, {**side, "seed": seed}, lambda: state.stop):
+                    if state.turn == turn and answer.busy:
+                        yield view()
+                if state.stop:
                     break
-                if time.monotonic() - drawn >= DRAWING * len(answering.tokens):
-                    yield answering
-                    drawn = time.monotonic()
-        answering.ended = answering.ended or "stopped"
-        yield answering
+        except BackendError as error:
+            error_html = rendering.error_html(str(error))
+        finally:
+            state.busy = False
+            for answer in (left, right):
+                answer.finish_reason = answer.finish_reason or (
+                    "failed" if error_html else "stopped"
+                )
+        if state.turn == turn:
+            yield view()
+
+    @staticmethod
+    def stop(state: ChatState) -> None:
+        """Stop what is being generated for a visitor."""
+        state.stop = True
+
+    @staticmethod
+    async def clear(state: ChatState) -> View:
+        """Start a new chat, after stopping what is being generated for the old one."""
+        state.stop, state.baseline_params = True, None
+        state.turn += 1
+        while state.busy:
+            await asyncio.sleep(0.01)
+        state.exchanges.clear()
+        state.live = state.comparison = state.unanswered = ""
+        return View("", "", rendering.welcome_html(), rendering.stats_html({}, {}), "")
+
+    def _validate_controls(
+        self, messages: Sequence[Mapping[str, str]], controls: Mapping[str, Any]
+    ) -> tuple[AcceptanceConfig, dict[str, Any]]:
+        """Return the acceptance options and the request parameters, or raise PageError."""
+        about = self.backend.about
+        chosen = {name: controls[name] for name in ACCEPTANCE_CONTROLS}
+        values = {name: value for name, value in controls.items() if name not in chosen}
+        try:
+            acceptance = about.acceptance.updated(**chosen)
+            options = self.options.updated(**values)
+        except OptionsError as error:
+            raise PageError(str(error)) from error
+        limit = about.limits.max_new_tokens
+        if options.max_new_tokens > limit:
+            raise PageError(f"max_new_tokens must be at most {limit}; got {options.max_new_tokens}")
+        return acceptance, request_params(messages, options, acceptance)
+
+    async def _receive(
+        self,
+        answer: PartialAnswer,
+        params: Mapping[str, Any],
+        stopped: Callable[[], bool],
+        method: str = "fsd",
+    ) -> AsyncGenerator[None, None]:
+        """Fill ``answer`` from the backend; yield when it should be rendered, and at its end."""
+        rendered = 0.0
+        # Closing the stream at once is what ends the decoding.
+        async with contextlib.aclosing(self.backend.stream(params, method)) as updates:
+            async for update in updates:
+                answer.tokens.extend(update.tokens)
+                answer.stats = update.stats or answer.stats
+                answer.finish_reason = update.finish_reason
+                if stopped():
+                    break
+                if time.monotonic() - rendered >= SECONDS_PER_TOKEN * len(answer.tokens):
+                    yield
+                    rendered = time.monotonic()
+        answer.finish_reason = answer.finish_reason or "stopped"
+        yield
 
 
-def _question(visit: Visit, message: Any) -> str:
-    if visit.busy:
-        raise PageError("an answer is on its way: stop it first")
+def _validate_question(state: ChatState, message: Any) -> str:
+    if state.busy:
+        raise PageError("An answer is being generated. Stop it first.")
     question = message.strip() if isinstance(message, str) else ""
     if not question:
-        raise PageError("say something first")
-    if len(question) > LONGEST_MESSAGE:
-        raise PageError(f"a message has {LONGEST_MESSAGE} characters at most")
+        raise PageError("Enter a message first.")
+    if len(question) > MAX_MESSAGE_LENGTH:
+        raise PageError(f"A message can have at most {MAX_MESSAGE_LENGTH:,} characters.")
     return question
 
 
-def _bubble(answering: Answering, settings: FSDSettings) -> str:
-    busy = answering.ended is None
-    body = text.answer_html(answering.tokens, settings, busy=busy)
-    note = "waiting in line …" if busy and not answering.figures else answering.summary(settings)
-    return text.turn_html("assistant", body, note)
+def _answer_message(answer: PartialAnswer, acceptance: AcceptanceConfig) -> str:
+    queued = answer.busy and not answer.stats
+    note = "Waiting in the queue …" if queued else answer.summary(acceptance)
+    return rendering.message_html("assistant", answer.html(acceptance), note)
 
 
-def _comparison(
-    left: Answering, right: Answering, exact: FSDSettings, settings: FSDSettings, sampled: bool
+def _comparison_html(
+    left: PartialAnswer,
+    right: PartialAnswer,
+    exact: AcceptanceConfig,
+    acceptance: AcceptanceConfig,
+    sampled: bool,
 ) -> str:
-    ends = {left.ended, right.ended}
-    whole = ends <= {"stop", "length"}
-    # One that was cut short parts from the other at no place of its own.
-    part = text.parting_at_end if whole else text.parting
-    place = part(left.tokens, right.tokens)
-    names = ("Exact (T = 0)", f"FSD (T = {settings.threshold:g}, {settings.divergence})")
-    verdict = text.verdict(left.tokens, right.tokens, whole, sampled)
-    if not whole:
-        verdict = f"{'Decoding …' if None in ends else 'Not complete.'} {verdict}"
-    bodies = [
-        text.answer_html(one.tokens, used, place, busy=one.ended is None)
-        for one, used in ((left, exact), (right, settings))
-    ]
-    notes = (left.summary(exact), right.summary(settings))
-    return text.compare_html(bodies[0], bodies[1], names, notes, verdict)
+    complete = left.complete and right.complete
+    index = rendering.first_difference(left.tokens, right.tokens, complete)
+    difference = rendering.describe_difference(left.tokens, right.tokens, complete, sampled)
+    if left.busy or right.busy:
+        difference = f"Generating … {difference}"
+    elif not complete:
+        difference = f"Incomplete. {difference}"
+    return rendering.comparison_html(
+        (left.html(exact, index), right.html(acceptance, index)),
+        ("Exact (T = 0)", f"FSD (T = {acceptance.threshold:g}, {acceptance.divergence})"),
+        (left.summary(exact), right.summary(acceptance)),
+        difference,
+    )

@@ -1,7 +1,4 @@
-"""HTML of the web page: what models and people say goes in as text and stays text.
-
-Every function returns markup in which whatever it was given is escaped.
-"""
+"""HTML of the web page. Every function escapes the text that it is given."""
 
 from __future__ import annotations
 
@@ -10,245 +7,279 @@ from html import escape
 from itertools import zip_longest
 
 from eagle_fsd.chat.backend import Token
-from eagle_fsd.model.config import FSDSettings
+from eagle_fsd.model.config import AcceptanceConfig
 
 LEGEND = {
     "exact": "drafted, and the target's own choice",
-    "fuzzy": "drafted; kept because the divergence is below T",
-    "target": "the target's own, after the drafted ones",
+    "fuzzy": "drafted, and the divergence is below T",
+    "target": "chosen by the target, not drafted",
 }
-NO_DIVERGENCE = "no draft here, so no divergence"
-#: In the place of plain decoding's speed while it is to come, and where there is none.
-WAITING, NONE = "…", "-"
-#: Tokens that plain decoding is measured with.
-PLAIN_TOKENS = 64
+NO_DIVERGENCE = "No draft distribution at this position"
+#: Shown instead of the speedup while the baseline is pending, and where there is none.
+PENDING, NONE = "…", "—"
+#: New tokens that the autoregressive baseline is measured over.
+BASELINE_TOKENS = 64
 
 
-def about_token(token: Token, settings: FSDSettings) -> str:
-    """What the pointer and the keyboard are told of a token, in a few lines.
+def describe_token(token: Token, acceptance: AcceptanceConfig) -> str:
+    """Describe a token in a few lines of plain text, for its tooltip and the inspector.
 
     Args:
-        settings: Those it was decoded with.
+        token: The token.
+        acceptance: The configuration that it was decoded with.
     """
-    lines = [f"“{visible(token.text)}” is {token.origin}: {LEGEND[token.origin]}"]
+    lines = [f"“{visible(token.text)}” — {token.origin}: {LEGEND[token.origin]}"]
     if token.divergence is None:
         lines.append(NO_DIVERGENCE)
     else:
         lines.append(
-            f"{settings.divergence} divergence {token.divergence:.4f} (T = {settings.threshold:g})"
+            f"Divergence ({acceptance.divergence}): {token.divergence:.4f}"
+            f" (T = {acceptance.threshold:g})"
         )
     if token.probability is not None:
-        lines.append(f"target's probability {percent(token.probability)}")
+        lines.append(f"Target probability: {percent(token.probability)}")
     if token.top:
-        likeliest = ", ".join(f"“{visible(text)}” {percent(p)}" for text, p in token.top)
-        lines.append(f"its likeliest: {likeliest}")
+        top = ", ".join(f"“{visible(text)}” {percent(p)}" for text, p in token.top)
+        lines.append(f"Top target tokens: {top}")
     return "\n".join(lines)
 
 
 def visible(text: str) -> str:
-    """``text`` on one line, an end token as a word."""
-    return text.replace("\n", "⏎").replace("\t", "⇥") or "end"
+    """Return a token's text on one line, with visible whitespace and end-of-text marks."""
+    return text.replace("\n", "⏎").replace("\t", "⇥") or "<end>"
 
 
-def percent(part: float) -> str:
-    return f"{part:.1%}" if part < 0.9995 else "100%"
+def percent(fraction: float) -> str:
+    """Format a fraction in [0, 1] as a percentage with at most one decimal."""
+    return f"{fraction:.1%}" if fraction < 0.9995 else "100%"
 
 
 def token_html(
-    token: Token, settings: FSDSettings, parts: bool = False, first: bool = False
+    token: Token, acceptance: AcceptanceConfig, differs: bool = False, focusable: bool = False
 ) -> str:
-    """One token, coloured by its origin, with all about it for the pointer and the keyboard.
+    """Render one token, colored by its origin, with its description as the tooltip.
 
     Args:
-        parts: Whether two answers part here.
-        first: The keyboard's way into an answer is its first token; arrows lead on from there.
+        token: The token; one without text is rendered only where it differs.
+        acceptance: The configuration that it was decoded with.
+        differs: Mark the token as the first difference between two answers.
+        focusable: Make the token reachable with the Tab key. Only one token of an answer is; the
+            arrow keys move on from there.
     """
-    if not token.text and not parts:
+    if not token.text and not differs:
         return ""
-    classes = f"fsd-token fsd-{token.origin}" + " fsd-parts" * parts
-    title = escape(about_token(token, settings), quote=True).replace("\n", "&#10;")
-    shown = escape(token.text) or "∎"
-    place = "0" if first else "-1"
-    found = f'<span class="{classes}" tabindex="{place}" title="{title}">{shown}</span>'
-    return f'<mark class="fsd-parting">{found}</mark>' if parts else found
+    classes = f"fsd-token fsd-{token.origin}"
+    if differs:
+        classes += " fsd-differs"
+    title = escape(describe_token(token, acceptance), quote=True).replace("\n", "&#10;")
+    tabindex = "0" if focusable else "-1"
+    text = escape(token.text) or "∎"
+    span = f'<span class="{classes}" tabindex="{tabindex}" title="{title}">{text}</span>'
+    return f'<mark class="fsd-difference">{span}</mark>' if differs else span
 
 
 def answer_html(
     tokens: Sequence[Token],
-    settings: FSDSettings,
-    parting: int | None = None,
+    acceptance: AcceptanceConfig,
+    difference: int | None = None,
     busy: bool = False,
 ) -> str:
-    """An answer's tokens.
+    """Render the tokens of an answer.
 
     Args:
-        parting: Which of them differs from another answer's.
-        busy: Whether more will come.
+        tokens: The tokens so far.
+        acceptance: The configuration that they were decoded with.
+        difference: Index of the first token that differs from another answer.
+        busy: Whether more tokens will follow.
     """
-    first = next((place for place, token in enumerate(tokens) if token.text), 0)
+    first = next((index for index, token in enumerate(tokens) if token.text), 0)
     spans = [
-        token_html(token, settings, place == parting, place == first)
-        for place, token in enumerate(tokens)
+        token_html(token, acceptance, index == difference, index == first)
+        for index, token in enumerate(tokens)
     ]
-    if parting == len(tokens) and not busy:  # this one ended where the other goes on
-        spans.append('<mark class="fsd-parting"><span class="fsd-parts">∎</span></mark>')
+    if difference == len(tokens) and not busy:  # this answer ended where the other one continues
+        spans.append('<mark class="fsd-difference"><span class="fsd-differs">∎</span></mark>')
     caret = '<span class="fsd-caret" aria-hidden="true"></span>' if busy else ""
     state = "true" if busy else "false"
     return f'<div class="fsd-answer" aria-busy="{state}">{"".join(spans)}{caret}</div>'
 
 
-def turn_html(role: str, body: str, note: str = "") -> str:
-    """One message of the chat; ``body`` is markup already."""
-    who = "You" if role == "user" else "Model"
-    below = f'<div class="fsd-note">{escape(note)}</div>' if note else ""
+def message_html(role: str, body: str, note: str = "") -> str:
+    """Render one message of the chat.
+
+    Args:
+        role: ``"user"`` or ``"assistant"``.
+        body: The message as HTML.
+        note: Plain text shown below it.
+    """
+    author = "You" if role == "user" else "Assistant"
+    footer = f'<div class="fsd-note">{escape(note)}</div>' if note else ""
     return (
-        f'<div class="fsd-turn fsd-{escape(role)}">'
-        f'<div class="fsd-who">{who}</div>{body}{below}</div>'
+        f'<div class="fsd-message fsd-{escape(role)}">'
+        f'<div class="fsd-author">{author}</div>{body}{footer}</div>'
     )
 
 
-def said_html(text: str) -> str:
-    """What a person said."""
-    return f'<div class="fsd-said">{escape(text)}</div>'
+def question_html(text: str) -> str:
+    """Render the body of a user's message."""
+    return f'<div class="fsd-question">{escape(text)}</div>'
 
 
-def notice_html(text: str) -> str:
-    """Something that went wrong."""
-    return f'<div class="fsd-notice" role="alert">{escape(text)}</div>' if text else ""
+def error_html(message: str) -> str:
+    """Render an error message; an empty one renders as nothing."""
+    return f'<div class="fsd-error" role="alert">{escape(message)}</div>' if message else ""
 
 
 def welcome_html() -> str:
-    """An empty chat."""
+    """Render the placeholder of an empty chat."""
     return (
-        '<div class="fsd-welcome">Ask something. Every token of the answer is coloured by where'
-        " it came from; point at one, or step through with the arrow keys, for its divergence."
-        "</div>"
+        '<div class="fsd-welcome">Ask a question to start. Each token of the answer is colored by'
+        " its origin; point at a token, or use the arrow keys, to see its divergence.</div>"
     )
 
 
 def legend_html() -> str:
-    """What the colours mean, and for the pointer what the words mean."""
+    """Render the legend of the token colors."""
     items = "".join(
-        f'<li title="{escape(text, quote=True)}"><span class="fsd-token fsd-{name}">{name}</span>'
-        f" <small>{escape(text)}</small></li>"
+        f'<li><span class="fsd-token fsd-{name}">{name}</span> <small>{escape(text)}</small></li>'
         for name, text in LEGEND.items()
     )
-    return f'<ul class="fsd-legend" aria-label="What the colours mean">{items}</ul>'
+    return f'<ul class="fsd-legend" aria-label="Token colors">{items}</ul>'
 
 
 def inspector_html() -> str:
-    """Where the page's script tells of the token that is pointed at or focused."""
-    hint = "Point at a token, or step through an answer with the arrow keys: here is told of it."
+    """Render the inspector, which script.js fills with the description of a token."""
+    hint = "Point at a token, or use the arrow keys within an answer, to see its details here."
     return f'<div id="fsd-inspector" role="status" aria-live="polite">{hint}</div>'
 
 
-def figures_html(fsd: Mapping[str, float], plain: Mapping[str, float], waiting: str = NONE) -> str:
-    """Speed and accepted length beside plain decoding's.
+def stats_html(
+    fsd: Mapping[str, float], baseline: Mapping[str, float], placeholder: str = NONE
+) -> str:
+    """Render the statistics of an answer beside those of autoregressive decoding.
 
     Args:
-        waiting: In the place of plain decoding's speed while there is none.
+        fsd: Statistics of the answer, as in :class:`~eagle_fsd.chat.backend.Update`; may be empty.
+        baseline: Statistics of autoregressive decoding of the same prompt; may be empty.
+        placeholder: Shown instead of the speedup until both speeds are known.
     """
     rows = [
-        ("tokens/s", _number(fsd, "tokens_per_second", 1), _number(plain, "tokens_per_second", 1)),
-        ("tau", _number(fsd, "tau", 2), _number(plain, "tau", 2)),
-        ("tokens", _number(fsd, "tokens"), _number(plain, "tokens")),
-        ("target passes", _number(fsd, "steps"), _number(plain, "steps")),
-        ("fuzzy", _share(fsd), _share(plain)),
+        ("Tokens/s", *(_number(stats, "tokens_per_second", 1) for stats in (fsd, baseline))),
+        ("Tau (tokens per pass)", *(_number(stats, "tau", 2) for stats in (fsd, baseline))),
+        ("New tokens", *(_number(stats, "tokens") for stats in (fsd, baseline))),
+        ("Target passes", *(_number(stats, "steps") for stats in (fsd, baseline))),
+        ("Fuzzy tokens", *(_fuzzy_share(stats) for stats in (fsd, baseline))),
     ]
     body = "".join(
         f'<tr><th scope="row">{name}</th><td>{left}</td><td>{right}</td></tr>'
         for name, left, right in rows
     )
-    factor = waiting
-    if fsd.get("tokens_per_second") and plain.get("tokens_per_second"):
-        factor = f"{fsd['tokens_per_second'] / plain['tokens_per_second']:.1f} x"
+    speedup = placeholder
+    if fsd.get("tokens_per_second") and baseline.get("tokens_per_second"):
+        speedup = f"{fsd['tokens_per_second'] / baseline['tokens_per_second']:.1f}x"
     return (
-        f'<div class="fsd-figures"><div class="fsd-factor"><b>{escape(factor)}</b>'
-        " plain decoding's speed</div>"
-        '<table><thead><tr><td></td><th scope="col">FSD</th><th scope="col">plain</th></tr></thead>'
+        f'<div class="fsd-stats"><div class="fsd-speedup"><b>{escape(speedup)}</b>'
+        " speedup over autoregressive decoding</div>"
+        '<table><thead><tr><td></td><th scope="col">FSD</th>'
+        '<th scope="col"><abbr title="Autoregressive decoding">AR</abbr></th></tr></thead>'
         f"<tbody>{body}</tbody></table>"
-        f'<div class="fsd-note">Plain decoding of the same prompt, at most {PLAIN_TOKENS} tokens,'
-        " after the answer. Reading the prompt counts in neither.</div></div>"
+        '<div class="fsd-note">Each answer is followed by autoregressive decoding (AR) of up to'
+        f" {BASELINE_TOKENS} tokens. Prefill time is not counted.</div></div>"
     )
 
 
-def _number(figures: Mapping[str, float], name: str, digits: int = 0) -> str:
-    return f"{figures[name]:.{digits}f}" if name in figures else "-"
+def _number(stats: Mapping[str, float], name: str, digits: int = 0) -> str:
+    return f"{stats[name]:.{digits}f}" if name in stats else NONE
 
 
-def _share(figures: Mapping[str, float]) -> str:
-    return percent(figures["fuzzy_tokens"] / figures["tokens"]) if figures.get("tokens") else "-"
+def _fuzzy_share(stats: Mapping[str, float]) -> str:
+    return percent(stats["fuzzy_tokens"] / stats["tokens"]) if stats.get("tokens") else NONE
 
 
-def parting(left: Sequence[Token], right: Sequence[Token]) -> int | None:
-    """Where two answers first have different tokens; None: nowhere in what both have said.
-
-    While either is still on its way its missing end is no difference: ask again at the end with
-    :func:`parting_at_end`.
-    """
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (one, other) in pairs if one.id != other.id), None)
-
-
-def parting_at_end(left: Sequence[Token], right: Sequence[Token]) -> int | None:
-    """Where two finished answers part; one that ends sooner parts at its end."""
-    pairs = enumerate(zip_longest(left, right))
-    different = (
-        place for place, (one, other) in pairs if not (one and other and one.id == other.id)
-    )
-    return next(different, None)
-
-
-def compare_html(
-    left: str, right: str, names: tuple[str, str], notes: tuple[str, str], verdict: str
-) -> str:
-    """Two answers side by side, under each other where there is no room.
+def first_difference(left: Sequence[Token], right: Sequence[Token], complete: bool) -> int | None:
+    """Return the index of the first token at which two answers differ, or None.
 
     Args:
-        left, right: Markup of :func:`answer_html`.
-        names: Their headings. notes: Their figures. verdict: Where they part.
+        left: Tokens of one answer.
+        right: Tokens of the other.
+        complete: Whether both answers are complete. If so, an answer that is a prefix of the other
+            differs at its end; otherwise only the tokens that both have are compared.
+    """
+    length = None if complete else min(len(left), len(right))
+    for index, (one, other) in enumerate(zip_longest(left[:length], right[:length])):
+        if one is None or other is None or one.id != other.id:
+            return index
+    return None
+
+
+def describe_difference(
+    left: Sequence[Token], right: Sequence[Token], complete: bool, sampled: bool
+) -> str:
+    """Describe the first difference between the exact answer and the FSD answer in a sentence.
+
+    Args:
+        left: Tokens of the exact answer.
+        right: Tokens of the FSD answer.
+        complete: Whether both answers are complete.
+        sampled: Whether the temperature is above 0, so that sampling causes differences as well.
+    """
+    index = first_difference(left, right, complete)
+    if index is None and not complete:
+        return "No difference so far."
+    if index is None:
+        message = f"The answers are identical ({len(left)} tokens)."
+    else:
+        one, other = (
+            f"“{visible(tokens[index].text)}”" if index < len(tokens) else "no further token"
+            for tokens in (left, right)
+        )
+        message = f"First difference at token {index + 1}: exact {one}, FSD {other}."
+    if sampled:
+        message += " With a temperature above 0, sampling alone also causes differences."
+    return message
+
+
+def comparison_html(
+    answers: tuple[str, str], titles: tuple[str, str], notes: tuple[str, str], difference: str
+) -> str:
+    """Render two answers side by side, stacked where the page is narrow.
+
+    Args:
+        answers: The answers as HTML, from :func:`answer_html`.
+        titles: Their headings.
+        notes: Plain text below each of them.
+        difference: Plain text above both, from :func:`describe_difference`.
     """
     columns = "".join(
-        f'<section class="fsd-column" aria-label="{escape(name, quote=True)}"><h3>{escape(name)}'
-        f'</h3>{body}<div class="fsd-note">{escape(note)}</div></section>'
-        for name, body, note in zip(names, (left, right), notes, strict=True)
+        f'<section class="fsd-column" aria-label="{escape(title, quote=True)}">'
+        f'<h3>{escape(title)}</h3>{body}<div class="fsd-note">{escape(note)}</div></section>'
+        for title, body, note in zip(titles, answers, notes, strict=True)
     )
     return (
-        f'<div class="fsd-compare"><p class="fsd-verdict" role="status">{escape(verdict)}</p>'
+        f'<div class="fsd-comparison"><p class="fsd-verdict" role="status">{escape(difference)}</p>'
         f'<div class="fsd-columns">{columns}</div></div>'
     )
 
 
-def verdict(left: Sequence[Token], right: Sequence[Token], done: bool, sampled: bool) -> str:
-    """In words, where the exact answer and FSD's part.
+def summarize(stats: Mapping[str, float], acceptance: AcceptanceConfig, status: str = "") -> str:
+    """Summarize an answer in one line of plain text.
 
     Args:
-        done: Whether both are complete.
-        sampled: Whether tokens are drawn, so that chance parts answers too.
+        stats: Statistics of the answer; may be empty.
+        acceptance: The configuration that it was decoded with.
+        status: Appended to the line, for example ``"Stopped"``.
     """
-    place = parting_at_end(left, right) if done else parting(left, right)
-    chance = " At temperature above 0 they part by chance as well." * sampled
-    if place is None:
-        same = f"The same {len(left)} tokens." if done else "No difference so far."
-        return same + (chance if done else "")
-    one, other = (
-        f"“{visible(tokens[place].text)}”" if place < len(tokens) else "nothing more"
-        for tokens in (left, right)
-    )
-    return f"They part at token {place + 1}: exact says {one}, FSD {other}.{chance}"
-
-
-def summary(figures: Mapping[str, float], settings: FSDSettings, ended: str = "") -> str:
-    """An answer's figures in one line."""
-    if not figures:
-        return ended
+    if not stats:
+        return status
     parts = [
-        f"{figures['tokens']} tokens",
-        f"tau {figures['tau']:.2f}",
-        f"{figures['tokens_per_second']:.0f} tokens/s",
-        f"{_share(figures)} fuzzy",
-        f"T = {settings.threshold:g}",
+        f"{stats['tokens']} tokens",
+        f"tau {stats['tau']:.2f}",
+        f"{stats['tokens_per_second']:.0f} tokens/s",
+        f"{_fuzzy_share(stats)} fuzzy",
+        f"T = {acceptance.threshold:g}",
     ]
-    if dropped := figures.get("dropped"):
-        parts.append(f"the chat outgrew the context: its {dropped} oldest messages are left out")
-    return " · ".join([*parts, *([ended] if ended else [])])
+    if dropped := stats.get("dropped"):
+        parts.append(f"{dropped} oldest messages dropped to fit the context")
+    if status:
+        parts.append(status)
+    return " · ".join(parts)

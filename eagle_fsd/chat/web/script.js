@@ -1,24 +1,24 @@
-// Tokens for the keyboard and the pointer, the chat's scrolling, and Escape. Nothing here makes
-// markup: what is told of a token goes in as text.
+// Token inspection by pointer and keyboard, scrolling, focus, and Escape. Untrusted text is only
+// ever inserted with textContent.
 (() => {
   "use strict";
   const tokenOf = (event) =>
     event.target instanceof Element ? event.target.closest(".fsd-token[tabindex]") : null;
 
-  const tell = (event) => {
+  const inspect = (event) => {
     const token = tokenOf(event);
     const inspector = document.getElementById("fsd-inspector");
     if (token && inspector) inspector.textContent = token.title;
   };
-  document.addEventListener("focusin", tell);
-  document.addEventListener("mouseover", tell);
+  document.addEventListener("focusin", inspect);
+  document.addEventListener("mouseover", inspect);
 
-  // One stop of the Tab key an answer; the arrows lead from token to token.
-  const step = (token, key) => {
+  // Roving tabindex: an answer is one stop of the Tab key, arrow keys move between its tokens.
+  const nextToken = (token, key) => {
     const tokens = [...token.closest(".fsd-answer").querySelectorAll(".fsd-token[tabindex]")];
-    const place = tokens.indexOf(token);
+    const index = tokens.indexOf(token);
     const last = tokens.length - 1;
-    const next = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: last }[key];
+    const next = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: last }[key];
     return next === undefined ? null : tokens[Math.min(Math.max(next, 0), last)];
   };
   document.addEventListener("keydown", (event) => {
@@ -27,7 +27,7 @@
       return;
     }
     const token = tokenOf(event);
-    const next = token && step(token, event.key);
+    const next = token && nextToken(token, event.key);
     if (!next) return;
     event.preventDefault();
     token.tabIndex = -1;
@@ -35,63 +35,63 @@
     next.focus();
   });
 
-  // What a person has asked for is brought into view when it is drawn; and after some buttons comes
-  // what is to be typed, or Enter.
+  // Scroll requested content into view once it is rendered, and focus the message box after the
+  // buttons that are followed by typing.
   const box = () => document.querySelector("#fsd-box textarea");
-  const asked = { chat: false, comparison: false };
+  const requested = { chat: false, comparison: false };
   document.addEventListener("click", (event) => {
     const button = event.target instanceof Element ? event.target.closest("button") : null;
     if (!button) return;
-    if (button.id === "fsd-send") asked.chat = true;
+    if (button.id === "fsd-send") requested.chat = true;
     if (button.id === "fsd-compare-button") {
-      asked.comparison = true;
-      // One that turns out the same is not drawn anew.
-      document.querySelector("#fsd-compared .fsd-compare")?.scrollIntoView({ block: "nearest" });
+      requested.comparison = true;
+      // An identical comparison is not rendered again.
+      const comparison = document.querySelector("#fsd-comparison-box .fsd-comparison");
+      comparison?.scrollIntoView({ block: "nearest" });
     }
     if (button.matches("#fsd-send, #fsd-clear, #fsd-examples button")) box()?.focus();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && event.target === box()) asked.chat = true;
+    if (event.key === "Enter" && !event.shiftKey && event.target === box()) requested.chat = true;
   });
-  const draws = (changes, what) =>
+  const adds = (changes, selector) =>
     changes.some((change) =>
-      [...change.addedNodes].some((node) => node instanceof Element && node.matches(what)),
+      [...change.addedNodes].some((node) => node instanceof Element && node.matches(selector)),
     );
 
-  // A browser may keep a page that is left, with its open connections; it has six for a server,
-  // and the next page would wait for one. So they end here, and who comes back begins anew.
+  // The back/forward cache keeps a page's open connections, and browsers allow six per server:
+  // close them when the page is left, and reload it when it is restored.
   window.addEventListener("pagehide", () => window.stop());
   window.addEventListener("pageshow", (event) => {
     if (event.persisted) location.reload();
   });
 
-  const follow = () => {
+  const initialize = () => {
     const chat = document.getElementById("fsd-chat");
-    if (!chat || !box() || chat.dataset.followed) return;
-    chat.dataset.followed = "yes";
-    // Once: gradio's own autofocus comes back whenever the box changes, and takes the focus away
-    // from whoever is setting a number meanwhile.
+    const comparison = document.getElementById("fsd-comparison-box");
+    if (!chat || !comparison || !box() || chat.dataset.initialized) return;
+    chat.dataset.initialized = "true";
+    // Gradio's own autofocus would take the focus again whenever the box changes.
     box()?.focus();
-    const inside = { childList: true, subtree: true, characterData: true };
-    // The chat follows its end while its end is in view.
+    const options = { childList: true, subtree: true, characterData: true };
+    // Keep the end of the chat in view unless the user has scrolled up.
     let height = 0;
     new MutationObserver((changes) => {
-      let toEnd = height - chat.scrollTop - chat.clientHeight < 40;
-      if (asked.chat && draws(changes, ".fsd-turn, .fsd-notice")) {
-        asked.chat = false;
-        toEnd = true;
+      let scroll = height - chat.scrollTop - chat.clientHeight < 40;
+      if (requested.chat && adds(changes, ".fsd-message, .fsd-error")) {
+        requested.chat = false;
+        scroll = true;
       }
-      if (toEnd) chat.scrollTop = chat.scrollHeight;
+      if (scroll) chat.scrollTop = chat.scrollHeight;
       height = chat.scrollHeight;
-    }).observe(chat, inside);
-    const compared = document.getElementById("fsd-compared");
+    }).observe(chat, options);
     new MutationObserver((changes) => {
-      if (!asked.comparison || !draws(changes, ".fsd-compare, .fsd-notice")) return;
-      asked.comparison = false;
-      compared.scrollIntoView({ block: "nearest" });
-    }).observe(compared, inside);
+      if (!requested.comparison || !adds(changes, ".fsd-comparison, .fsd-error")) return;
+      requested.comparison = false;
+      comparison.scrollIntoView({ block: "nearest" });
+    }).observe(comparison, options);
   };
-  new MutationObserver(follow).observe(document.documentElement, {
+  new MutationObserver(initialize).observe(document.documentElement, {
     childList: true,
     subtree: true,
   });

@@ -1,4 +1,4 @@
-"""The program in an answer to a question of HumanEval's, with the question's tests behind it."""
+"""Build the test program of an answer to a HumanEval question."""
 
 from __future__ import annotations
 
@@ -10,59 +10,75 @@ from collections.abc import Iterator
 
 from eagle_fsd.evaluation.questions.question import Question
 
-# Code. A fence begins a line (of a list, maybe) or stands after a space or a colon.
+# A fenced code block. The fence begins a line or a list item, or follows a space or a colon.
 _BLOCK = re.compile(
     r"(?:^[ \t>*\d.)-]*|(?<=[\s:]))(?P<fence>`{3,}|~{3,})[^\n`]*\n"
     r"(?P<code>.*?)(?:^[ \t]*(?P=fence)[`~]*[ \t]*$|(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-_CODE_BEGINS = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = )", re.MULTILINE)
-#: Lines of an answer without code blocks that are tried as the first line of its code.
-_MOST = 20
+_CODE_START = re.compile(r"^(?:(?:from|import|def|async def|class|@\w+)\b|\w+ = )", re.MULTILINE)
+#: Maximum number of lines of an answer that are tried as the first line of code outside blocks.
+_MAX_STARTS = 20
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def said(answer: str) -> str:
-    """What was said after thinking, its lines ended as Python ends them."""
+def strip_reasoning(answer: str) -> str:
+    """Return the part of an answer after its reasoning.
+
+    Args:
+        answer: The model's output.
+
+    Returns:
+        The text after the last ``</think>``, with line ends normalized to ``\\n``.
+    """
     return answer.rsplit("</think>", 1)[-1].replace("\r\n", "\n").replace("\r", "\n")
 
 
-def test_program(question: Question, answer: str) -> str:
-    """The code of ``answer`` with the question's tests behind it.
+def build_program(question: Question, answer: str) -> str:
+    """Combine the code of an answer with the question's tests.
 
-    The last code block that defines the function asked for counts, with what it uses of other
-    blocks' functions; without such a block, such code in the text. Other code is taken as the
-    body, whose indentation may have been lost. Where code was cut off, or goes on in prose, as much
-    of it counts as parses. Main guards, and what only tries the function out behind it, are
-    dropped. What the question imports and defines comes along in front.
+    The last code block that defines the requested function is used, with the definitions it needs
+    from other blocks. If there is no such block, the whole text is searched for the function.
+    Otherwise the code is taken as the function's body, whose indentation may be missing. If code is
+    cut off or followed by prose, the longest part that parses is used. Main guards, and statements
+    after the function other than definitions, are removed. The question's own imports and
+    definitions come first.
 
-    The program is otherwise that of OpenAI's human-eval: question, code, tests. OpenAI's
-    simple-evals takes the first block; EvalPlus likewise keeps what parses.
+    Apart from this, the program has the form of OpenAI's human-eval: question, code, tests.
+    OpenAI's simple-evals uses the first block; EvalPlus also keeps the part that parses.
+
+    Args:
+        question: A question scored by code.
+        answer: The model's answer.
+
+    Returns:
+        The program's source. It may be invalid where the answer contains no code.
     """
     entry, prompt = question.extra["entry_point"], question.extra["prompt"]
-    text = said(answer)
-    code = _whole_function(text, prompt, entry) or _body(text, prompt, entry) or prompt + text
+    text = strip_reasoning(answer)
+    code = _whole_function(text, prompt, entry) or _completion(text, prompt, entry) or prompt + text
     return f"{code}\n\n{question.answer}\n\ncheck({entry})\n"
 
 
 def _blocks(text: str) -> list[str]:
+    """Return the contents of the code blocks."""
     return [textwrap.dedent(match["code"]) for match in _BLOCK.finditer(text)]
 
 
 def _parse(source: str) -> ast.Module | None:
-    """None where ``source`` is no program."""
-    return _parse_or_line(source)[0]
+    """Parse a program; None if it is invalid."""
+    return _try_parse(source)[0]
 
 
-def _parse_or_line(source: str) -> tuple[ast.Module | None, int]:
-    """The program, or None and the line that is in the way (0 where that is not known)."""
+def _try_parse(source: str) -> tuple[ast.Module | None, int]:
+    """Parse a program; where it is invalid, return None and the line of the error (0: unknown)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             tree = ast.parse(source)
-            compile(tree, "<answer>", "exec", dont_inherit=True)  # "return" outside a function
+            compile(tree, "<answer>", "exec", dont_inherit=True)  # finds "return" outside functions
         except SyntaxError as error:
             return None, error.lineno or 0
         except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -71,21 +87,21 @@ def _parse_or_line(source: str) -> tuple[ast.Module | None, int]:
 
 
 def _longest_part(before: str, code: str) -> str:
-    """As many lines of ``code`` as are a program behind ``before``."""
+    """Return the longest run of lines at the beginning of ``code`` that parses after ``before``."""
     lines = code.rstrip().split("\n")
     offset, count = before.count("\n"), len(lines)
     while count > 0:
         part = "\n".join(lines[:count]) + "\n"
-        tree, line = _parse_or_line(before + part)
+        tree, line = _try_parse(before + part)
         if tree is not None:
             return part
-        # Whatever is in the way there is so without the lines behind it; it may go on into them.
+        # The error would remain without the lines after it: drop all of them at once.
         count = min(count - 1, max(0, line - offset)) if line else count - 1
     return ""
 
 
-def _names(node: ast.stmt) -> set[str]:
-    """What a statement gives a meaning."""
+def _defined_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
         return {node.name}
     if isinstance(node, ast.Assign):
@@ -94,71 +110,75 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _whole_function(text: str, prompt: str, entry: str) -> str | None:
-    """The program of an answer that defines ``entry`` itself."""
-    defines = re.compile(rf"^(?:async )?def {re.escape(entry)}\b", re.MULTILINE)
+    """Return the program of an answer that defines ``entry``; None if it does not."""
+    definition = re.compile(rf"^(?:async )?def {re.escape(entry)}\b", re.MULTILINE)
     blocks = [block for block in reversed(_blocks(text)) if entry in block]
 
     def candidates() -> Iterator[str]:
         yield from blocks
         for block in blocks:
             yield _longest_part("", block)
-        for match in reversed(list(defines.finditer(text))[-_MOST:]):
-            starts = [at.start() for at in _CODE_BEGINS.finditer(text, 0, match.end())]
-            for start in starts[-_MOST:]:
+        for match in reversed(list(definition.finditer(text))[-_MAX_STARTS:]):
+            starts = [start.start() for start in _CODE_START.finditer(text, 0, match.end())]
+            for start in starts[-_MAX_STARTS:]:
                 yield _longest_part("", text[start:])
 
     for code in candidates():
         tree = _parse(code)
-        if tree is not None and any(entry in _names(node) for node in tree.body):
-            before, after = "", f"{_indentation(prompt)}pass\n\n"
-            for block in _blocks(text):
-                before += _helpers(block, tree, entry)
-            return _trimmed(f"{prompt}{after}", before + code, entry)
+        if tree is not None and any(entry in _defined_names(node) for node in tree.body):
+            helpers = "".join(_helpers(block, tree, entry) for block in _blocks(text))
+            stub = f"{prompt}{_indentation(prompt)}pass\n\n"
+            return _trim(stub, helpers + code, entry)
     return None
 
 
 def _helpers(block: str, tree: ast.Module, entry: str) -> str:
-    """What ``block`` defines of what ``tree`` uses and does not define."""
+    """Return the definitions in ``block`` that ``tree`` uses but does not contain."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used -= {name for node in tree.body for name in _names(node)} | {entry}
+    used -= {name for node in tree.body for name in _defined_names(node)} | {entry}
     other = _parse(block)
-    if other is None or not any(used & _names(node) for node in other.body):
+    if other is None or not any(used & _defined_names(node) for node in other.body):
         return ""
-    kept = [node for node in other.body if isinstance(node, _DEFINITIONS) or used & _names(node)]
-    kept = [node for node in kept if entry not in _names(node)]
+    kept = [
+        node
+        for node in other.body
+        if entry not in _defined_names(node)
+        and (isinstance(node, _DEFINITIONS) or used & _defined_names(node))
+    ]
     return ast.unparse(ast.Module(kept, [])) + "\n\n"
 
 
-def _body(text: str, prompt: str, entry: str) -> str | None:
-    """The program of an answer that goes on with the question's function."""
+def _completion(text: str, prompt: str, entry: str) -> str | None:
+    """Return the program of an answer that continues the function; None if it does not."""
     first = _BLOCK.search(text)
     parts = [*_blocks(text), text[: first.start()] if first else text, text]
     parts = [part.strip("\n").rstrip() for part in parts if part.strip()]
-    parts.sort(key=lambda part: not re.search(r"\b(?:return|yield)\b", part))  # a stable order
+    # Code that returns a value is tried first; the sort is stable.
+    parts.sort(key=lambda part: not re.search(r"\b(?:return|yield)\b", part))
     indentation = _indentation(prompt)
     for part in parts:
-        wordings = (
+        variants = (
             part,
-            indentation + part.lstrip(),  # its first line's was lost
+            indentation + part.lstrip(),  # the indentation of the first line was lost
             textwrap.indent(textwrap.dedent(part), indentation),
         )
-        for code in wordings:
-            if _fills(prompt + code, entry):
-                return _trimmed("", f"{prompt}{code}\n", entry)
-        longest = max((_longest_part(prompt, code) for code in wordings), key=len)
-        if _fills(prompt + longest, entry):
-            return _trimmed("", prompt + longest, entry)
+        for code in variants:
+            if _has_body(prompt + code, entry):
+                return _trim("", f"{prompt}{code}\n", entry)
+        longest = max((_longest_part(prompt, code) for code in variants), key=len)
+        if _has_body(prompt + longest, entry):
+            return _trim("", prompt + longest, entry)
     return None
 
 
 def _indentation(prompt: str) -> str:
-    """Of the body of the function that a question begins."""
+    """Return the indentation of the body of the function that a prompt begins."""
     last = prompt.rstrip().rpartition("\n")[2]
     return last[: len(last) - len(last.lstrip())] or "    "
 
 
-def _fills(source: str, entry: str) -> bool:
-    """Whether ``entry`` has more of a body than its documentation."""
+def _has_body(source: str, entry: str) -> bool:
+    """Return whether ``source`` defines ``entry`` with a body beyond a docstring."""
     tree = _parse(source)
     functions = [
         node
@@ -171,37 +191,41 @@ def _fills(source: str, entry: str) -> bool:
     )
 
 
-def _trimmed(before: str, code: str, entry: str) -> str:
-    """``before`` and ``code`` without main guards and what tries ``entry`` out.
+def _trim(before: str, code: str, entry: str) -> str:
+    """Append ``code`` to ``before``, without main guards and statements after ``entry``.
 
-    What is imported from ``__future__`` comes first, where it has to be.
+    Definitions are kept. If statements are removed, imports from ``__future__`` are moved to the
+    beginning.
     """
     tree = _parse(code)
     if tree is None:
         return before + code
-    last = max(at for at, node in enumerate(tree.body) if entry in _names(node))
-    kept, future = [], []
-    for at, node in enumerate(tree.body):
+    last = max(index for index, node in enumerate(tree.body) if entry in _defined_names(node))
+    kept: list[ast.stmt] = []
+    future: list[ast.stmt] = []
+    for index, node in enumerate(tree.body):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             future.append(node)
-        elif not _is_main_guard(node) and (at <= last or _only_defines(node)):
+        elif not _is_main_guard(node) and (index <= last or _is_definition(node)):
             kept.append(node)
     if len(kept) == len(tree.body):
         return before + code
     try:
-        first, rest = (ast.unparse(ast.Module(nodes, [])) for nodes in (future, kept))
+        imports, rest = (ast.unparse(ast.Module(nodes, [])) for nodes in (future, kept))
     except (ValueError, RecursionError):
         return before + code
-    return f"{first}\n{before}{rest}\n"
+    return f"{imports}\n{before}{rest}\n"
 
 
 def _is_main_guard(node: ast.stmt) -> bool:
+    """Return whether a statement is ``if __name__ == "__main__"``."""
     return isinstance(node, ast.If) and any(
         isinstance(item, ast.Name) and item.id == "__name__" for item in ast.walk(node.test)
     )
 
 
-def _only_defines(node: ast.stmt) -> bool:
+def _is_definition(node: ast.stmt) -> bool:
+    """Return whether a statement is an import, a definition, or an assignment without a call."""
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         return not any(isinstance(item, ast.Call) for item in ast.walk(node))
     return isinstance(node, _DEFINITIONS)

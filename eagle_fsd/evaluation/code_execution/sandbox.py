@@ -1,4 +1,4 @@
-"""Running the code a model wrote: another process, limited in what it may do and for how long."""
+"""Run untrusted programs in a child process with limited rights, memory and time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from eagle_fsd.evaluation.answer_store import append_line, cut_half_line, read_records
+from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
 
-GUARDED = Path(__file__).with_name("guarded.py")
+_CHILD = Path(__file__).with_name("confined.py")
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Whether a program ended by itself without an error, and its last line where it did not."""
+    """The outcome of a program.
+
+    Attributes:
+        passed: Whether the program ran to its end without an error.
+        reason: Why it did not pass, in one line.
+        timed_out: Whether it exceeded the wall-clock limit.
+    """
 
     passed: bool
     reason: str = ""
@@ -30,21 +36,26 @@ class RunResult:
 
 
 def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> RunResult:
-    """Run ``program`` in a folder of its own, see ``guarded.py``.
+    """Run a Python program in a temporary folder, restricted as ``confined.py`` describes.
 
     Args:
-        seconds: Of wall-clock time; the process and its descendants are killed after it.
-        megabytes: Of memory.
+        program: The program's source.
+        seconds: Limit on wall-clock time and, rounded to seconds, on CPU time. When it is exceeded,
+            the process and its descendants are killed.
+        megabytes: Limit on the address space in MiB.
+
+    Returns:
+        The outcome.
     """
-    word = secrets.token_hex(16)  # printed at the very end
+    token = secrets.token_hex(16)  # printed by the child after the program has ended
     limits = [str(max(1, round(seconds))), str(megabytes)]
     with (
         tempfile.TemporaryDirectory(prefix="answer-") as folder,
-        tempfile.TemporaryFile() as printed,  # files, not pipes: their size is limited
+        tempfile.TemporaryFile() as output,  # files, because the size of pipes cannot be limited
         tempfile.TemporaryFile() as errors,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-I", GUARDED, *limits, word],
+            [sys.executable, "-I", _CHILD, *limits, token],
             cwd=folder,
             env={
                 "PATH": os.environ.get("PATH", ""),
@@ -52,65 +63,66 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> Ru
                 **dict.fromkeys(("HOME", "USERPROFILE", "TMPDIR", "TEMP", "TMP"), folder),
             },
             stdin=subprocess.PIPE,
-            stdout=printed,
+            stdout=output,
             stderr=errors,
             start_new_session=True,
         )
         try:
             process.communicate(program.encode("utf-8", "replace"), timeout=seconds)
         except subprocess.TimeoutExpired:
-            return RunResult(False, f"no end after {seconds:g} s", timed_out=True)
+            return RunResult(False, f"timed out after {seconds:g} s", timed_out=True)
         finally:
             _kill(process)
-        finished = _text(printed).endswith(word)
-        lines = _text(errors).strip().splitlines()
+        completed = _read(output).endswith(token)
+        messages = _read(errors).strip().splitlines()
     if process.returncode == 0:
-        return RunResult(finished, "" if finished else "ended before its tests did")
+        return RunResult(completed, "" if completed else "exited before its tests ran")
     if process.returncode < 0:
         return RunResult(False, f"killed by {signal.Signals(-process.returncode).name}")
-    return RunResult(False, lines[-1][:200] if lines else f"status {process.returncode}")
+    reason = messages[-1][:200] if messages else f"exit status {process.returncode}"
+    return RunResult(False, reason)
 
 
-class Runs:
-    """Runs programs like :func:`run_program`, each only once.
+class CachedRunner:
+    """Run each program once with :func:`run_program`, and cache its outcome in a file.
 
-    What came of a program (but for those that took too long) is added to a file, a line each, so
-    that an evaluation that is resumed, or whose methods give the same answers, does not run it
-    again. Without that file all are.
+    A program is not run again when an evaluation resumes or another method gives the same answer.
+    Timeouts are not saved, because the machine may be less busy the next time.
 
     Args:
-        path: Of the file; made, with its folder, if missing.
+        path: The JSON Lines file of outcomes; created, with its folder, if missing.
 
     Attributes:
-        count: How many programs have been run here.
+        count: The number of programs that this object has run.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.count = Path(path), 0
-        cut_half_line(self.path)
-        lines = read_records(self.path) if self.path.exists() else []
-        self._known = {line["program"]: RunResult(line["passed"], line["reason"]) for line in lines}
+        truncate_partial_line(self.path)
+        rows = read_jsonl(self.path) if self.path.exists() else []
+        self._results = {row["program"]: RunResult(row["passed"], row["reason"]) for row in rows}
 
     def __call__(self, program: str) -> RunResult:
+        """Return the outcome of ``program``, running it if it is not cached."""
         key = hashlib.sha256(program.encode("utf-8", "replace")).hexdigest()
-        if key not in self._known:
-            found = self._known[key] = run_program(program)
+        if key not in self._results:
+            result = self._results[key] = run_program(program)
             self.count += 1
-            if found.timed_out:  # on another day the machine may be less busy
-                return found
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = {"program": key, "passed": found.passed, "reason": found.reason}
-            append_line(self.path, json.dumps(line))
-        return self._known[key]
+            if not result.timed_out:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                row = {"program": key, "passed": result.passed, "reason": result.reason}
+                append_line(self.path, json.dumps(row))
+        return self._results[key]
 
 
-def _text(file: IO[bytes]) -> str:
+def _read(file: IO[bytes]) -> str:
+    """Return everything written to a temporary file."""
     file.seek(0)
     return file.read().decode("utf-8", "replace")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and everything it started."""
+    """Kill the process and its descendants."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

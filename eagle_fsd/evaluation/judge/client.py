@@ -1,24 +1,26 @@
-"""Asking a judge: one request, and several at once."""
+"""Send requests to a judge concurrently."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TypeVar
 
 from eagle_fsd.evaluation.judge.prompts import JudgeError, Prompt
+from eagle_fsd.utils.text import one_line
 
-#: Where the judge's key is looked for, and what a server that needs none is given.
+#: Environment variable that holds the API key.
 KEY_VARIABLE = "OPENAI_API_KEY"
+#: Key to send if none is set: the client requires one, and local servers ignore it.
 NO_KEY = "none"
-#: Tokens of a judgment at most, as FastChat has it.
+#: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
-#: Characters of what an endpoint says that go into a message.
-SAID_LENGTH = 300
-#: Of the threads that wait for replies.
+#: Maximum number of characters of an endpoint's error message to quote.
+MAX_MESSAGE_LENGTH = 300
+#: Name of the threads that wait for replies.
 THREAD_NAME = "judge-request"
 
 Item = TypeVar("Item")
@@ -27,14 +29,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class JudgeEndpoint:
-    """Where the judge is.
+    """An OpenAI-compatible endpoint and the model that judges.
 
     Attributes:
-        base_url: Up to and with ``/v1``.
-        model: The judge's name there.
-        api_key: Default: the environment's OPENAI_API_KEY; local servers need none.
+        base_url: The URL up to and including ``/v1``.
+        model: The judge's name at the endpoint.
+        api_key: The API key. Default: ``$OPENAI_API_KEY``; local servers need none.
         timeout: Seconds to wait for a reply.
-        retries: How often a request that failed for a passing cause is sent again.
+        retries: Maximum number of retries after transient failures.
     """
 
     base_url: str
@@ -44,27 +46,30 @@ class JudgeEndpoint:
     retries: int = 3
 
     @property
-    def shown_url(self) -> str:
-        """The address without a name and password that it may hold."""
-        before, at, after = self.base_url.rpartition("@")
-        return f"{before.partition('//')[0]}//{after}" if at else self.base_url
+    def redacted_url(self) -> str:
+        """The URL without user name and password."""
+        credentials, at, location = self.base_url.rpartition("@")
+        return f"{credentials.partition('//')[0]}//{location}" if at else self.base_url
 
 
 class JudgeClient:
-    """One endpoint, with its connections; several threads may ask.
+    """A client of one endpoint. It is thread-safe.
+
+    Args:
+        endpoint: The endpoint.
 
     Raises:
-        JudgeError: The package ``openai`` is not there, or the address is none.
+        JudgeError: The package ``openai`` is not installed, or the URL is invalid.
     """
 
     def __init__(self, endpoint: JudgeEndpoint) -> None:
         try:
             import openai
         except ImportError as error:
-            raise JudgeError("judges are asked through the package openai: install it") from error
+            raise JudgeError("judging requires the package openai: install it") from error
         self.endpoint = endpoint
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
-        self._errors = openai
+        self._openai = openai
         try:
             self._client = openai.OpenAI(
                 base_url=endpoint.base_url,
@@ -72,16 +77,22 @@ class JudgeClient:
                 timeout=endpoint.timeout,
                 max_retries=endpoint.retries,
             )
-        except Exception as error:  # The errors of its address's parser are not its own.
+        except Exception as error:  # the errors of httpx's URL parser share no other base class
             raise self._failure(str(error)) from error
 
     def ask(self, prompt: Prompt) -> str:
-        """What the judge says, greedily drawn; "" where it says nothing.
+        """Request one judgment, decoded greedily.
+
+        Args:
+            prompt: The messages to send.
+
+        Returns:
+            The judge's reply; "" if it has no content.
 
         Raises:
-            JudgeError: The endpoint is down or refuses.
+            JudgeError: The endpoint cannot be reached or rejects the request.
         """
-        errors = self._errors
+        openai = self._openai
         try:
             reply = self._client.chat.completions.create(
                 model=self.endpoint.model,
@@ -93,58 +104,68 @@ class JudgeClient:
                 max_tokens=MAX_TOKENS,
             )
             return reply.choices[0].message.content or ""
-        except errors.APIStatusError as error:
-            said = error.body.get("message") if isinstance(error.body, dict) else None
-            raise self._failure(f"{error.status_code}, {said or error.message}") from error
-        except errors.APITimeoutError as error:
+        except openai.APIStatusError as error:
+            message = error.body.get("message") if isinstance(error.body, dict) else None
+            raise self._failure(f"{error.status_code}, {message or error.message}") from error
+        except openai.APITimeoutError as error:
             raise self._failure(f"no reply within {self.endpoint.timeout:g} s") from error
-        except errors.APIConnectionError as error:
+        except openai.APIConnectionError as error:
             raise self._failure(f"{error.message} {error.__cause__ or ''}") from error
-        except (errors.OpenAIError, ValueError) as error:
+        except (openai.OpenAIError, ValueError) as error:
             raise self._failure(str(error)) from error
         except (AttributeError, TypeError, IndexError) as error:
-            # A server's page in place of its interface: "/v1" is missing, most often.
-            raise self._failure("what it sent is no chat completion; is the URL right?") from error
+            # Usually the reply is a web page, because "/v1" is missing from the URL.
+            raise self._failure("the reply is not a chat completion; check the URL") from error
 
-    def _failure(self, said: str) -> JudgeError:
+    def _failure(self, message: str) -> JudgeError:
+        """Build the error for a failed request, without the API key."""
         if self._key != NO_KEY:
-            said = said.replace(self._key, "...")
-        said = " ".join(said.split())[:SAID_LENGTH]
+            message = message.replace(self._key, "...")
+        message = one_line(message)[:MAX_MESSAGE_LENGTH]
         return JudgeError(
-            f"the judge {self.endpoint.model} at {self.endpoint.shown_url} failed ({said}); the"
-            " answers and the judgments so far are kept, and the same command goes on from there"
+            f"the judge {self.endpoint.model} at {self.endpoint.redacted_url} failed ({message});"
+            " answers and judgments so far are saved: run the same command again to resume"
         )
 
 
-def in_parallel(
-    ask: Callable[[Item], Result], items: Sequence[Item], parallel: int
-) -> Iterator[tuple[Item, Result]]:
-    """Each item with its result, in the order they come; ``parallel`` are under way at a time.
+def map_concurrently(
+    function: Callable[[Item], Result], items: Sequence[Item], concurrency: int
+) -> Generator[tuple[Item, Result], None, None]:
+    """Apply a function to items in several threads.
 
-    When one fails no other is begun; what is under way comes still, then the failure is raised.
-    When the caller closes the iterator, as on Ctrl-C, nothing is waited for.
+    After an exception, no further calls are started; the results of the calls in progress are still
+    yielded before it is raised. Closing the iterator, as Ctrl-C does, does not wait for calls in
+    progress.
+
+    Args:
+        function: The function to call.
+        items: Its arguments.
+        concurrency: Maximum number of concurrent calls.
+
+    Yields:
+        Each item with its result, in order of completion.
     """
-    # Daemons, not an executor's threads: Python waits for those before it ends, after Ctrl-C for
-    # as long as the slowest reply takes.
+    # Daemon threads instead of an executor, for whose threads the interpreter would wait at exit:
+    # after Ctrl-C, until the slowest reply arrives.
     waiting: SimpleQueue[Item] = SimpleQueue()
     results: SimpleQueue[tuple[Item, Result] | Exception | None] = SimpleQueue()
-    called_off = Event()
+    cancelled = Event()
 
     def work() -> None:
         try:
-            while not called_off.is_set():
+            while not cancelled.is_set():
                 item = waiting.get_nowait()
-                results.put((item, ask(item)))
+                results.put((item, function(item)))
         except Empty:
             pass
         except Exception as error:
-            called_off.set()
+            cancelled.set()
             results.put(error)
-        results.put(None)
+        results.put(None)  # this thread is done
 
     for item in items:
         waiting.put(item)
-    running = min(parallel, len(items))
+    running = min(concurrency, len(items))
     failure: Exception | None = None
     try:
         for _ in range(running):
@@ -158,6 +179,6 @@ def in_parallel(
             else:
                 yield result
     finally:
-        called_off.set()
+        cancelled.set()
     if failure is not None:
         raise failure

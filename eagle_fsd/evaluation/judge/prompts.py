@@ -1,16 +1,16 @@
-"""What a judge is asked, in FastChat's words, and the rating in what it says.
+"""Fill FastChat's prompts for judges, and read ratings from the replies.
 
-The prompts and the reference answers are FastChat's own files, found as question sets are (see
-:mod:`eagle_fsd.evaluation.questions.sets`). References go by ``question_id``, so they are MT-bench's: a set
-of one's own that has questions of mathematics, reasoning or code under MT-bench's numbers would be
-given them too.
+The prompts and the reference answers are FastChat's own files, found like question sets (see
+:mod:`eagle_fsd.evaluation.questions.sets`). Reference answers belong to MT-bench and are looked up
+by ``question_id``. A custom set whose math, reasoning or coding questions reuse MT-bench's ids is
+therefore judged with MT-bench's reference answers.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,29 @@ from typing import Any
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import JUDGE_PROMPTS, REFERENCE_ANSWERS, fetch
 
-#: Categories in which the judge sees a right answer beside the one it judges.
-WITH_REFERENCE = frozenset({"math", "reasoning", "coding", "arena-hard-200"})
-#: Turns that FastChat has prompts for.
-TURNS = 2
-#: The score of a judgment without a rating; FastChat's tables leave it out.
+#: Categories whose answers are judged together with a reference answer.
+REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})
+#: Number of turns that FastChat has prompts for.
+MAX_TURNS = 2
+#: The score of a judgment without a rating, which FastChat's tables omit.
 NO_RATING = -1
 
 _RATINGS = (re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]"))
 
 
 class JudgeError(ValueError):
-    """Answers cannot be judged, or not now; the message is one line and says why."""
+    """Answers cannot be judged; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a judge is asked: FastChat's ``name`` of the wording, and the two messages."""
+    """A request to a judge.
+
+    Attributes:
+        name: FastChat's name of the prompt template.
+        system: The system message.
+        user: The user message.
+    """
 
     name: str
     system: str
@@ -42,87 +48,108 @@ class Prompt:
 
 
 class JudgePrompts:
-    """FastChat's wordings, and the reference answers that some of them hold.
+    """FastChat's prompt templates and reference answers.
 
     Args:
-        wordings: By name; the keys used are ``system_prompt`` and ``prompt_template``.
-        references: The turns of a right answer by question.
+        templates: Rows of FastChat's file by name, with ``system_prompt`` and ``prompt_template``.
+        references: The turns of the reference answers by question id.
     """
 
     def __init__(
-        self, wordings: dict[str, dict[str, Any]], references: dict[int | str, list[str]]
+        self,
+        templates: Mapping[str, Mapping[str, Any]],
+        references: Mapping[int | str, Sequence[str]],
     ) -> None:
-        self.wordings, self.references = wordings, references
+        self.templates, self.references = templates, references
 
     @classmethod
-    def find(cls, questions: Sequence[Question]) -> JudgePrompts:
-        """Those of the data folder, downloaded if need be; references only if they are needed.
+    def load(cls, questions: Sequence[Question]) -> JudgePrompts:
+        """Read the files in the data folder, downloading missing ones.
+
+        Args:
+            questions: The questions whose answers are judged. Reference answers are only read if a
+                question's category requires them.
 
         Raises:
-            QuestionSetError: A file is neither there nor to be had.
-            JudgeError: A file is malformed.
+            QuestionSetError: A file is missing and cannot be downloaded.
+            JudgeError: A file is invalid.
         """
-        wordings = _by_key(fetch(JUDGE_PROMPTS), "name")
-        if not any(question.category in WITH_REFERENCE for question in questions):
-            return cls(wordings, {})
+        templates = _rows_by_key(fetch(JUDGE_PROMPTS), "name")
+        if not any(question.category in REFERENCE_CATEGORIES for question in questions):
+            return cls(templates, {})
         path = fetch(REFERENCE_ANSWERS)
+        rows = _rows_by_key(path, "question_id")
         try:
-            references = {
-                key: row["choices"][0]["turns"] for key, row in _by_key(path, "question_id").items()
-            }
+            references = {key: row["choices"][0]["turns"] for key, row in rows.items()}
         except (KeyError, IndexError, TypeError) as error:
-            raise JudgeError(f"{path} holds a line that is no answer of FastChat's") from error
-        return cls(wordings, references)
+            raise JudgeError(f"{path} contains a line that is not a FastChat answer") from error
+        return cls(templates, references)
 
     def fill(self, question: Question, answers: Sequence[str], turn: int) -> Prompt:
-        """The prompt for the answer to ``turn``, 1 or 2; ``answers`` holds all up to it.
+        """Fill the prompt for one turn.
 
-        Where the category asks for a reference and there is none, the judge goes without.
+        If the category requires a reference answer but there is none, the prompt without a
+        reference is used.
+
+        Args:
+            question: The question.
+            answers: The answers to all turns up to ``turn``.
+            turn: The turn to judge, 1 or 2.
 
         Raises:
-            JudgeError: The file of prompts has none of the name, or it is malformed.
+            JudgeError: The prompt template is missing or invalid.
         """
         reference = self.references.get(question.question_id, [])
-        with_reference = question.category in WITH_REFERENCE and len(reference) >= turn
+        with_reference = question.category in REFERENCE_CATEGORIES and len(reference) >= turn
         name = "single-math-v1" if with_reference else "single-v1"
-        # The second turn's wordings number their fields, the first turn's do not.
+        if turn > 1:
+            name += "-multi-turn"
+        # The templates for the second turn number their fields, those for the first do not.
         fields = {"question": question.turns[0], "answer": answers[0]}
-        for at in range(turn):
-            fields[f"question_{at + 1}"] = question.turns[at]
-            fields[f"answer_{at + 1}"] = answers[at]
+        for index in range(turn):
+            fields[f"question_{index + 1}"] = question.turns[index]
+            fields[f"answer_{index + 1}"] = answers[index]
             if with_reference:
-                fields[f"ref_answer_{at + 1}"] = reference[at]
-        name += "-multi-turn" if turn > 1 else ""
+                fields[f"ref_answer_{index + 1}"] = reference[index]
         try:
-            wording = self.wordings[name]
-            user = wording["prompt_template"].format(**fields)
-            return Prompt(name, wording["system_prompt"], user)
+            template = self.templates[name]
+            user = template["prompt_template"].format(**fields)
+            return Prompt(name, template["system_prompt"], user)
         except (KeyError, IndexError, ValueError) as error:
             raise JudgeError(
-                f"{JUDGE_PROMPTS.file} has no prompt {name}, or a malformed one ({error!r})"
+                f"the prompt {name} of {JUDGE_PROMPTS.file} is missing or invalid ({error!r})"
             ) from error
 
 
-def rating(judgment: str) -> int | float:
-    """The first number in double brackets, else in single ones; -1: none, or not 1 to 10."""
+def parse_rating(judgment: str) -> int | float:
+    """Return the rating in a judge's reply.
+
+    Args:
+        judgment: The reply.
+
+    Returns:
+        The first number in double brackets, otherwise in single brackets; :data:`NO_RATING` if
+        there is none or it is not between 1 and 10.
+    """
     for pattern in _RATINGS:
-        found = pattern.search(judgment)
-        if found:
-            text = found.group(1)
+        if match := pattern.search(judgment):
+            text = match.group(1)
             if not 1 <= float(text) <= 10:
                 return NO_RATING
             return float(text) if "." in text else int(text)
     return NO_RATING
 
 
-def _by_key(path: Path, key: str) -> dict[Any, dict[str, Any]]:
-    """The objects of a file of JSON lines by their ``key``."""
-    found = {}
+def _rows_by_key(path: Path, key: str) -> dict[Any, dict[str, Any]]:
+    """Read the objects of a file of JSON lines by the value of ``key``."""
+    rows = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
-                found[row[key]] = row
+                rows[row[key]] = row
             except (ValueError, KeyError, TypeError) as error:
-                raise JudgeError(f"{path}, line {number}: no JSON object with {key!r}") from error
-    return found
+                raise JudgeError(
+                    f"{path}, line {number}: not a JSON object with {key!r}"
+                ) from error
+    return rows

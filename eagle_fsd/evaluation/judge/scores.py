@@ -1,41 +1,52 @@
-"""What judgments come to: each method's score, by turn and category, and against exact decoding."""
+"""Summarize judgments: scores by method, turn and category, and the change from a baseline."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle_fsd.evaluation.judge.judging import Judgment
+from eagle_fsd.evaluation.judge.grading import Judgment
 from eagle_fsd.evaluation.judge.prompts import NO_RATING
 from eagle_fsd.evaluation.statistics import Mean
+
+#: Scores by question id and turn.
+_Scores = dict[tuple[int | str, int], float]
 
 
 def judge_summary(
     judgments: Sequence[Judgment], baseline: str = "exact"
 ) -> dict[str, dict[str, Any]]:
-    """What the judge thinks of each method, in plain values.
+    """Summarize the judgments of each method.
 
-    Each method has ``score`` (mean), ``score_interval`` (95 %), ``rated`` and ``unrated`` (turns),
-    ``by_turn`` and ``by_category`` (the same four of a part), and, if the baseline is there,
-    ``against_{baseline}``: ``score_change`` (mean difference over the turns that both have a rating
-    of), ``score_change_interval``, ``turns``. What nothing is known of is None. The intervals take
-    questions for independent, not the turns of one.
+    Args:
+        judgments: The judgments of all methods.
+        baseline: The method that the others are compared with.
+
+    Returns:
+        For each method ``score`` (the mean), ``score_interval`` (95%), ``rated`` and ``unrated``
+        (numbers of turns), ``by_turn`` and ``by_category`` (the same four values for each part).
+        If the baseline was judged, the other methods also have ``against_{baseline}``:
+        ``score_change`` (the mean difference over the turns for which both have a rating),
+        ``score_change_interval`` and ``turns`` (their number). Values that cannot be computed are
+        None. Intervals treat questions, but not the turns of a question, as independent.
     """
-    by_method: dict[str, list[Judgment]] = defaultdict(list)
-    for judgment in judgments:
-        by_method[judgment.model].append(judgment)
-    exact = _ratings(by_method.get(baseline, []))
+    by_method = _group(judgments, lambda judgment: judgment.model)
+    baseline_scores = _scores(by_method.get(baseline, []))
     summary = {}
-    for method, found in by_method.items():
-        row = _part(found)
-        row["by_turn"] = _parts(found, lambda judgment: str(judgment.turn))
-        row["by_category"] = _parts(found, lambda judgment: judgment.category)
+    for method, group in by_method.items():
+        row = _summarize(group)
+        by_turn = _group(group, lambda judgment: str(judgment.turn))
+        row["by_turn"] = {turn: _summarize(part) for turn, part in by_turn.items()}
+        by_category = _group(group, lambda judgment: judgment.category)
+        row["by_category"] = {category: _summarize(part) for category, part in by_category.items()}
         if baseline in by_method and method != baseline:
-            own = _ratings(found)
-            change = {key: own[key] - exact[key] for key in exact if key in own}
+            scores = _scores(group)
+            change = {
+                key: scores[key] - score for key, score in baseline_scores.items() if key in scores
+            }
             row[f"against_{baseline}"] = {
-                "score_change": sum(change.values()) / len(change) if change else None,
+                "score_change": _mean(change),
                 "score_change_interval": _interval(change),
                 "turns": len(change),
             }
@@ -43,39 +54,49 @@ def judge_summary(
     return summary
 
 
-def _ratings(judgments: Sequence[Judgment]) -> dict[tuple[int | str, int], float]:
-    """Scores by question and turn, without those that are none."""
+def _group(
+    judgments: Sequence[Judgment], key: Callable[[Judgment], str]
+) -> dict[str, list[Judgment]]:
+    """Group judgments by a key, in order of first appearance."""
+    groups: dict[str, list[Judgment]] = defaultdict(list)
+    for judgment in judgments:
+        groups[key(judgment)].append(judgment)
+    return groups
+
+
+def _scores(judgments: Sequence[Judgment]) -> _Scores:
+    """Return the scores of the judgments that have a rating."""
     rated = (judgment for judgment in judgments if judgment.score != NO_RATING)
     return {(judgment.question_id, judgment.turn): judgment.score for judgment in rated}
 
 
-def _part(judgments: Sequence[Judgment]) -> dict[str, Any]:
-    ratings = _ratings(judgments)
+def _summarize(judgments: Sequence[Judgment]) -> dict[str, Any]:
+    """Return the mean score, its interval, and the numbers of turns with and without a rating."""
+    scores = _scores(judgments)
     return {
-        "score": sum(ratings.values()) / len(ratings) if ratings else None,
-        "score_interval": _interval(ratings),
-        "rated": len(ratings),
-        "unrated": len(judgments) - len(ratings),
+        "score": _mean(scores),
+        "score_interval": _interval(scores),
+        "rated": len(scores),
+        "unrated": len(judgments) - len(scores),
     }
 
 
-def _interval(values: Mapping[tuple[int | str, int], float]) -> list[float] | None:
-    """Of the mean over turns, with the turns of a question as one sample; None below two."""
-    if not values:
+def _mean(values: _Scores) -> float | None:
+    """Return the mean; None without values."""
+    return sum(values.values()) / len(values) if values else None
+
+
+def _interval(values: _Scores) -> list[float] | None:
+    """Return the interval of the mean over turns; None below two questions.
+
+    The turns of a question count as one sample: the question's influence on the mean.
+    """
+    mean = _mean(values)
+    if mean is None:
         return None
-    mean = sum(values.values()) / len(values)
-    questions = len({question for question, _ in values})
-    moved: dict[int | str, float] = defaultdict(float)  # by each question
+    count = len({question for question, _ in values})
+    influence: dict[int | str, float] = defaultdict(float)
     for (question, _), value in values.items():
-        moved[question] += (value - mean) * questions / len(values)
-    found = Mean.of(list(moved.values())).interval
-    return found and [mean + end for end in found]
-
-
-def _parts(
-    judgments: Sequence[Judgment], name: Callable[[Judgment], str]
-) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[Judgment]] = defaultdict(list)
-    for judgment in judgments:
-        groups[name(judgment)].append(judgment)
-    return {key: _part(group) for key, group in groups.items()}
+        influence[question] += (value - mean) * count / len(values)
+    interval = Mean.of(list(influence.values())).interval
+    return [mean + limit for limit in interval] if interval else None

@@ -1,12 +1,12 @@
-"""One question of a set, whatever file format it came from."""
+"""A question of a question set, independent of the file format that it comes from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-#: How an answer is scored: not at all, by its final number, by its letter, by running its code.
-SCORED_BY = ("", "number", "letter", "code")
+#: How an answer is scored; "" marks questions without a score (MT-bench, Spec-Bench).
+ScoredBy = Literal["", "number", "letter", "code"]
 
 #: Labels of the choices in multiple-choice questions.
 LETTERS = "ABCDE"
@@ -17,19 +17,19 @@ class Question:
     """One question.
 
     Attributes:
-        question_id: As in its file, or its place in it.
-        category: As in its file, or the set's name.
-        turns: What the user says, turn by turn.
-        scored_by: One of :data:`SCORED_BY`; "": no score of its own (MT-bench has a judge).
-        answer: What is right: the number, the letter; the test program for code.
-        reference: A worked answer, where there is one.
-        extra: What else the score needs (HumanEval's prompt and entry point).
+        question_id: The id in the question file, or the row's index if the format has no ids.
+        category: The category in the question file, or the name of the format.
+        turns: The user's messages, one per turn.
+        scored_by: How an answer is scored, see :data:`ScoredBy`.
+        answer: The correct number or letter; for code, the source of the tests.
+        reference: A worked solution, if there is one.
+        extra: Further fields for scoring: ``prompt`` and ``entry_point`` for code.
     """
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
-    scored_by: str = ""
+    scored_by: ScoredBy = ""
     answer: str | None = None
     reference: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

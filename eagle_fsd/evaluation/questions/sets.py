@@ -1,6 +1,6 @@
-"""Question sets by name: in a local folder if they are there, else from their public homes.
+"""Find question sets by name, and download them from their publishers if necessary.
 
-What a judge needs beside the questions is found the same way.
+The additional files that a judge needs are found in the same way.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from pathlib import Path
 
 from eagle_fsd.evaluation.questions.formats import bundled_questions, read_questions
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.files import atomic_path
 
-#: Where sets are looked for and kept; EAGLE_FSD_DATA names another folder.
+#: Environment variable that names the folder of downloaded files.
 DATA_VARIABLE = "EAGLE_FSD_DATA"
-BUNDLED_COUNT = 100
+#: Default number of bundled problems.
+DEFAULT_BUNDLED_COUNT = 100
+
+#: Called during a download with the bytes received and the total size (0 if unknown).
+DownloadProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class QuestionSet:
-    """Where a set, or a file that belongs to one, is.
+class PublishedFile:
+    """A published file.
 
     Attributes:
-        file: Its name in the local folder.
-        url: Its public home. sha256: Of the file there.
+        file: Its name in the data folder.
+        url: Where it is published.
+        sha256: Checksum of the published file, hexadecimal.
     """
 
     file: str
@@ -39,50 +45,50 @@ class QuestionSet:
 
 _GITHUB = "https://raw.githubusercontent.com"
 SETS = {
-    "mt-bench": QuestionSet(
+    "mt-bench": PublishedFile(
         "mt_bench_question.jsonl",
         f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl",
         "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
     ),
-    "spec-bench": QuestionSet(
+    "spec-bench": PublishedFile(
         "spec_bench_question.jsonl",
         f"{_GITHUB}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
     ),
-    "gsm8k": QuestionSet(
+    "gsm8k": PublishedFile(
         "gsm8k_test.jsonl",
         f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/test.jsonl",
         "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
     ),
-    "gsm8k-train": QuestionSet(
+    "gsm8k-train": PublishedFile(
         "gsm8k_train.jsonl",
         f"{_GITHUB}/openai/grade-school-math/master/grade_school_math/data/train.jsonl",
         "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     ),
-    "humaneval": QuestionSet(
+    "humaneval": PublishedFile(
         "HumanEval.jsonl.gz",
         f"{_GITHUB}/openai/human-eval/master/data/HumanEval.jsonl.gz",
         "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
     ),
-    "commonsense-qa": QuestionSet(
+    "commonsense-qa": PublishedFile(
         "commonsense_qa_dev.jsonl",
         "https://s3.amazonaws.com/commensenseqa/dev_rand_split.jsonl",
         "3210497fdaae614ac085d9eb873dd7f4d49b6f965a93adadc803e1229fd8a02a",
     ),
-    "mmlu": QuestionSet(
+    "mmlu": PublishedFile(
         "mmlu.tar",
         "https://people.eecs.berkeley.edu/~hendrycks/data.tar",
         "bec563ba4bac1d6aaf04141cd7d1605d7a5ca833e38f994051e818489592989b",
     ),
 }
 
-#: FastChat's wording of what a judge is asked, and GPT-4's answers to what has a right answer.
-JUDGE_PROMPTS = QuestionSet(
+#: FastChat's prompts for judges, and GPT-4's reference answers to questions with a correct answer.
+JUDGE_PROMPTS = PublishedFile(
     "judge_prompts.jsonl",
     f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/judge_prompts.jsonl",
     "fd283293406d024f44c174b094ef48031d0687a4682fd3a56b29b138f80281b6",
 )
-REFERENCE_ANSWERS = QuestionSet(
+REFERENCE_ANSWERS = PublishedFile(
     "mt_bench_reference_gpt4.jsonl",
     f"{_GITHUB}/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/reference_answer/gpt-4.jsonl",
     "f957a5bc977badb66885ec970e6cd08527845780313f0995764260e5777b9b3f",
@@ -90,11 +96,11 @@ REFERENCE_ANSWERS = QuestionSet(
 
 
 class QuestionSetError(ValueError):
-    """There is no such set or file, or it cannot be fetched; the message says what to do."""
+    """A question set is unknown or cannot be downloaded; the message says what to do."""
 
 
 def data_folder() -> Path:
-    """Where sets are kept."""
+    """Return the folder of downloaded files: ``$EAGLE_FSD_DATA`` or ``~/.cache/eagle_fsd/data``."""
     named = os.environ.get(DATA_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "eagle_fsd" / "data"
 
@@ -103,89 +109,109 @@ def find_questions(
     name: str,
     count: int | None = None,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: DownloadProgress | None = None,
 ) -> list[Question]:
-    """The questions of a set or a file, ``count`` of them, see :func:`spread`.
-
-    Raises:
-        QuestionSetError: See there.
-        QuestionError: A line is malformed.
-    """
-    if name == "bundled":
-        return bundled_questions(count or BUNDLED_COUNT, seed)
-    if Path(name).is_file():
-        return spread(read_questions(name), count)
-    if name not in SETS:
-        if Path(name).is_dir():
-            raise QuestionSetError(f"{name!r} is a folder, not a file of questions")
-        known = ", ".join(["bundled", *SETS])
-        raise QuestionSetError(f"{name!r} is neither a file nor a known set; those are {known}")
-    return spread(read_questions(fetch(SETS[name], progress)), count)
-
-
-def spread(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """``count`` of ``questions``, as many of each category as of the others, in their order.
-
-    Of each category the first ones, without chance: of a set of one category, the first ``count``.
-    A category that has too few leaves the rest to the others; where there are more categories
-    than questions wanted, every so many-th category gives one.
+    """Return the questions of a set or file.
 
     Args:
-        count: All of them if None.
+        name: The path of a question file, a name in :data:`SETS`, or ``bundled``.
+        count: Number of questions, see :func:`balanced_subset`. Default: all;
+            :data:`DEFAULT_BUNDLED_COUNT` of the bundled problems.
+        seed: The seed of the bundled problems; other sets ignore it.
+        progress: Reports a download.
+
+    Returns:
+        The questions in the set's order.
+
+    Raises:
+        QuestionSetError: The set is unknown or cannot be downloaded.
+        QuestionError: The file is invalid.
+        OSError: The file cannot be read.
+    """
+    if name == "bundled":
+        return bundled_questions(count or DEFAULT_BUNDLED_COUNT, seed)
+    if Path(name).is_file():
+        return balanced_subset(read_questions(name), count)
+    if name not in SETS:
+        if Path(name).is_dir():
+            raise QuestionSetError(f"{name!r} is a folder, not a question file")
+        known = ", ".join(["bundled", *SETS])
+        raise QuestionSetError(
+            f"{name!r} is neither a file nor a question set; the sets are {known}"
+        )
+    return balanced_subset(read_questions(fetch(SETS[name], progress)), count)
+
+
+def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:
+    """Select questions evenly across categories, without randomness.
+
+    The first questions of each category are selected. If a category has too few questions, the
+    others make up for it. If there are more categories than questions to select, one question is
+    selected from each of ``count`` evenly spaced categories.
+
+    Args:
+        questions: The questions to select from.
+        count: Number of questions to select; None selects all.
+
+    Returns:
+        The selected questions in their original order.
     """
     if count is None or count >= len(questions):
         return list(questions)
     sizes = Counter(question.category for question in questions)
-    wanted = dict.fromkeys(sizes, 0)
-    left = count
-    while left:
-        unfilled = [name for name in sizes if wanted[name] < sizes[name]]
-        step = max(1.0, len(unfilled) / left)
-        for place in range(min(left, len(unfilled))):
-            wanted[unfilled[int(place * step)]] += 1
-            left -= 1
-    found = []
+    quota = dict.fromkeys(sizes, 0)
+    remaining = count
+    while remaining:
+        unfilled = [category for category in sizes if quota[category] < sizes[category]]
+        stride = max(1.0, len(unfilled) / remaining)
+        for position in range(min(remaining, len(unfilled))):
+            quota[unfilled[int(position * stride)]] += 1
+            remaining -= 1
+    selected = []
     for question in questions:
-        if wanted[question.category]:
-            wanted[question.category] -= 1
-            found.append(question)
-    return found
+        if quota[question.category]:
+            quota[question.category] -= 1
+            selected.append(question)
+    return selected
 
 
-def fetch(source: QuestionSet, progress: Callable[[int, int], None] | None = None) -> Path:
-    """The local file of ``source``, downloaded if it is not there.
+def fetch(source: PublishedFile, progress: DownloadProgress | None = None) -> Path:
+    """Return the local path of a published file, downloading it if it is missing.
 
     Args:
-        progress: Called with the bytes fetched and all of them (0: not known).
+        source: The file.
+        progress: Reports a download.
+
+    Returns:
+        Its path in :func:`data_folder`.
 
     Raises:
-        QuestionSetError: It cannot be fetched.
+        QuestionSetError: The file cannot be downloaded, or its checksum does not match.
     """
     path = data_folder() / source.file
-    if not path.is_file():
-        _download(source, path, progress)
+    if path.is_file():
+        return path
+    advice = f"download it elsewhere and put it at {path}, or set {DATA_VARIABLE}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            digest = _download(source.url, temporary, progress)
+            if digest != source.sha256:
+                raise QuestionSetError(f"the checksum of {source.url} does not match: {advice}")
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        raise QuestionSetError(f"cannot download {source.url} ({error}): {advice}") from error
     return path
 
 
-def _download(source: QuestionSet, path: Path, progress: Callable[[int, int], None] | None) -> None:
-    """Fetch a set to ``path``, whole or not at all."""
-    advice = f"download it elsewhere and put it at {path}, or set {DATA_VARIABLE}"
-    part = path.with_name(path.name + ".part")
+def _download(url: str, path: Path, progress: DownloadProgress | None) -> str:
+    """Download ``url`` to ``path`` and return its SHA-256 digest."""
     digest = hashlib.sha256()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(source.url, timeout=30) as reply, part.open("wb") as file:
-            total, done = int(reply.headers.get("Content-Length") or 0), 0
-            while chunk := reply.read(1 << 16):
-                file.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                if progress is not None:
-                    progress(done, total)
-    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        part.unlink(missing_ok=True)
-        raise QuestionSetError(f"{source.url} cannot be fetched ({error}): {advice}") from error
-    if digest.hexdigest() != source.sha256:
-        part.unlink()
-        raise QuestionSetError(f"{source.url} is not the file it was (checksum): {advice}")
-    part.replace(path)
+    with urllib.request.urlopen(url, timeout=30) as response, path.open("wb") as file:
+        total, done = int(response.headers.get("Content-Length") or 0), 0
+        while chunk := response.read(1 << 16):
+            file.write(chunk)
+            digest.update(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ From the target's feature at position ``t`` (its last hidden state, after the fi
 token at ``t + 1`` the head predicts the feature at ``t + 1``::
 
     x = fc([embed(token_{t+1}); feature_t])
-    feature_{t+1} = decoder_layer(x)          # the target's family, without its input norm
+    feature_{t+1} = decoder_layer(x)          # of the target's family, without its input norm
     logits_{t+2} = lm_head(feature_{t+1})     # the target's own projection
 
 Shape letters: ``B`` rows, ``S`` new pairs, ``H`` hidden size, ``V`` vocabulary.
@@ -25,19 +25,19 @@ from eagle_fsd.model.target import Target
 
 
 class EagleHead(nn.Module):
-    """One decoder layer of the target's family behind a fusing projection.
+    """A projection that fuses embedding and feature, then one decoder layer of the target's family.
 
-    The embedding and the output projection are the target's own tensors, not copies;
-    :meth:`attach` hands them over. A head that was trained with an embedding of its own keeps it in
-    ``embed_tokens``.
+    The embedding and the output projection are the target's modules, set by :meth:`attach`. A head
+    that was trained with another embedding keeps it in ``embed_tokens``.
 
     Args:
-        config: Of the target's family; one layer is built whatever ``num_hidden_layers`` says.
+        config: A configuration of the target's family. One layer is built, whatever
+            ``num_hidden_layers`` says.
         bias: Whether ``fc`` has a bias (``config.bias`` of published heads, true when absent).
-        dtype: Of the weights.
+        dtype: Data type of the weights.
 
     Raises:
-        ValueError: The family's decoder layer is of another make than Llama's.
+        ValueError: The family's decoder layers do not have the interface of Llama's.
     """
 
     def __init__(
@@ -50,45 +50,85 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
         self.embed_tokens: nn.Embedding | None = None
-        self._shared: Target | None = None
+        self._target: Target | None = None
 
     def attach(self, target: Target) -> EagleHead:
-        """Use the target's embedding and output projection, on the latter's device.
+        """Use the target's embedding and output projection, and move to the target's device.
+
+        Args:
+            target: The target that the head was trained for.
+
+        Returns:
+            The head itself.
 
         Raises:
-            ValueError: The head was made for a target of another hidden size or vocabulary.
+            ValueError: Head and target differ in hidden size or vocabulary size.
         """
         if self.config.hidden_size != target.hidden_size:
             raise ValueError(
-                f"the head's hidden size is {self.config.hidden_size}, the target's is"
-                f" {target.hidden_size}: this head belongs to another target"
+                f"this head belongs to another target: its hidden size is"
+                f" {self.config.hidden_size}, the target's is {target.hidden_size}"
             )
-        if self.config.vocab_size != target.vocabulary:
+        if self.config.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the head's vocabulary has {self.config.vocab_size} tokens, the target's has"
-                f" {target.vocabulary}: this head belongs to another target"
+                f"this head belongs to another target: its vocabulary has"
+                f" {self.config.vocab_size} tokens, the target's has {target.vocab_size}"
             )
-        self._shared = target  # no module itself, so nothing of it is registered here
+        self._target = target  # not a module, so its parameters are not registered here
         return self.to(target.device)
 
     @property
+    def target(self) -> Target:
+        """The target that the head is attached to.
+
+        Raises:
+            RuntimeError: :meth:`attach` has not been called.
+        """
+        if self._target is None:
+            raise RuntimeError("attach the head to its target first")
+        return self._target
+
+    @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.fc.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
         return self.fc.weight.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` ids to ``[B, S, H]``, with the target's embedding unless it has its own."""
-        embedding = self.embed_tokens if self.embed_tokens is not None else self._shared.embed
-        return embedding(tokens).to(self.device, self.dtype)
+        """Embed tokens with the head's own embedding if it has one, else the target's.
 
-    def readout(self, features: Tensor) -> Tensor:
-        """Features ``[..., H]`` to float32 log-probabilities ``[..., V]``."""
-        return F.log_softmax(self._shared.project(features), dim=-1)
+        Args:
+            tokens: ``[B, S]`` token ids.
+
+        Returns:
+            ``[B, S, H]``.
+        """
+        embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
+        embedded: Tensor = embedding(tokens)
+        return embedded.to(self.device, self.dtype)
+
+    def log_probs(self, features: Tensor) -> Tensor:
+        """Project features with the target's output projection.
+
+        Args:
+            features: ``[..., H]``.
+
+        Returns:
+            ``[..., V]`` float32 log-probabilities.
+        """
+        return F.log_softmax(self.target.project(features), dim=-1)
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
+        """Allocate a cache for the head's layer.
+
+        Args:
+            rows: Number of sequences.
+            length: Slots per sequence.
+        """
         config = copy.copy(self.config)
         config.num_hidden_layers = 1
         return TreeCache(config, rows, length, self.dtype, self.device)
@@ -101,18 +141,21 @@ class EagleHead(nn.Module):
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
     ) -> Tensor:
-        """Predicted features ``[B, S, H]``.
+        """Predict the next feature from pairs of a feature and the token after it.
 
         Args:
             features: ``[B, S, H]`` the target's (or the head's own) feature before each token.
-            tokens: ``[B, S]``.
+            tokens: ``[B, S]`` token ids.
             positions: ``[B, S]`` the position of each feature, for the rotary embedding.
-            mask: ``[B, 1, S, L]`` additive; None is causal over ``S``.
-            cache: Already told where to write (:meth:`TreeCache.place`).
+            mask: ``[B, 1, S, L]`` additive attention mask; None is causal over ``S``.
+            cache: A cache on which :meth:`TreeCache.place` has been called.
+
+        Returns:
+            ``[B, S, H]``.
         """
         hidden = self.fc(torch.cat([self.embed(tokens), features.to(self.dtype)], -1))
         rotary = self.rotary(hidden, position_ids=positions)
-        return self.layers[0](
+        predicted: Tensor = self.layers[0](
             hidden,
             attention_mask=mask,
             position_ids=positions,
@@ -120,37 +163,44 @@ class EagleHead(nn.Module):
             use_cache=cache is not None,
             position_embeddings=rotary,
         )
+        return predicted
 
     def append(
         self,
         features: Tensor,
         tokens: Tensor,
         lengths: Tensor,
-        longest: int,
+        max_length: int,
         cache: TreeCache,
     ) -> Tensor:
-        """Run the pairs that follow what is in the cache; pair ``i`` sees the pairs before it.
+        """Process the pairs that follow those in the cache, causally.
 
         Args:
-            features, tokens: ``[B, S, H]`` and ``[B, S]``.
-            lengths: ``[B]`` pairs already in the cache; ``longest`` bounds them for the host.
+            features: ``[B, S, H]`` the feature before each token.
+            tokens: ``[B, S]`` token ids.
+            lengths: ``[B]`` number of pairs in the cache.
+            max_length: Upper bound of ``lengths``, known without reading from the device.
+            cache: The head's cache.
+
+        Returns:
+            ``[B, S, H]`` predicted features.
         """
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
-        view = cache.visible(longest + tokens.shape[1])
+        view = cache.visible(max_length + tokens.shape[1])
         seen = torch.arange(view, device=lengths.device) <= positions[:, :, None]
         cache.place(positions, view)
-        return self(features, tokens, positions, additive_mask(seen, self.dtype), cache)
+        return self.forward(features, tokens, positions, additive_mask(seen, self.dtype), cache)
 
 
 def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """A decoder layer of ``config``'s family without its input norm, and the rotary embedding."""
+    """Build a decoder layer without its input norm; also return its rotary embedding."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
-    config.vocab_size = 1  # the embedding that comes along is thrown away
+    config.vocab_size = 1  # the embedding is discarded
     config.pad_token_id = None
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"]
-    # Whichever of the two the family has; without a word it may choose one that takes no mask.
+    # By default, a family may choose an implementation that takes no mask.
     for attention in ("sdpa", "eager"):
         try:
             base = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -159,13 +209,19 @@ def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Mod
             if attention == "eager":
                 raise
     layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
-    takes = inspect.signature(layers[0].forward).parameters if layers is not None else ()
-    if rotary is None or not {"past_key_values", "position_embeddings"} <= set(takes):
+    needed = {"past_key_values", "position_embeddings"}
+    if (
+        layers is None
+        or rotary is None
+        or not needed <= set(inspect.signature(layers[0].forward).parameters)
+    ):
         raise ValueError(
-            f"no EAGLE head can be made for {config.model_type}: its decoder layers are of another"
-            " make than Llama's"
+            f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not have"
+            " the interface of Llama's"
         )
-    if len(inspect.signature(rotary.forward).parameters) > 2:  # one RoPE for each type of layer
-        raise ValueError(f"no EAGLE head can be made for {config.model_type}: it has several RoPEs")
+    if len(inspect.signature(rotary.forward).parameters) > 2:  # one RoPE per layer type
+        raise ValueError(
+            f"cannot build an EAGLE head for {config.model_type}: it has a RoPE for each layer type"
+        )
     layers[0].input_layernorm = nn.Identity()
     return layers[0], rotary

@@ -1,41 +1,45 @@
-"""Which options make a better head: ``python -m eagle_fsd.train.recipes.compare_losses``.
+"""Compare training losses: ``python -m eagle_fsd.train.recipes.compare_losses``.
 
-Trains the bundled target's head several times on the same chats, with the same seed and for as many
-steps, once for each option, and measures each on the same unseen problems: tau of exact decoding,
-tau and accuracy of FSD at several thresholds. Trainings that were stopped go on.
+The script trains a head for the bundled target with each variant of the losses, on the same chats
+with the same seed and number of steps. It measures every head on the same unseen problems: tau of
+exact decoding, and tau and accuracy of FSD at several thresholds. An interrupted run resumes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-import typer
+from typing import Any
 
 from eagle_fsd.bundled import BUNDLED_TARGET
-from eagle_fsd.bundled.problems import problems
-from eagle_fsd.bundled.quality import measure_quality
-from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.train.config import TrainRecipe
+from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.record import RECORD_FILE
+from eagle_fsd.train.recipes.measure import measure
+from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
-from eagle_fsd.train.run_folder import RunFolder
+from eagle_fsd.train.training_folder import TrainingFolder
+from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
-
-log = logging.getLogger(__name__)
 
 THRESHOLDS = (0.05, 0.1, 0.2)
 MIN_RATIO = 0.1
+RESULT_FILE = "compared.json"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name and what it changes of the common recipe."""
+    """One variant of the losses.
+
+    Attributes:
+        name: Name of the variant in the table.
+        changes: Hyperparameters that differ from the common ones.
+    """
 
     name: str
     changes: dict[str, Any]
@@ -50,86 +54,109 @@ VARIANTS = (
     Variant("3 steps and JS loss", {"divergence_weight": 1.0, "unroll": 3}),
 )
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def main(
-    work: Annotated[Path, typer.Option(help="Chats, trainings, results.")] = Path("runs/compare"),
-    count: Annotated[int, typer.Option("--chats", help="To train on.")] = 8000,
-    steps: Annotated[int, typer.Option(help="Of the optimiser, for each variant.")] = 1500,
-    batch_size: Annotated[int, typer.Option(help="Chats a step.")] = 16,
-    unseen: Annotated[int, typer.Option("--problems", help="Measured for each variant.")] = 500,
-    only: Annotated[list[str] | None, typer.Option(help="Variants by name.")] = None,
-) -> None:
-    """Train the variants, measure them, print a table."""
+def main() -> None:
+    """Train and measure the variants, and print a table."""
+    parser = argparse.ArgumentParser(description="Compare options of the head's training.")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/compare"), help="folder for chats and trainings"
+    )
+    parser.add_argument("--chats", type=int, default=8000, help="chats to train on")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of each variant")
+    parser.add_argument("--batch-size", type=int, default=16, help="chats per step")
+    parser.add_argument("--problems", type=int, default=500, help="problems to measure on")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[variant.name for variant in VARIANTS],
+        help="variant to compare; default: all of them",
+    )
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    work.mkdir(parents=True, exist_ok=True)
-    data = write_chats(work / "chats.jsonl", count)
-    common = {"max_steps": steps, "batch_size": batch_size, "epochs": 1000, "max_length": 512}
-    common |= {"validate_every": steps, "checkpoint_every": 250, "compile": True}
-    rows = []
+    options.work.mkdir(parents=True, exist_ok=True)
+    data = write_chats(options.work / "chats.jsonl", options.chats)
+    common = TrainConfig(
+        max_steps=options.steps,
+        batch_size=options.batch_size,
+        epochs=1000,
+        max_length=512,
+        validate_every=options.steps,
+        checkpoint_every=250,
+        compile=True,
+    )
+    results = {}
     for variant in VARIANTS:
-        if only and variant.name not in only:
+        if options.only and variant.name not in options.only:
             continue
-        folder = work / variant.name.replace(" ", "-")
-        if not (folder / RECORD_FILE).exists():
+        folder = TrainingFolder(options.work / variant.name.replace(" ", "-"))
+        if not (folder.path / RECORD_FILE).exists():
             log.info("training: %s", variant.name)
-            recipe = TrainRecipe.from_dict({**common, **variant.changes})
-            train(recipe, folder, data=data, resume=RunFolder.begun(folder), listener=_log)
-        result = folder / "compared.json"
-        if not result.exists():
-            result.write_text(json.dumps(measure(folder, unseen), indent=2) + "\n")
-        rows.append((variant.name, json.loads(result.read_text())))
-    typer.echo(table(rows, common))
+            request = TrainRequest(data=data, out=folder.path, resume=folder.exists)
+            train(request, common.updated(**variant.changes), on_metrics=_log_metrics)
+        file = folder.path / RESULT_FILE
+        if not file.exists():
+            atomic_write(file, json.dumps(measure_head(folder.path, options.problems), indent=2))
+        results[variant.name] = json.loads(file.read_text(encoding="utf-8"))
+    sys.stdout.write(format_table(results, common) + "\n")
 
 
-def measure(head: Path, count: int) -> dict[str, Any]:
-    """Exact decoding and FSD on ``count`` unseen problems, and what the training took."""
-    model = EagleFSD.from_pretrained(BUNDLED_TARGET, head, dtype=torch.float32)
-    unseen = problems("test", count, seed=0)
-    settings = [("exact", {"threshold": 0.0})]
-    settings += [
-        (f"T={threshold:g}", {"threshold": threshold, "min_ratio": MIN_RATIO})
-        for threshold in THRESHOLDS
-    ]
-    record = json.loads((head / RECORD_FILE).read_text())
-    result: dict[str, Any] = {"minutes": record["seconds"] / 60, "problems": count}
-    result["environment"] = describe_environment()
-    for name, options in settings:
-        with torch.inference_mode():
-            quality = measure_quality(model, unseen, batch=32, **options)
-        result[name] = {"tau": quality.tau, "accuracy": quality.accuracy}
+def measure_head(head: Path, count: int) -> dict[str, Any]:
+    """Measure exact decoding and FSD with a head.
+
+    Args:
+        head: Folder of the head.
+        count: Number of unseen problems.
+
+    Returns:
+        Tau and accuracy by method, the duration of the training, and the environment.
+    """
+    result: dict[str, Any] = {
+        "minutes": read_record(head)["seconds"] / 60,
+        "problems": count,
+        "environment": describe_environment(),
+    }
+    rows = {"exact": measure(BUNDLED_TARGET, head, count, ["exact"])["exact"]}
+    for threshold in THRESHOLDS:
+        options = ("--threshold", threshold, "--min-ratio", MIN_RATIO)
+        rows[f"T={threshold:g}"] = measure(BUNDLED_TARGET, head, count, ["fsd"], *options)["fsd"]
+    for name, row in rows.items():
+        result[name] = {"tau": row["tau"], "accuracy": row["accuracy"]}
     return result
 
 
-def table(rows: list[tuple[str, dict[str, Any]]], common: dict[str, Any]) -> str:
-    """Markdown."""
+def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str:
+    """Format results as a Markdown table.
+
+    Args:
+        results: Results of :func:`measure_head`, by variant.
+        config: The common hyperparameters.
+    """
     names = [f"T={threshold:g}" for threshold in THRESHOLDS]
     lines = ["| trained with | minutes | tau exact | " + " | ".join(names) + " |"]
     lines.append("|---" * (3 + len(names)) + "|")
-    for name, result in rows:
-        cells = [name, f"{result['minutes']:.0f}", f"{result['exact']['tau']:.2f}"]
-        cells += [f"{result[key]['tau']:.2f}, {result[key]['accuracy']:.1%}" for key in names]
+    for variant, result in results.items():
+        cells = [variant, f"{result['minutes']:.0f}", f"{result['exact']['tau']:.2f}"]
+        cells += [f"{result[name]['tau']:.2f}, {result[name]['accuracy']:.1%}" for name in names]
         lines.append("| " + " | ".join(cells) + " |")
-    environment = rows[-1][1]["environment"]
-    versions = environment["versions"]
+    last = list(results.values())[-1]
+    environment = last["environment"]
+    machine, versions = environment["machine"], environment["versions"]
     lines += [
         "",
-        f"{common['max_steps']} steps of {common['batch_size']} chats; FSD: tau and accuracy on"
-        f" {rows[-1][1]['problems']} unseen problems, js, min_ratio {MIN_RATIO:g}; greedy, float32;"
-        f" {environment['machine']['cpu']}, {environment['machine']['threads']} threads,"
-        f" {environment['date'][:10]}, torch {versions['torch']}, transformers"
-        f" {versions['transformers']}, revision {environment['revision']}.",
+        f"{config.max_steps} steps of {config.batch_size} chats; FSD: tau and accuracy on"
+        f" {last['problems']} unseen problems, js, min_ratio {MIN_RATIO:g}; greedy, float32;"
+        f" {machine['cpu']}, {machine['threads']} threads, {environment['date'][:10]}, torch"
+        f" {versions['torch']}, transformers {versions['transformers']}, revision"
+        f" {environment['revision']}.",
     ]
     return "\n".join(lines)
 
 
-def _log(metrics: dict[str, Any]) -> None:
+def _log_metrics(metrics: dict[str, Any]) -> None:
     if metrics["kind"] == "validation" or metrics["step"] % 100 == 0:
-        shown = {name: metrics.get(name) for name in ("kind", "step", "loss", "top1", "tau")}
-        log.info("%s", shown)
+        names = ("kind", "step", "loss", "top1", "tau")
+        log.info("%s", {name: metrics.get(name) for name in names})
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,8 +1,8 @@
 """The bundled target: a tokenizer and a small Llama, trained from scratch on generated chats.
 
-Deep and narrow on purpose. On two cores a layer costs launches rather than arithmetic, much as on
-a GPU it costs reading weights, so a pass over a draft tree is hardly dearer than a pass over one
-token and the pair behaves as pairs of real size do.
+The model is deep and narrow on purpose. On two cores, operator overhead rather than arithmetic
+dominates the time of a pass, just as reading weights does for a large model on a GPU. A pass over a
+draft tree therefore takes little longer than a pass over one token, as for pairs of realistic size.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
 from eagle_fsd.bundled.problems import chats
-from eagle_fsd.train.encoding import EncodedChat, encode_chat
+from eagle_fsd.train.assistant_mask import EncodedChat, encode_chat
 from eagle_fsd.train.record import write_record
-from eagle_fsd.utils.chat_templates import TokenizerFormat
+from eagle_fsd.utils.chat_templates import TokenizerTemplate
+from eagle_fsd.utils.files import atomic_path
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +42,29 @@ CHAT_TEMPLATE = (
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
 )
-#: Words keep their leading space, digits stand alone, as in Llama 3's pattern.
+#: Words keep their leading space, and digits are split, as in Llama 3's pattern.
 WORDS = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s")
 
 
-@dataclass
-class TargetRecipe:
-    """Everything that decides the bundled target; the defaults are what was shipped.
+@dataclass(frozen=True)
+class TargetConfig:
+    """The target's architecture and hyperparameters; the defaults are the bundled target's.
 
     Attributes:
-        tokens_per_batch: Tokens an optimiser step sees, padding included.
-        prompt_weight: Weight of the loss on what the user says; the answer's is 1.
-        decay_share: The part of the steps over which the learning rate falls to zero at the end.
+        vocab_size: Tokens in the vocabulary.
+        hidden_size: Width of the hidden states.
+        intermediate_size: Width of the MLPs.
+        layers: Number of decoder layers.
+        heads: Attention heads per layer.
+        context: Context length in tokens.
+        steps: Optimizer steps.
+        tokens_per_batch: Maximum number of tokens per optimizer step, padding included.
+        prompt_weight: Weight of the loss on tokens outside answers; answers have weight 1.
+        lr: Peak learning rate.
+        weight_decay: Weight decay of AdamW.
+        warmup: Steps of linear warm-up.
+        decay_share: Fraction of the steps, at the end, over which the learning rate decays to 0.
+        seed: Seed of the weights, the chats and their order.
     """
 
     vocab_size: int = 1024
@@ -71,9 +84,15 @@ class TargetRecipe:
 
 
 def build_tokenizer(
-    vocab_size: int, chats_read: int = 6000, seed: int = 1
+    vocab_size: int, chat_count: int = 6000, seed: int = 1
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with single-digit tokens, trained on generated chats."""
+    """Train a byte-level BPE tokenizer with single-digit tokens on generated chats.
+
+    Args:
+        vocab_size: Tokens in the vocabulary, special tokens included.
+        chat_count: Number of chats to train on.
+        seed: Seed of the chats.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -90,7 +109,7 @@ def build_tokenizer(
     )
     texts = (
         message["content"]
-        for chat in itertools.islice(chats("train", seed), chats_read)
+        for chat in itertools.islice(chats("train", seed), chat_count)
         for message in chat
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -106,21 +125,31 @@ def build_tokenizer(
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, recipe: TargetRecipe, pool: int = 1024
+    tokenizer: PreTrainedTokenizerFast, config: TargetConfig, pool: int = 1024
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (ids, weights), both ``[B, S]``: chats of like length together, padded right.
+    """Yield an endless stream of batches of chats of similar length.
 
-    Right padding under a causal mask is never attended to by a real token, so no mask is needed.
+    Chats are padded on the right, where a causal mask hides the padding from every token.
+
+    Args:
+        tokenizer: The tokenizer.
+        config: The batch size, the prompt weight and the seed.
+        pool: Number of chats that are sorted by length together.
+
+    Yields:
+        ``[B, S]`` token ids and ``[B, S]`` weights of the loss on them.
     """
-    source = chats("train", recipe.seed)
-    wording = TokenizerFormat(tokenizer)
-    generator = torch.Generator().manual_seed(recipe.seed)
+    source = chats("train", config.seed)
+    chat_template = TokenizerTemplate(tokenizer)
+    generator = torch.Generator().manual_seed(config.seed)
     while True:
-        encoded = [encode_chat(chat, tokenizer, wording) for chat in itertools.islice(source, pool)]
+        encoded = [
+            encode_chat(chat, tokenizer, chat_template) for chat in itertools.islice(source, pool)
+        ]
         encoded.sort(key=lambda item: len(item.ids))
         groups: list[list[EncodedChat]] = [[]]
         for item in encoded:
-            if (len(groups[-1]) + 1) * len(item.ids) > recipe.tokens_per_batch:
+            if (len(groups[-1]) + 1) * len(item.ids) > config.tokens_per_batch:
                 groups.append([])
             groups[-1].append(item)
         for index in torch.randperm(len(groups), generator=generator).tolist():
@@ -131,22 +160,31 @@ def batches(
             for row, item in enumerate(group):
                 ids[row, : len(item.ids)] = torch.tensor(item.ids)
                 weights[row, : len(item.ids)] = torch.tensor(
-                    [1.0 if own else recipe.prompt_weight for own in item.spoken]
+                    [
+                        1.0 if is_answer else config.prompt_weight
+                        for is_answer in item.assistant_mask
+                    ]
                 )
             yield ids, weights
 
 
-def build_model(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    torch.manual_seed(recipe.seed)
+def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Create the model with random weights.
+
+    Args:
+        config: The architecture and the seed.
+        tokenizer: Provides the vocabulary size and the special tokens.
+    """
+    torch.manual_seed(config.seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            max_position_embeddings=recipe.context,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=config.context,
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -156,74 +194,81 @@ def build_model(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> Lla
     )
 
 
-def train_target(recipe: TargetRecipe, work: Path, out: Path) -> None:
-    """Train with checkpoints in ``work``, then save to ``out`` in half precision.
+def train_target(config: TargetConfig, work: Path, out: Path) -> None:
+    """Train the target and save it in half precision.
 
-    A run that was stopped goes on from its last checkpoint.
+    Args:
+        config: The architecture and the hyperparameters.
+        work: Folder for the checkpoint that an interrupted training resumes from.
+        out: Folder for the target and its tokenizer.
     """
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(recipe.vocab_size)
-    model = build_model(recipe, tokenizer)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimiser = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=recipe.lr,
-        betas=(0.9, 0.95),
-    )
-    decay = int(recipe.steps * recipe.decay_share)
-    schedule = get_wsd_schedule(optimiser, recipe.warmup, decay, num_training_steps=recipe.steps)
-    parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
+    tokenizer = build_tokenizer(config.vocab_size)
+    model = build_model(config, tokenizer)
+    optimizer = _build_optimizer(config, model)
+    decay = int(config.steps * config.decay_share)
+    schedule = get_wsd_schedule(optimizer, config.warmup, decay, num_training_steps=config.steps)
     log.info("target: %.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
 
+    # The keys are part of the checkpoint format.
+    parts: dict[str, Any] = {"model": model, "optimiser": optimizer, "schedule": schedule}
     checkpoint = work / "checkpoint.pt"
-    first, seen, spent = 0, 0, 0.0
+    first, tokens, seconds = 0, 0, 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        first, seen, spent = state["step"], state["tokens"], state["seconds"]
-        log.info("going on from step %d", first)
+        first, tokens, seconds = state["step"], state["tokens"], state["seconds"]
+        log.info("resuming from step %d", first)
     for layer in model.model.layers:
         layer.compile(dynamic=True)  # twice as fast on a CPU
 
-    stream = itertools.islice(batches(tokenizer, recipe), first, recipe.steps)
-    started, smooth = time.monotonic() - spent, None
+    stream = itertools.islice(batches(tokenizer, config), first, config.steps)
+    start, average = time.monotonic() - seconds, None
     for step, (ids, weights) in enumerate(stream, first + 1):
-        loss, own = _language_loss(model, ids, weights)
+        loss, answer_loss = _language_modeling_loss(model, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
-        optimiser.zero_grad(set_to_none=True)
-        smooth = own if smooth is None else 0.95 * smooth + 0.05 * own
-        seen += ids.numel()
-        spent = time.monotonic() - started
+        optimizer.zero_grad(set_to_none=True)
+        average = answer_loss if average is None else 0.95 * average + 0.05 * answer_loss
+        tokens += ids.numel()
+        seconds = time.monotonic() - start
         if step % 20 == 0:
-            left = spent / step * (recipe.steps - step) / 60
             log.info(
                 "step %d of %d, loss on answers %.4f, %.0f tokens/s, %.0f minutes left",
                 step,
-                recipe.steps,
-                smooth,
-                seen / spent,
-                left,
+                config.steps,
+                average,
+                tokens / seconds,
+                seconds / step * (config.steps - step) / 60,
             )
-        if step % 250 == 0 or step == recipe.steps:
+        if step % 250 == 0 or step == config.steps:
             state = {name: part.state_dict() for name, part in parts.items()}
-            state |= {"step": step, "tokens": seen, "seconds": spent}
-            torch.save(state, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)
+            state |= {"step": step, "tokens": tokens, "seconds": seconds}
+            with atomic_path(checkpoint) as temporary:
+                torch.save(state, temporary)
     tokenizer.save_pretrained(out)
-    model.to(torch.float16).save_pretrained(out)
-    write_record(out, recipe, recipe.steps, seen, spent)
+    model.half().save_pretrained(out)
+    write_record(out, asdict(config), config.steps, tokens, seconds)
 
 
-def _language_loss(model: LlamaForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """Weighted mean cross-entropy of the next token, and its mean over the answers alone."""
+def _build_optimizer(config: TargetConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """Build AdamW with weight decay on all matrices except the embedding."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def _language_modeling_loss(
+    model: LlamaForCausalLM, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, float]:
+    """Return the weighted mean cross-entropy, and the unweighted mean over the answers."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     kept = weights[:, 1:] > 0
     losses = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")

@@ -1,1 +1,1 @@
-"""The web page in headless Chromium; a package, so that the browser is gone with its last test."""
+"""The web page in headless Chromium."""

@@ -1,4 +1,4 @@
-"""A page of the program in headless Chromium, and a model behind it that is watched."""
+"""A backend under the tests' control, and a page object for headless Chromium."""
 
 from __future__ import annotations
 
@@ -6,161 +6,206 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import pytest
 
-pytest.importorskip("gradio", reason="the web page needs gradio: the extra [web]")
-pytest.importorskip("selenium.webdriver", reason="the browser is driven by selenium")
+pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from eagle_fsd.chat.backend import BackendError, LocalBackend, Token, Update
+from eagle_fsd.chat.backend import (
+    HEARTBEAT_INTERVAL,
+    BackendError,
+    LocalBackend,
+    Token,
+    Update,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
-#: Of every module here.
+#: Marks of every module in this package.
 MARKS = [
+    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on the PATH"
+        not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not on the PATH"
     ),
-    # What gradio 6 will not have; the page is pinned to 5.
+    # About Gradio 6; the page is pinned to Gradio 5.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-#: Seconds that a busy machine may take for anything.
-PATIENCE = 60
+#: Seconds to wait for anything on a busy machine.
+TIMEOUT = 60
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 WIDE, NARROW = (1280, 900), (400, 800)
 
 
-class Watched:
-    """The bundled pair, or what it is told to say; remembers what was asked.
+class ControlledBackend:
+    """The bundled pair, or fixed answers in its place; records its requests.
 
     Attributes:
-        said: In the place of the pair's answers.
-        pause: Seconds before each token; 0: they come at once.
-        endless, broken: Whether answers go on, silently, or break off; plain decoding does not.
-        open: Answers on their way.
+        answer: Tokens of every answer; default: the pair's own answers.
+        pause: Seconds before each token; 0 sends the whole answer at once.
+        endless: Never complete an answer. Does not apply to ``method="ar"``.
+        error: Message of the error that ends every answer. Does not apply to ``method="ar"``.
+        requests: Parameters and method of each request.
+        active: Number of answers in progress.
     """
 
     def __init__(self, pair: LocalBackend) -> None:
         self.pair, self.about = pair, pair.about
-        self.open = 0
+        self.active = 0
         self.reset()
 
     def reset(self) -> None:
-        self.said: list[Token] | None = None
+        """Restore the initial behavior and forget the requests."""
+        self.answer: list[Token] | None = None
         self.pause = 0.0
-        self.endless = self.broken = False
-        self.asked: list[tuple[dict[str, Any], bool]] = []
+        self.endless = False
+        self.error = ""
+        self.requests: list[tuple[dict[str, Any], str]] = []
 
-    async def stream(self, params: Mapping[str, Any], plain: bool = False) -> AsyncIterator[Update]:
-        self.asked.append((dict(params), plain))
-        self.open += 1
+    async def stream(
+        self, params: Mapping[str, Any], method: str = "fsd"
+    ) -> AsyncGenerator[Update, None]:
+        self.requests.append((dict(params), method))
+        self.active += 1
         try:
-            figures: Mapping[str, float] = {}
-            if self.said is None:
-                found = [update async for update in self.pair.stream(params, plain)]
-                tokens = [token for update in found for token in update.tokens]
-                figures = found[-1].figures
-            else:
-                tokens = self.said
-                figures = {"tokens_per_second": 50.0, "tau": 2.5, "steps": 2, "fuzzy_tokens": 1}
-            at_once = 1 if self.pause else len(tokens)
-            for place in range(0, len(tokens), at_once):
+            tokens = self.answer
+            stats: Mapping[str, float] = {
+                "tokens_per_second": 50.0,
+                "tau": 2.5,
+                "steps": 2,
+                "fuzzy_tokens": 1,
+            }
+            if tokens is None:
+                updates = [update async for update in self.pair.stream(params, method)]
+                tokens = [token for update in updates for token in update.tokens]
+                stats = updates[-1].stats
+            step = 1 if self.pause else len(tokens)
+            for start in range(0, len(tokens), step):
                 await asyncio.sleep(self.pause)
-                new = tokens[place : place + at_once]
-                yield Update(new, {**figures, "tokens": place + len(new)})
-            while self.endless and not plain:
-                await asyncio.sleep(0.02)
+                new = tokens[start : start + step]
+                yield Update(new, {**stats, "tokens": start + len(new)})
+            while self.endless and method == "fsd":
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
                 yield Update()
-            if self.broken and not plain:
-                raise BackendError("broken off")
-            yield Update((), {**figures, "tokens": len(tokens)}, "stop")
+            if self.error and method == "fsd":
+                raise BackendError(self.error)
+            yield Update((), {**stats, "tokens": len(tokens)}, "stop")
         finally:
-            self.open -= 1
+            self.active -= 1
 
 
-class Window:
-    """A fresh page."""
+class PageObject:
+    """The page in a browser.
+
+    Args:
+        driver: Selenium's driver.
+        address: The page's URL.
+    """
 
     def __init__(self, driver: Any, address: str) -> None:
         self.driver, self.address = driver, address
 
-    def open(self, size: tuple[int, int] = WIDE, dark: bool = False) -> Window:
-        shape = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", shape)
+    def open(self, size: tuple[int, int] = WIDE, dark: bool = False) -> None:
+        """Load the page anew, in a window of the given size."""
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(self.address)
-        self.until(lambda: self.one("#fsd-box textarea").is_displayed())
-        self.until(lambda: self.script("return document.activeElement.tagName") == "TEXTAREA")
-        return self
+        self.wait_until(lambda: self.find("#fsd-box textarea").is_displayed())
+        focused = "return document.activeElement.tagName"
+        self.wait_until(lambda: self.execute(focused) == "TEXTAREA")
 
-    def until(self, found: Callable[[], Any]) -> Any:
-        end = time.monotonic() + PATIENCE
+    def wait_until(self, condition: Callable[[], Any]) -> Any:
+        """Return the first true value of ``condition``."""
+        deadline = time.monotonic() + TIMEOUT
         while True:
             try:
-                if result := found():
+                if result := condition():
                     return result
-            except Exception:  # what is drawn anew is gone for a moment
-                if time.monotonic() > end:
+            except Exception:  # elements disappear while they are rendered again
+                if time.monotonic() > deadline:
                     raise
-            assert time.monotonic() < end, "the page does not get there"
+            assert time.monotonic() < deadline, "timeout"
             time.sleep(0.02)
 
-    def one(self, selector: str) -> WebElement:
+    def find(self, selector: str) -> WebElement:
+        """Return the first element that matches a CSS selector."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
-    def all(self, selector: str) -> list[WebElement]:
+    def find_all(self, selector: str) -> list[WebElement]:
+        """Return all elements that match a CSS selector."""
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
-    def script(self, source: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(source, *arguments)
+    def execute(self, script: str, *arguments: Any) -> Any:
+        """Run JavaScript and return its result."""
+        return self.driver.execute_script(script, *arguments)
 
-    def keys(self, *keys: str) -> None:
-        """What a person types, wherever the focus is."""
+    def press(self, *keys: str) -> None:
+        """Type into the focused element."""
         ActionChains(self.driver).send_keys(*keys).perform()
 
+    def press_with_shift(self, key: str) -> None:
+        """Press a key together with Shift."""
+        ActionChains(self.driver).key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT).perform()
+
     def ask(self, message: str = QUESTION, wait: bool = True) -> None:
-        self.script(
-            "document.querySelectorAll('#fsd-live .fsd-said, #fsd-live .fsd-answer').forEach("
-            "part => part.dataset.old = 'yes')"
+        """Send a message with Enter, and wait for its answer."""
+        self.execute(
+            "document.querySelectorAll('#fsd-live .fsd-question, #fsd-live .fsd-answer').forEach("
+            "element => element.dataset.old = 'true')"
         )
-        box = self.one("#fsd-box textarea")
+        box = self.find("#fsd-box textarea")
         box.send_keys(message)
         pressed = -math.inf
 
         def sent() -> bool:
-            # gradio takes no Enter before the browser has heard that the last event has ended,
-            # and nothing on the page tells.
+            # Gradio ignores Enter until it has received the end of the previous event, which is
+            # not visible on the page.
             nonlocal pressed
-            if self.all("#fsd-live .fsd-said:not([data-old])"):
+            if self.find_all("#fsd-live .fsd-question:not([data-old])"):
                 return True
             if time.monotonic() - pressed > 1:
                 pressed = time.monotonic()
                 box.send_keys(Keys.ENTER)
             return False
 
-        self.until(sent)
+        self.wait_until(sent)
         if wait:
-            self.answered()
+            self.wait_for_answer()
 
-    def answered(self) -> str:
-        """The newest answer once it is complete."""
+    def wait_for_answer(self) -> str:
+        """Return the text of the newest answer once it is complete."""
         selector = "#fsd-live .fsd-answer[aria-busy=false]:not([data-old])"
-        return self.until(lambda: self.one(selector).get_attribute("textContent"))
+        return self.wait_until(lambda: self.find(selector).get_attribute("textContent"))
 
-    def number(self, name: str, value: str) -> None:
-        """Set a slider by its number, by keyboard alone."""
-        field = self.one(f"#fsd-{name} input[type=number]")
+    def compare(self) -> None:
+        """Click Compare."""
+        self.find("#fsd-compare-button").click()
+
+    def wait_for_comparison(self) -> list[WebElement]:
+        """Return both answers of a comparison once they are complete."""
+        selector = ".fsd-column .fsd-answer[aria-busy=false]"
+        self.wait_until(lambda: len(self.find_all(selector)) == 2)
+        return self.find_all(selector)
+
+    def wait_for_verdict(self, text: str) -> None:
+        """Wait until the sentence above the comparison contains ``text``."""
+        self.wait_until(lambda: text in self.find(".fsd-verdict").text)
+
+    def set_slider(self, name: str, value: str) -> None:
+        """Set a slider by typing into its number field."""
+        field = self.find(f"#fsd-{name} input[type=number]")
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(value, Keys.TAB)
 
-    def overflow(self) -> int:
-        """Pixels that the page is wider than the window."""
-        return self.script("return document.documentElement.scrollWidth - window.innerWidth")
+    def horizontal_overflow(self) -> int:
+        """Return by how many pixels the page is wider than the window."""
+        return self.execute("return document.documentElement.scrollWidth - window.innerWidth")

@@ -1,7 +1,7 @@
-"""One browser and one page for all tests here.
+"""One server and one browser for all tests of this package.
 
-What they need is imported where it is used: where there is no gradio or no selenium, the modules
-that import ``browsing`` are skipped, and this one is not.
+Imports what needs Gradio or Selenium only where it is used: without them, the test modules are
+skipped when they import ``browsing``, but this module must still load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,39 +19,40 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES
-from eagle_fsd.utils.chat_templates import chat_format
+from eagle_fsd.utils.chat_templates import load_chat_template
 
 if TYPE_CHECKING:
-    from .browsing import Watched, Window
+    from .browsing import ControlledBackend, PageObject
 
 
-@pytest.fixture(scope="package")
-def served() -> Iterator[tuple[Watched, str]]:
-    """The page over a watched pair, and its address."""
+@pytest.fixture(scope="session")
+def server() -> Iterator[tuple[ControlledBackend, str]]:
+    """The page's backend and its URL."""
     from eagle_fsd.chat.web.app import page_app, page_server
 
-    from .browsing import Watched
+    from .browsing import ControlledBackend
 
     model = EagleFSD.from_pretrained()
-    settings = replace(model.settings, threshold=0.2, min_ratio=0.0)
-    model.settings = settings
-    pair = LocalBackend(model, chat_format(model.tokenizer), Limits(max_body=200_000), BUNDLED_NAME)
-    backend = Watched(pair)
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    server = page_server(page_app(backend, examples=EXAMPLES))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    model.acceptance = model.acceptance.updated(threshold=0.2, min_ratio=0.0)
+    limits = Limits(max_body=200_000)
+    pair = LocalBackend(model, load_chat_template(model.tokenizer), limits, BUNDLED_NAME)
+    backend = ControlledBackend(pair)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    web_server = page_server(page_app(backend, examples=EXAMPLES))
+    thread = threading.Thread(target=web_server.run, args=([listener],), daemon=True)
     thread.start()
-    while not server.started:
+    while not web_server.started:
         time.sleep(0.02)
-    yield backend, f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
+    yield backend, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    web_server.should_exit = True
     thread.join(10)
     pair.close()
 
 
-@pytest.fixture(scope="package")
-def browser() -> Iterator[Any]:
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Any]:
+    """Selenium's driver of a headless Chromium."""
     from selenium import webdriver
 
     from .browsing import CHROMIUM, DRIVER
@@ -64,36 +64,39 @@ def browser() -> Iterator[Any]:
         "--no-sandbox",
         "--disable-dev-shm-usage",
         "--disable-gpu",
-        # The page is to work on a machine that reaches no other.
+        # The page must work without internet access.
         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+        chrome = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield chrome
+    chrome.quit()
 
 
 @pytest.fixture
-def backend(served: tuple[Watched, str], browser: Any) -> Watched:
-    """As new, and nothing on its way from the page before."""
-    from .browsing import PATIENCE
+def backend(server: tuple[ControlledBackend, str], driver: Any) -> ControlledBackend:
+    """The backend in its initial state, without answers in progress."""
+    from .browsing import TIMEOUT
 
-    found = served[0]
-    browser.get("about:blank")
-    found.reset()
-    until = time.monotonic() + PATIENCE
-    while found.open:
-        assert time.monotonic() < until
+    controlled = server[0]
+    driver.get("about:blank")
+    controlled.reset()
+    deadline = time.monotonic() + TIMEOUT
+    while controlled.active:
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    found.reset()
-    return found
+    controlled.reset()
+    return controlled
 
 
 @pytest.fixture
-def window(browser: Any, served: tuple[Watched, str], backend: Watched) -> Window:
-    from .browsing import Window
+def page(
+    driver: Any, server: tuple[ControlledBackend, str], backend: ControlledBackend
+) -> PageObject:
+    """The page, not loaded yet."""
+    from .browsing import PageObject
 
-    return Window(browser, served[1])
+    return PageObject(driver, server[1])

@@ -6,182 +6,183 @@ import time
 from itertools import pairwise
 
 from eagle_fsd.chat.backend import Token
-from eagle_fsd.chat.web.page import SETTLE
+from eagle_fsd.chat.web.page import BASELINE_DELAY
+from eagle_fsd.chat.web.rendering import NONE
 
-from .browsing import MARKS, PATIENCE, QUESTION, By, Keys, Watched, Window
+from .browsing import MARKS, QUESTION, TIMEOUT, By, ControlledBackend, Keys, PageObject
 
 pytestmark = MARKS
 
 
-def test_an_answer_streams_with_its_figures(window: Window, backend: Watched) -> None:
-    window.open()
-    backend.pause = 0.06
-    window.script(
+def test_answers_stream_with_their_stats(page: PageObject, backend: ControlledBackend) -> None:
+    page.open()
+    backend.pause = 0.03
+    page.execute(
         """
         window.states = [];
         new MutationObserver(() => {
           const answer = document.querySelector("#fsd-live .fsd-answer");
-          const tokens = document.querySelector(".fsd-figures tbody tr:nth-child(3) td");
+          const tokens = document.querySelector(".fsd-stats tbody tr:nth-child(3) td");
           if (answer) states.push([answer.ariaBusy, answer.textContent, tokens.textContent]);
         }).observe(document.body, {childList: true, subtree: true, characterData: true});
         """
     )
-    window.ask()
-    whole = window.answered()
-    assert "Mia" not in whole
-    assert "####" in whole
-    states = window.script("return states")
-    busy = [text for busy, text, _ in states if busy == "true"]
-    grown = sorted(set(busy), key=len)
-    assert len(grown) > 10
-    assert all(later.startswith(earlier) for earlier, later in pairwise([*grown, whole]))
-    counted = {int(tokens) for busy, _, tokens in states if busy == "true" and tokens.isdigit()}
-    assert len(counted) > 10
-    # Plain decoding's follow: of the same prompt, measured, and one token a pass.
-    factor = window.until(lambda: " x" in window.one(".fsd-factor b").text)
-    assert factor
-    rows = window.script(
-        "return [...document.querySelectorAll('.fsd-figures tbody td:last-child')]"
+    page.ask()
+    complete = page.wait_for_answer()
+    assert "Mia" not in complete
+    assert "####" in complete
+    states = page.execute("return states")
+    partial = sorted({text for busy, text, _ in states if busy == "true"}, key=len)
+    assert len(partial) > 10
+    assert all(later.startswith(earlier) for earlier, later in pairwise([*partial, complete]))
+    counts = {int(tokens) for busy, _, tokens in states if busy == "true" and tokens.isdigit()}
+    assert len(counts) > 10
+    # The autoregressive baseline follows.
+    backend.pause = 0.0
+    page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
+    speed, tau = page.execute(
+        "return [...document.querySelectorAll('.fsd-stats tbody td:last-child')]"
         ".map(cell => cell.textContent)"
-    )
-    assert float(rows[0]) > 0
-    assert rows[1] == "1.00"
-    (answered, _), (measured, plain) = backend.asked
-    assert plain
+    )[:2]
+    assert float(speed) > 0
+    assert tau == "1.00"
+    (answered, _), (measured, method) = backend.requests
+    assert method == "ar"
     assert measured["prompt"] == answered["prompt"]
-    assert window.one("#fsd-box textarea").get_attribute("value") == ""
+    assert page.find("#fsd-box textarea").get_attribute("value") == ""
 
 
-def test_sliders_act(window: Window, backend: Watched) -> None:
-    window.open()
-    window.number("threshold", "0.4")
-    window.number("min-ratio", "0.25")
-    window.number("temperature", "0.5")
-    window.number("max-new-tokens", "20")
-    ratio = window.one("#fsd-min-ratio input[type=range]")
-    ratio.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    divergence = window.one("#fsd-divergence input")
+def test_controls_set_the_request(page: PageObject, backend: ControlledBackend) -> None:
+    page.open()
+    page.set_slider("threshold", "0.4")
+    page.set_slider("min-ratio", "0.25")
+    page.set_slider("temperature", "0.5")
+    page.set_slider("max-new-tokens", "20")
+    page.find("#fsd-min-ratio input[type=range]").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    divergence = page.find("#fsd-divergence input")
     divergence.click()
     divergence.send_keys(Keys.CONTROL, "a")
     divergence.send_keys("tv", Keys.ENTER)
-    window.ask()
-    params, _ = backend.asked[0]
-    chosen = {name: params["fsd"][name] for name in ("threshold", "divergence", "min_ratio")}
-    assert chosen == {"threshold": 0.4, "divergence": "tv", "min_ratio": 0.27}
+    page.ask()
+    params, _ = backend.requests[0]
+    acceptance = {name: params["fsd"][name] for name in ("threshold", "divergence", "min_ratio")}
+    assert acceptance == {"threshold": 0.4, "divergence": "tv", "min_ratio": 0.27}
     assert (params["temperature"], params["max_new_tokens"]) == (0.5, 20)
-    assert "T = 0.4" in window.one("#fsd-live .fsd-note").text
-    window.number("threshold", "0")
-    window.ask()
-    assert (
-        backend.asked[-1][0]["fsd"]["threshold"] == 0
-        or backend.asked[-2][0]["fsd"]["threshold"] == 0
-    )
-    assert window.all("#fsd-live .fsd-answer .fsd-fuzzy") == []
-    bounds = [
-        window.one(f"#fsd-{name} input[type=range]").get_attribute("max")
+    assert "T = 0.4" in page.find("#fsd-live .fsd-note").text
+    page.set_slider("threshold", "0")
+    page.ask()
+    thresholds = [params["fsd"]["threshold"] for params, _ in backend.requests]
+    assert 0 in thresholds[-2:]  # the last request may be the baseline's
+    assert page.find_all("#fsd-live .fsd-answer .fsd-fuzzy") == []
+    maxima = [
+        page.find(f"#fsd-{name} input[type=range]").get_attribute("max")
         for name in ("threshold", "min-ratio", "temperature", "max-new-tokens")
     ]
-    assert bounds == ["0.5", "1", "2", "4096"]
+    assert maxima == ["0.5", "1", "2", "4096"]
 
 
-def test_compare_marks_where_they_part(window: Window) -> None:
-    window.open()
-    window.number("threshold", "0.5")
-    window.one("#fsd-box textarea").send_keys(QUESTION)
-    window.one("#fsd-compare-button").click()
-    done = ".fsd-column .fsd-answer[aria-busy=false]"
-    window.until(lambda: len(window.all(done)) == 2)
-    exact, fsd = window.all(done)
-    sides = [
-        [
-            token.get_attribute("textContent")
-            for token in side.find_elements(By.CSS_SELECTOR, ".fsd-token")
+def test_compare_marks_the_first_difference(page: PageObject) -> None:
+    page.open()
+    page.set_slider("threshold", "0.5")
+    page.find("#fsd-box textarea").send_keys(QUESTION)
+    page.compare()
+    exact, fsd = page.wait_for_comparison()
+
+    def texts(selector: str) -> list[list[str]]:
+        return [
+            [
+                token.get_attribute("textContent")
+                for token in answer.find_elements(By.CSS_SELECTOR, selector)
+            ]
+            for answer in (exact, fsd)
         ]
-        for side in (exact, fsd)
-    ]
-    place = next(at for at, (one, other) in enumerate(zip(*sides, strict=False)) if one != other)
-    for side, tokens in zip((exact, fsd), sides, strict=True):
-        marked = side.find_elements(By.CSS_SELECTOR, ".fsd-token.fsd-parts")
-        assert [token.get_attribute("textContent") for token in marked] == [tokens[place]]
-    verdict = window.one(".fsd-verdict").text
-    assert verdict.startswith(f"They part at token {place + 1}:")
-    assert exact.find_elements(By.CSS_SELECTOR, ".fsd-fuzzy") == []
-    assert fsd.find_elements(By.CSS_SELECTOR, ".fsd-fuzzy")
-    assert [title.text for title in window.all(".fsd-column h3")] == [
+
+    left, right = texts(".fsd-token")
+    index = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    assert texts(".fsd-token.fsd-differs") == [[left[index]], [right[index]]]
+    page.wait_for_verdict(f"First difference at token {index + 1}:")
+    assert texts(".fsd-fuzzy")[0] == []
+    assert texts(".fsd-fuzzy")[1]
+    assert [title.text for title in page.find_all(".fsd-column h3")] == [
         "Exact (T = 0)",
         "FSD (T = 0.5, js)",
     ]
-    # Side by side, and in view.
+    # The answers are side by side.
     assert exact.rect["y"] == fsd.rect["y"]
     assert exact.rect["x"] + exact.rect["width"] < fsd.rect["x"]
-    # The question stays in the box: it was not sent.
-    assert window.one("#fsd-box textarea").get_attribute("value") == QUESTION
-    window.number("threshold", "0")
-    window.one("#fsd-compare-button").click()
-    window.until(lambda: "The same" in window.one(".fsd-verdict").text)
-    assert window.all(".fsd-parts") == []
+    # The question was not sent.
+    assert page.find("#fsd-box textarea").get_attribute("value") == QUESTION
+    page.set_slider("threshold", "0")
+    page.compare()
+    page.wait_for_verdict("identical")
+    assert page.find_all(".fsd-differs") == []
 
 
-def test_a_new_chat(window: Window, backend: Watched) -> None:
-    window.open()
-    window.ask()
-    window.ask("Hello!")
-    assert len(window.all("#fsd-chat .fsd-answer")) == 2
-    window.one("#fsd-clear").click()
-    window.until(lambda: window.all("#fsd-chat .fsd-answer") == [])
-    window.ask("Hello!")
-    assert len(window.all("#fsd-chat .fsd-answer")) == 1
+def test_new_chat_removes_the_messages(page: PageObject, backend: ControlledBackend) -> None:
+    backend.answer = [Token(1, "Hi", "exact")]
+    page.open()
+    page.ask("Hello!")
+    page.ask("Hello again!")
+    assert len(page.find_all("#fsd-chat .fsd-answer")) == 2
+    page.find("#fsd-clear").click()
+    page.wait_until(lambda: page.find_all("#fsd-chat .fsd-answer") == [])
+    page.ask("Hello!")
+    assert len(page.find_all("#fsd-chat .fsd-answer")) == 1
 
 
-def test_a_new_chat_while_plain_decoding_is_measured(window: Window, backend: Watched) -> None:
-    """gradio draws an event's last view again when it ends: no figures of the old chat."""
-    backend.said = [Token(number, f" {number}", "exact") for number in range(50)]
-    window.open()
-    window.ask("Count")
+def test_new_chat_cancels_the_baseline(page: PageObject, backend: ControlledBackend) -> None:
+    """Gradio renders the last view of an event again at its end: not the old chat's stats."""
+    backend.answer = [Token(number, f" {number}", "exact") for number in range(50)]
+    page.open()
+    page.ask("Count")
     backend.pause = 0.1
-    window.until(lambda: " x" in window.one(".fsd-factor b").text)
-    window.one("#fsd-clear").click()
-    window.until(lambda: window.all("#fsd-chat .fsd-answer") == [])
-    window.until(lambda: backend.open == 0)
-    time.sleep(SETTLE)
-    assert window.one(".fsd-factor b").text == "-"
+    page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
+    page.find("#fsd-clear").click()
+    page.wait_until(lambda: page.find_all("#fsd-chat .fsd-answer") == [])
+    page.wait_until(lambda: backend.active == 0)
+    time.sleep(BASELINE_DELAY)
+    assert page.find(".fsd-speedup b").text == NONE
 
 
-def test_a_question_comes_back_unless_something_new_was_typed(
-    window: Window, backend: Watched
+def test_failed_questions_return_to_the_empty_box(
+    page: PageObject, backend: ControlledBackend
 ) -> None:
-    backend.said, backend.broken = [Token(1, "So", "exact")], True
-    window.open()
-    box = window.one("#fsd-box textarea")
-    window.ask("The question")
-    window.until(lambda: box.get_attribute("value") == "The question")
-    assert window.all(".fsd-caret") == []
-    backend.pause = 3.0  # time enough to type
-    window.one("#fsd-send").click()
-    window.until(lambda: box.get_attribute("value") == "")
+    backend.answer, backend.error = [Token(1, "So", "exact")], "out of memory"
+    page.open()
+    box = page.find("#fsd-box textarea")
+    page.ask("The question")
+    page.wait_until(lambda: box.get_attribute("value") == "The question")
+    assert page.find_all(".fsd-caret") == []
+    backend.pause = 1.5  # time to type
+    page.find("#fsd-send").click()
+    page.wait_until(lambda: box.get_attribute("value") == "")
     box.send_keys("My next one")
-    window.until(lambda: len(window.all("#fsd-chat .fsd-note")) == 2)
-    window.until(lambda: window.all(".fsd-caret") == [])
-    time.sleep(SETTLE)
+    page.wait_until(lambda: len(page.find_all("#fsd-chat .fsd-note")) == 2)
+    page.wait_until(lambda: page.find_all(".fsd-caret") == [])
+    time.sleep(BASELINE_DELAY)
     assert box.get_attribute("value") == "My next one"
 
 
-def test_coming_back_again_and_again(window: Window, backend: Watched) -> None:
-    """A browser has six connections for a server, and may keep pages that were left."""
-    for _ in range(8):
-        begun = time.monotonic()
-        window.open()
-        window.driver.get("about:blank")
-        assert time.monotonic() - begun < PATIENCE / 3
+def test_reopening_the_page_releases_its_connections(
+    page: PageObject, backend: ControlledBackend
+) -> None:
+    """Browsers allow six connections per server and may cache pages with open ones."""
+    for _ in range(7):
+        start = time.monotonic()
+        page.open()
+        page.driver.get("about:blank")
+        assert time.monotonic() - start < TIMEOUT / 3
 
 
-def test_leaving_the_page_ends_the_decoding(window: Window, backend: Watched) -> None:
-    backend.said, backend.endless = [Token(1, "So", "exact")], True
-    window.open()
-    window.ask(wait=False)
-    window.until(lambda: "So" in window.one("#fsd-live .fsd-answer").text)
-    assert backend.open == 1
+def test_leaving_the_page_cancels_the_decoding(
+    page: PageObject, backend: ControlledBackend
+) -> None:
+    backend.answer, backend.endless = [Token(1, "So", "exact")], True
+    page.open()
+    page.ask(wait=False)
+    page.wait_until(lambda: "So" in page.find("#fsd-live .fsd-answer").text)
+    assert backend.active == 1
     left = time.monotonic()
-    window.driver.get("about:blank")
-    window.until(lambda: backend.open == 0)
+    page.driver.get("about:blank")
+    page.wait_until(lambda: backend.active == 0)
     assert time.monotonic() - left < 10

@@ -1,110 +1,110 @@
-"""The page by keyboard and pointer: where the focus is, and what it tells."""
+"""Keyboard and pointer: focus, token inspection, shortcuts."""
 
 from __future__ import annotations
 
 import time
 
 from eagle_fsd.chat.backend import Token
-from eagle_fsd.chat.web.page import SETTLE
+from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.demo import EXAMPLES
 
-from .browsing import MARKS, NARROW, ActionChains, Keys, Watched, Window
+from .browsing import MARKS, NARROW, ActionChains, ControlledBackend, Keys, PageObject
 
 pytestmark = MARKS
 
 
-def test_what_is_known_of_a_token(window: Window) -> None:
-    """By pointer, and by keyboard: one stop of Tab, then arrows."""
-    window.open()
-    window.ask()
-    fuzzy = window.one("#fsd-live .fsd-fuzzy")
-    assert "js divergence 0." in fuzzy.get_attribute("title")
+def test_inspector_describes_tokens(page: PageObject) -> None:
+    """By pointer, and by keyboard: one Tab stop per answer, then arrow keys."""
+    page.open()
+    page.ask()
+    fuzzy = page.find("#fsd-live .fsd-fuzzy")
+    assert "Divergence (js): 0." in fuzzy.get_attribute("title")
     assert "(T = 0.2)" in fuzzy.get_attribute("title")
-    inspector = window.one("#fsd-inspector")
-    ActionChains(window.driver).move_to_element(fuzzy).perform()
+    inspector = page.find("#fsd-inspector")
+    ActionChains(page.driver).move_to_element(fuzzy).perform()
     assert inspector.text == fuzzy.get_attribute("title")
-    tokens = window.all("#fsd-live .fsd-token")
+    tokens = page.find_all("#fsd-live .fsd-token")
     assert [token.get_attribute("tabindex") for token in tokens].count("0") == 1
-    # From the message box backwards the answer is the next stop.
-    window.one("#fsd-box textarea").click()
-    ActionChains(window.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(
-        Keys.SHIFT
-    ).perform()
-    assert window.driver.switch_to.active_element == tokens[0]
-    window.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert window.driver.switch_to.active_element == tokens[2]
+    # The answer is the Tab stop before the message box.
+    page.find("#fsd-box textarea").click()
+    page.press_with_shift(Keys.TAB)
+    assert page.driver.switch_to.active_element == tokens[0]
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.driver.switch_to.active_element == tokens[2]
     assert inspector.text == tokens[2].get_attribute("title")
     assert tokens[2].value_of_css_property("outline-style") == "solid"
-    window.keys(Keys.END)
-    assert window.driver.switch_to.active_element == tokens[-1]
+    page.press(Keys.END)
+    assert page.driver.switch_to.active_element == tokens[-1]
 
 
-def test_keyboard_alone(window: Window, backend: Watched) -> None:
-    """Send with Enter, a new line with Shift+Enter, stop with Escape, and again."""
-    backend.said, backend.endless = [Token(1, "So", "exact"), Token(2, " far", "target")], True
-    window.open()
-    window.keys("two")
-    ActionChains(window.driver).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(
-        Keys.SHIFT
-    ).perform()
-    window.keys("lines", Keys.ENTER)
-    window.until(lambda: "So far" in window.one("#fsd-live .fsd-answer").text)
-    assert window.one("#fsd-live .fsd-said").text == "two\nlines"
-    window.keys(Keys.ESCAPE)
-    window.until(lambda: "stopped" in window.one("#fsd-live .fsd-note").text)
-    window.until(lambda: backend.open == 0)
-    assert window.script("return document.activeElement.tagName") == "TEXTAREA"
-    # What was said stays: also after plain decoding would have been measured.
-    time.sleep(2 * SETTLE)
-    assert "So far" in window.one("#fsd-live .fsd-answer").text
-    assert window.one("#fsd-figures-box").text
+def test_chat_works_by_keyboard(page: PageObject, backend: ControlledBackend) -> None:
+    """Send with Enter, add a line with Shift+Enter, stop with Escape, and send again."""
+    backend.answer, backend.endless = [Token(1, "So", "exact"), Token(2, " far", "target")], True
+    page.open()
+    page.press("two")
+    page.press_with_shift(Keys.ENTER)
+    page.press("lines", Keys.ENTER)
+    page.wait_until(lambda: "So far" in page.find("#fsd-live .fsd-answer").text)
+    assert page.find("#fsd-live .fsd-question").text == "two\nlines"
+    page.press(Keys.ESCAPE)
+    page.wait_until(lambda: "Stopped" in page.find("#fsd-live .fsd-note").text)
+    page.wait_until(lambda: backend.active == 0)
+    assert page.execute("return document.activeElement.tagName") == "TEXTAREA"
+    # The partial answer stays, also after the time of the baseline.
+    time.sleep(2 * BASELINE_DELAY)
+    assert "So far" in page.find("#fsd-live .fsd-answer").text
+    assert page.find("#fsd-stats-box").text
     backend.endless = False
-    window.keys("more", Keys.ENTER)
-    window.until(lambda: window.one("#fsd-live .fsd-said").text == "more")
-    window.answered()
-    assert len(window.all("#fsd-log .fsd-answer")) == 1
-    # Every control can be reached, and shows that it is.
+    page.press("more", Keys.ENTER)
+    page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "more")
+    page.wait_for_answer()
+    assert len(page.find_all("#fsd-log .fsd-answer")) == 1
+
+
+def test_tab_reaches_every_control(page: PageObject) -> None:
+    page.open()
     reached = set()
-    wanted = {"fsd-send", "fsd-stop", "fsd-compare-button", "fsd-clear", "fsd-threshold"}
-    wanted |= {"fsd-divergence", "fsd-min-ratio", "fsd-temperature"}
+    controls = {"fsd-send", "fsd-stop", "fsd-compare-button", "fsd-clear", "fsd-threshold"}
+    controls |= {"fsd-divergence", "fsd-min-ratio", "fsd-temperature", "fsd-max-new-tokens"}
     for _ in range(60):
-        window.keys(Keys.TAB)
+        page.press(Keys.TAB)
         reached.add(
-            window.script(
+            page.execute(
                 "return document.activeElement.closest('[id^=fsd-]:not(#fsd-page)')?.id ?? ''"
             )
         )
-        if wanted <= reached:
+        if controls <= reached:
             break
-    assert wanted <= reached
+    assert controls <= reached
 
 
-def test_an_answer_leaves_the_focus_where_it_is(window: Window, backend: Watched) -> None:
-    """Whoever sets a number while an answer comes goes on doing so when it ends."""
-    window.open()
-    backend.said, backend.pause = [Token(number, " word", "exact") for number in range(10)], 0.05
-    window.ask(wait=False)
-    window.until(lambda: "word" in window.one("#fsd-live .fsd-answer").text)
-    window.one("#fsd-threshold input[type=number]").click()
-    window.answered()
-    window.until(lambda: backend.asked[-1][1] and backend.open == 0)  # measured, too
-    time.sleep(SETTLE)
-    assert window.script("return document.activeElement.type") == "number"
+def test_streaming_does_not_move_the_focus(page: PageObject, backend: ControlledBackend) -> None:
+    page.open()
+    backend.answer = [Token(number, " word", "exact") for number in range(10)]
+    backend.pause = 0.05
+    page.ask(wait=False)
+    page.wait_until(lambda: "word" in page.find("#fsd-live .fsd-answer").text)
+    page.find("#fsd-threshold input[type=number]").click()
+    page.wait_for_answer()
+    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    time.sleep(BASELINE_DELAY)
+    assert page.execute("return document.activeElement.type") == "number"
 
 
-def test_an_example_waits_for_enter(window: Window, backend: Watched) -> None:
-    window.open(NARROW)
-    box = window.one("#fsd-box textarea")
+def test_examples_fill_the_message_box(page: PageObject, backend: ControlledBackend) -> None:
+    backend.answer = [Token(1, "43", "exact")]
+    page.open(NARROW)
+    box = page.find("#fsd-box textarea")
     hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"
-    assert window.script(hidden, box) <= 0  # what stands in the empty box has room
-    window.one("#fsd-examples button").click()
-    assert window.driver.switch_to.active_element == box
-    window.until(lambda: box.get_attribute("value") == EXAMPLES[0])
-    window.keys(Keys.ENTER)
-    window.answered()
-    assert window.one("#fsd-live .fsd-said").text == EXAMPLES[0]
-    window.one("#fsd-send").click()
-    assert window.driver.switch_to.active_element == box
-    window.until(lambda: "say something first" in window.one("#fsd-live .fsd-notice").text)
-    window.one("#fsd-clear").click()
-    assert window.driver.switch_to.active_element == box
+    assert page.execute(hidden, box) <= 0  # the placeholder fits
+    page.find("#fsd-examples button").click()
+    assert page.driver.switch_to.active_element == box
+    page.wait_until(lambda: box.get_attribute("value") == EXAMPLES[0])
+    page.press(Keys.ENTER)
+    page.wait_for_answer()
+    assert page.find("#fsd-live .fsd-question").text == EXAMPLES[0]
+    page.find("#fsd-send").click()
+    assert page.driver.switch_to.active_element == box
+    page.wait_until(lambda: "Enter a message first" in page.find("#fsd-live .fsd-error").text)
+    page.find("#fsd-clear").click()
+    assert page.driver.switch_to.active_element == box

@@ -1,11 +1,10 @@
-"""FastChat's OpenAI-compatible API server, with what today's clients need carried around it.
+"""FastChat's OpenAI-compatible API server behind a middleware.
 
-The server is FastChat's module as installed. Around it stands one middleware
-(:class:`AroundFastChat`); inside, some names of its module are given other functions when the
-application is made (:func:`api_app`): those that call the worker, so that what a worker refuses
-stays a refusal, the one that makes its parameters, so that a request's :class:`Extras` travel
-along, and the ``json`` of two response classes, which pydantic 2 broke. Nothing of FastChat's files
-is touched.
+The server is FastChat's installed module; its files are not changed. :func:`api_app` replaces some
+of its functions: those that call workers, to preserve the workers' errors; the one that builds the
+parameters of worker requests, to add the request's context; and the ``json`` method of two response
+classes, which fails with pydantic 2. :class:`OpenAICompatMiddleware` translates requests and
+responses.
 """
 
 from __future__ import annotations
@@ -18,36 +17,49 @@ import os
 import sys
 import warnings
 from collections.abc import Awaitable, Callable
-from types import ModuleType
 from typing import Any
 
-from eagle_fsd.chat.requests import BODY_SECONDS, announces_more
-from eagle_fsd.chat.serve.api.replies import Message, Receive, Reply, Send, send_json
-from eagle_fsd.chat.serve.api.requests import ApiError, Extras, translate_body
+from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
+from eagle_fsd.chat.serve.api.replies import ResponseWriter
+from eagle_fsd.chat.serve.api.requests import ApiError, RequestContext, translate_body
 from eagle_fsd.chat.serve.api.upstream import (
-    EXTRAS,
-    check_length_of,
-    check_model_of,
+    REQUEST_CONTEXT,
     generate,
     generate_stream,
-    get_embedding_of,
+    make_check_length,
+    make_check_model,
+    make_get_embedding,
+)
+from eagle_fsd.chat.serve.asgi import (
+    App,
+    ClientDisconnectedError,
+    Message,
+    Receive,
+    Send,
+    body_chunks,
+    replay_body,
+    send_json,
 )
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-#: Every other route of FastChat's server is shut: some ask for no key, and none has bounds.
-READABLE = ("/v1/models", "/openapi.json")
-#: Seconds that a stream gets to end by itself once its client is gone.
-LEAVING_SECONDS = 0.5
+#: The routes that are served. FastChat's other routes are closed: some require no API key, and none
+#: limits its requests.
+POST_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+GET_ROUTES = ("/v1/models", "/openapi.json")
+#: Seconds that a stream gets to end by itself after its client has disconnected.
+DISCONNECT_TIMEOUT = 0.5
 
 
-def import_fastchat(name: str) -> ModuleType:
-    """A server module of FastChat's, without its taking over the standard streams and the folder.
+def import_fastchat(name: str) -> Any:
+    """Import a FastChat server module without letting it redirect stdout or create log files.
 
-    On import they send standard output and error to a log file in the working directory.
+    Args:
+        name: The module's name in ``fastchat.serve``.
     """
-    # Read from the environment when it was first imported, which may have been long before.
-    importlib.import_module("fastchat.utils").LOGDIR = os.environ.get("LOGDIR", "")
-    # Its list of models declares a text that is a truth value; pydantic 2 says so every time.
+    # FastChat reads LOGDIR once, when it is first imported. If unset, FastChat would write logs to
+    # the working directory.
+    utils: Any = importlib.import_module("fastchat.utils")
+    utils.LOGDIR = os.environ.get("LOGDIR", "")
+    # A field of FastChat's list of models is declared as a string and holds a boolean.
     warnings.filterwarnings("ignore", "Pydantic serializer warnings", UserWarning)
     streams = sys.stdout, sys.stderr
     try:
@@ -59,145 +71,141 @@ def import_fastchat(name: str) -> ModuleType:
     return module
 
 
-def api_app(controller: str, api_keys: list[str] | None = None, max_body: int = 1 << 20) -> Any:
-    """The ASGI application.
+def api_app(
+    controller: str, api_keys: list[str] | None = None, max_body: int = 1 << 20
+) -> OpenAICompatMiddleware:
+    """Return the ASGI application.
 
     Args:
-        controller: Its address.
-        api_keys: One of these must come with every request; None: anybody may ask.
-        max_body: Bytes of a request at most.
+        controller: URL of the controller.
+        api_keys: Keys, one of which every request must send; None: no key is required.
+        max_body: Maximum size of a request in bytes.
     """
     server = import_fastchat("openai_api_server")
     server.app_settings.controller_address = controller
     server.app_settings.api_keys = api_keys
     for kind in (server.ChatCompletionStreamResponse, server.CompletionStreamResponse):
-        kind.json = _json_of_pydantic_2
-    if not getattr(server.get_gen_params, "carries_extras", False):
-        server.get_gen_params = _with_extras(server.get_gen_params)
+        kind.json = _dump_json
+    if not getattr(server.get_gen_params, "adds_context", False):
+        server.get_gen_params = _add_context(server.get_gen_params)
         server.generate_completion = generate
         server.generate_completion_stream = generate_stream
-        server.check_length = check_length_of(server)
-        server.check_model = check_model_of(server)
-        server.get_embedding = get_embedding_of(server)
-    return AroundFastChat(server.app, max_body)
+        server.check_length = make_check_length(server)
+        server.check_model = make_check_model(server)
+        server.get_embedding = make_get_embedding(server)
+    return OpenAICompatMiddleware(server.app, max_body)
 
 
-def _json_of_pydantic_2(self: Any, **options: Any) -> str:
-    options.pop("ensure_ascii", None)  # never was pydantic 2's; it leaves characters as they are
-    return self.model_dump_json(**options)
+def _dump_json(self: Any, **options: Any) -> str:
+    """Replace pydantic's ``json``, to which FastChat passes an option of pydantic 1."""
+    options.pop("ensure_ascii", None)
+    text: str = self.model_dump_json(**options)
+    return text
 
 
-def _with_extras(make: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
-    async def get_gen_params(*args: Any, **options: Any) -> dict[str, Any]:
-        params = await make(*args, **options)
-        extras = EXTRAS.get()
-        return {**params, **extras.params} if extras else params
+def _add_context(get_gen_params: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
+    """Wrap FastChat's function so that it adds the parameters of the request's context."""
 
-    get_gen_params.carries_extras = True  # type: ignore[attr-defined]
-    return get_gen_params
+    async def wrapper(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        params = await get_gen_params(*args, **kwargs)
+        context = REQUEST_CONTEXT.get()
+        return {**params, **context.worker_params} if context else params
+
+    wrapper.adds_context = True  # type: ignore[attr-defined]
+    return wrapper
 
 
-class AroundFastChat:
-    """ASGI middleware: translates requests, bounds them, and completes what comes back."""
+class OpenAICompatMiddleware:
+    """ASGI middleware that translates and limits requests, and completes responses.
 
-    def __init__(self, app: Callable[..., Awaitable[None]], max_body: int) -> None:
+    Args:
+        app: FastChat's application.
+        max_body: Maximum size of a request in bytes.
+    """
+
+    def __init__(self, app: App, max_body: int) -> None:
         self.app, self.max_body = app, max_body
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["path"]
-        if path in READABLE and method == "GET":
-            reply = Reply(send, Extras())
-            try:
-                await self.app(scope, receive, reply)
-            except Exception as error:
-                await reply.broken(error)
-            return
         try:
-            if path not in (*PATHS, *READABLE):
-                raise ApiError(f"there is no {path} here", 404)
-            if path in READABLE or method != "POST":
-                raise ApiError(f"{path} is not to be had by {method}", 405)
-            data, extras = await self._translated(scope, receive)
+            if path not in (*POST_ROUTES, *GET_ROUTES):
+                raise ApiError(f"{path} not found", 404)
+            if method != ("GET" if path in GET_ROUTES else "POST"):
+                raise ApiError(f"method {method} is not allowed for {path}", 405)
+            if method == "GET":
+                await self._get(scope, receive, send)
+            else:
+                await self._post(scope, receive, send)
         except ApiError as error:
             await send_json(send, error.status, error.body())
-            return
-        reply = Reply(send, extras)
-        EXTRAS.set(extras)
-        headers = [item for item in scope["headers"] if item[0] != b"content-length"]
-        headers.append((b"content-length", str(len(data)).encode()))
-        scope = {**scope, "headers": headers}
-        gone = asyncio.Event()
-        work = asyncio.ensure_future(self.app(scope, _replay(data, receive, gone), reply))
-        # FastChat's plain answers do not notice a client that leaves: this does, and ends them.
-        leaving = asyncio.ensure_future(self._until_gone(receive, gone))
+
+    async def _get(self, scope: Message, receive: Receive, send: Send) -> None:
+        writer = ResponseWriter(send, RequestContext())
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and extras.stream:  # whose own way to end is to be told so
-                await asyncio.wait({work}, timeout=LEAVING_SECONDS)
+            await self.app(scope, receive, writer)
+        except Exception as error:
+            await writer.fail(error)
+
+    async def _post(self, scope: Message, receive: Receive, send: Send) -> None:
+        body, context = await self._translate(scope, receive)
+        writer = ResponseWriter(send, context)
+        REQUEST_CONTEXT.set(context)
+        headers = [item for item in scope["headers"] if item[0] != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        scope = {**scope, "headers": headers}
+        left = asyncio.Event()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+        async def wait_for_disconnect() -> Message:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        work = asyncio.ensure_future(
+            self.app(scope, replay_body(body, wait_for_disconnect), writer)
+        )
+        # FastChat does not notice a disconnect while it generates a response that is not streamed.
+        watcher = asyncio.ensure_future(watch())
+        try:
+            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and context.stream:
+                await asyncio.wait({work}, timeout=DISCONNECT_TIMEOUT)
         finally:
-            work.cancel()  # which does nothing to what is done
-            leaving.cancel()
+            work.cancel()  # no effect if it is done
+            watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work
             except Exception as error:
-                await reply.broken(error)
-        await reply.finish()
+                await writer.fail(error)
+        await writer.finish()
 
-    async def _translated(self, scope: Message, receive: Receive) -> tuple[bytes, Extras]:
-        """The body for FastChat's server, and what goes around it.
-
-        A type other than JSON is refused: any web page may have a browser send one unasked.
-        """
+    async def _translate(self, scope: Message, receive: Receive) -> tuple[bytes, RequestContext]:
+        """Read a request; return the body for FastChat's server and the request's context."""
         headers = dict(scope["headers"])
+        # Web pages can make a browser send other content types to any server without its consent.
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
-            raise ApiError("the request must be of the Content-Type application/json", 415)
-        too_large = ApiError(f"the request is larger than {self.max_body} bytes", 413)
-        if announces_more(headers.get(b"content-length", b"").decode("latin-1"), self.max_body):
-            raise too_large
+            raise ApiError("the Content-Type must be application/json", 415)
+        content_length = headers.get(b"content-length", b"").decode("latin-1")
         try:
-            data = await asyncio.wait_for(self._body(receive), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise ApiError("the request did not come to its end", 408) from None
-        data, extras = translate_body(scope["path"], data)
-        if len(data) > self.max_body:  # spelled out in ASCII, as a worker gets it
-            raise too_large
-        return data, extras
-
-    async def _body(self, receive: Receive) -> bytes:
-        data = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError("the client left", 499)
-            data += message.get("body", b"")
-            if len(data) > self.max_body:
-                raise ApiError(f"the request is larger than {self.max_body} bytes", 413)
-            if not message.get("more_body"):
-                return bytes(data)
-
-    @staticmethod
-    async def _until_gone(receive: Receive, gone: asyncio.Event) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
-
-
-def _replay(data: bytes, receive: Receive, gone: asyncio.Event) -> Receive:
-    """A ``receive`` that gives the translated body, and later the client's leaving."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": data, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    return replay
+            data = await read_body(body_chunks(receive), content_length, self.max_body)
+        except BodyTooLargeError as error:
+            raise ApiError(str(error), 413) from error
+        except BodyTimeoutError as error:
+            raise ApiError(str(error), 408) from error
+        except ClientDisconnectedError:
+            raise ApiError("the client disconnected", 499) from None
+        body, context = translate_body(scope["path"], data)
+        if len(body) > self.max_body:  # the worker receives the body as escaped ASCII
+            raise ApiError(f"the request body exceeds {self.max_body} bytes", 413)
+        return body, context

@@ -1,6 +1,7 @@
-"""How the API server calls a worker: a refusal stays one, and a request's extras travel along.
+"""Calls from the API server to the controller and the workers.
 
-These take the place of functions of FastChat's server, see :func:`eagle_fsd.chat.serve.api.app.api_app`.
+:func:`~eagle_fsd.chat.serve.api.app.api_app` replaces FastChat's own functions with these, which
+preserve a worker's errors and record its outputs in the request's :class:`RequestContext`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,20 @@ from typing import Any
 import aiohttp
 import httpx
 
-from eagle_fsd.chat.serve.api.replies import NO_MODEL, NO_WORKER
-from eagle_fsd.chat.serve.api.requests import Extras
+from eagle_fsd.chat.serve.api.requests import RequestContext
 
 log = logging.getLogger(__name__)
 
-#: The request that this task serves.
-EXTRAS: ContextVar[Extras | None] = ContextVar("extras", default=None)
-#: FastChat's error for it: also that a worker ended in the middle of an answer.
-WORKER_GONE = {"text": "no worker answers", "error_code": NO_WORKER[0]}
+#: Context of the request that the current task serves.
+REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 
+#: FastChat's error codes for an unknown model, a missing worker and an internal error.
+UNKNOWN_MODEL, NO_WORKER, INTERNAL_ERROR = 40301, 50005, 50001
+#: Output of a worker that cannot be reached, or that exits during an answer.
+WORKER_UNREACHABLE = {"text": "no worker answers", "error_code": NO_WORKER}
 
-@cache
-def _tls() -> ssl.SSLContext:
-    """Made once: it takes longer than a request."""
-    return ssl.create_default_context()
-
-
-#: An answer may wait in line for as long as it takes, but a machine that died says nothing either:
-#: after 10 silent seconds it is asked three times, 5 seconds apart. (Where the system knows these.)
+#: A request may wait in the queue indefinitely, but a crashed machine must be detected: after 10 s
+#: without traffic the connection is probed three times, 5 s apart, if the system supports it.
 _KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -44,36 +40,57 @@ _KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 ]
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return a shared TLS context, since creating one takes longer than a request."""
+    return ssl.create_default_context()
+
+
 def _client() -> httpx.AsyncClient:
-    """For a worker, which is never behind the environment's proxy: nor is it for FastChat."""
+    """Return a client that bypasses the environment's proxy, as FastChat does."""
     transport = httpx.AsyncHTTPTransport(verify=_tls(), socket_options=_KEEP_ALIVE)
     timeout = httpx.Timeout(10.0, read=None)
     return httpx.AsyncClient(timeout=timeout, trust_env=False, transport=transport)
 
 
 async def ask(worker: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What a worker answers; whatever kept it from answering, as FastChat words errors."""
+    """Send a request to a worker.
+
+    Args:
+        worker: The worker's URL.
+        route: The route, without a leading slash.
+        body: The request.
+
+    Returns:
+        The worker's response. Any failure becomes an error in FastChat's format.
+    """
     try:
         async with _client() as client:
-            reply = await client.post(f"{worker}/{route}", json=body)
+            response = await client.post(f"{worker}/{route}", json=body)
     except httpx.HTTPError as error:
         log.warning("the worker %s does not answer: %r", worker, error)
-        return {**WORKER_GONE}
+        return {**WORKER_UNREACHABLE}
     try:
-        found = reply.json()
+        found = response.json()
     except ValueError:
         found = None
-    if isinstance(found, dict) and (reply.is_success or found.get("error_code")):
+    if isinstance(found, dict) and (response.is_success or found.get("error_code")):
         return found
-    return {"text": f"the worker answers with status {reply.status_code}", "error_code": 50001}
+    message = f"the worker responded with status {response.status_code}"
+    return {"text": message, "error_code": INTERNAL_ERROR}
 
 
-def check_length_of(server: ModuleType) -> Callable[..., Awaitable[tuple[int | None, Any]]]:
-    """How many tokens an answer may have, or the error; FastChat's own fails on a refusal."""
+def make_check_length(server: ModuleType) -> Callable[..., Awaitable[tuple[int | None, Any]]]:
+    """Return a replacement for FastChat's ``check_length``, which cannot handle worker errors.
+
+    Args:
+        server: FastChat's API server module.
+    """
 
     async def check_length(
         request: Any, prompt: str, max_tokens: int | None, worker: str
     ) -> tuple[int | None, Any]:
+        """Return the maximum number of new tokens and None, or None and an error response."""
         found: dict[str, Any] = {}
         for route, body in (("model_details", {}), ("count_token", {"prompt": prompt})):
             found |= await ask(worker, route, {"model": request.model, **body})
@@ -88,29 +105,40 @@ def check_length_of(server: ModuleType) -> Callable[..., Awaitable[tuple[int | N
     return check_length
 
 
-def check_model_of(server: ModuleType) -> Callable[..., Awaitable[Any]]:
-    """The error where there is no such model; FastChat's own has no words for having none."""
+def make_check_model(server: ModuleType) -> Callable[..., Awaitable[Any]]:
+    """Return a replacement for FastChat's ``check_model``, which does not report missing workers.
+
+    Args:
+        server: FastChat's API server module.
+    """
 
     async def check_model(request: Any) -> Any:
+        """Return None, or an error response if the model is not served."""
         url = f"{server.app_settings.controller_address}/list_models"
         try:
             models = await server.fetch_remote(url, None, "models")
         except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
             log.warning("the controller does not answer: %r", error)
             models = None
-        if not isinstance(models, list):  # FastChat gives an error as text
-            return server.create_error_response(NO_WORKER[0], "the controller does not answer")
+        if not isinstance(models, list):  # fetch_remote returns errors as strings
+            return server.create_error_response(NO_WORKER, "the controller does not answer")
         if not models:
-            return server.create_error_response(NO_WORKER[0], "no worker has registered")
+            return server.create_error_response(NO_WORKER, "no worker has registered")
         if request.model not in models:
-            message = f"only {', '.join(sorted(models))} allowed here; got {request.model}"
-            return server.create_error_response(NO_MODEL, message)
+            message = f"model must be one of {', '.join(sorted(models))}; got {request.model}"
+            return server.create_error_response(UNKNOWN_MODEL, message)
         return None
 
     return check_model
 
 
-def get_embedding_of(server: ModuleType) -> Callable[..., Awaitable[dict[str, Any]]]:
+def make_get_embedding(server: ModuleType) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return a replacement for FastChat's ``get_embedding`` that preserves worker errors.
+
+    Args:
+        server: FastChat's API server module.
+    """
+
     async def get_embedding(body: dict[str, Any]) -> dict[str, Any]:
         worker = await server.get_worker_address(body["model"])
         return await ask(worker, "worker_get_embeddings", body)
@@ -119,52 +147,68 @@ def get_embedding_of(server: ModuleType) -> Callable[..., Awaitable[dict[str, An
 
 
 async def generate_stream(params: dict[str, Any], worker: str) -> AsyncIterator[dict[str, Any]]:
-    """The worker's outputs; the connection, and with it the decoding, ends with the caller."""
-    extras = EXTRAS.get() or Extras()
-    index = len(extras.outputs)
-    extras.outputs.append({})
+    """Stream a worker's outputs; closing the iterator cancels the decoding.
+
+    Args:
+        params: The request for the worker.
+        worker: The worker's URL.
+
+    Yields:
+        Outputs, which are recorded in the request's context. If the worker cannot be reached or
+        rejects the request, the last output has an error code.
+    """
+    context = REQUEST_CONTEXT.get() or RequestContext()
+    index = len(context.outputs)
+    context.outputs.append({})
     seed = params.get("seed")
-    if type(seed) is int and 0 <= seed < 2**63:  # or every choice would be the same
+    if type(seed) is int and 0 <= seed < 2**63:  # with the same seed all choices would be equal
         params = {**params, "seed": (seed + index) % 2**63}
     try:
         async with (
             _client() as client,
-            client.stream("POST", f"{worker}/worker_generate_stream", json=params) as reply,
+            client.stream("POST", f"{worker}/worker_generate_stream", json=params) as response,
         ):
             rest = b""
-            async for data in reply.aiter_raw():
-                *whole, rest = (rest + data).split(b"\0")
-                for part in whole:
+            async for data in response.aiter_raw():
+                *parts, rest = (rest + data).split(b"\0")
+                for part in parts:
                     output = json.loads(part)
-                    extras.outputs[index] = output
-                    pending = extras.pending.setdefault(index, {})
+                    context.outputs[index] = output
+                    pending = context.pending_logprobs.setdefault(index, {})
                     for name, values in (output.get("logprobs") or {}).items():
                         pending.setdefault(name, []).extend(values)
                     yield output
-            if rest:  # a refusal, which is one JSON object and no stream
+            if rest:  # an error response: one JSON object, not a stream
                 yield json.loads(rest)
     except httpx.HTTPError as error:
         log.warning("the worker %s does not answer: %r", worker, error)
-        yield {**WORKER_GONE}
+        yield {**WORKER_UNREACHABLE}
 
 
 async def generate(params: dict[str, Any], worker: str) -> dict[str, Any]:
-    """The worker's last output, with the log-probabilities of all.
+    """Return a worker's last output with the log-probabilities of all outputs.
 
-    FastChat's server calls this for all of a request's choices at once. They go one after the
-    other, or one request would take many places in the worker's line, and more than there are; and
-    once one is refused, the rest is not decoded for nothing.
+    FastChat's server calls this for all choices of a request concurrently. They are generated one
+    after the other, so that one request does not fill the worker's queue; after an error the
+    remaining choices are skipped.
+
+    Args:
+        params: The request for the worker.
+        worker: The worker's URL.
     """
-    extras = EXTRAS.get() or Extras()
-    async with extras.turn:
-        if extras.refusal:
-            return extras.refusal
+    context = REQUEST_CONTEXT.get() or RequestContext()
+    async with context.turn:
+        if context.error:
+            return context.error
         logprobs: dict[str, list[Any]] = {}
-        output: dict[str, Any] = {"text": "the worker said nothing", "error_code": 50001}
+        output: dict[str, Any] = {
+            "text": "the worker returned no output",
+            "error_code": INTERNAL_ERROR,
+        }
         async for output in generate_stream(params, worker):
             for name, values in (output.get("logprobs") or {}).items():
                 logprobs.setdefault(name, []).extend(values)
         output["logprobs"] = logprobs or None
         if output["error_code"]:
-            extras.refusal = output
+            context.error = output
         return output

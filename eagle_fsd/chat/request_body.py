@@ -1,0 +1,140 @@
+"""Read request bodies within bounds on size, time and nesting.
+
+Imports neither torch nor transformers, so that the API server starts without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterable
+from typing import Any
+
+#: Maximum depth of nested lists and objects.
+MAX_NESTING = 32
+#: Maximum number of seconds that a client may take to send a request body.
+BODY_TIMEOUT = 30.0
+#: Maximum number of characters in an error message, which may quote the request.
+MAX_ERROR_LENGTH = 500
+
+
+class RequestError(ValueError):
+    """The request is invalid or asks for something unsupported.
+
+    Args:
+        message: The error message, which is truncated by :func:`shorten`.
+        code: :attr:`INVALID`, :attr:`OUT_OF_RANGE` or :attr:`CONTEXT`.
+
+    Attributes:
+        code: The error's code in ``fastchat.constants.ErrorCode``.
+    """
+
+    INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
+
+    def __init__(self, message: str, code: int = OUT_OF_RANGE) -> None:
+        super().__init__(shorten(message))
+        self.code = code
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the size limit."""
+
+
+class BodyTimeoutError(RequestError):
+    """The request body did not arrive in time."""
+
+
+def shorten(message: str) -> str:
+    """Truncate an error message to :data:`MAX_ERROR_LENGTH` characters.
+
+    Args:
+        message: The message, which may quote a request of any size.
+    """
+    if len(message) <= MAX_ERROR_LENGTH:
+        return message
+    return f"{message[: MAX_ERROR_LENGTH - 4]} ..."
+
+
+async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: int) -> bytes:
+    """Collect a request body.
+
+    Args:
+        chunks: The body as it arrives.
+        content_length: The Content-Length header, or an empty string. If it exceeds the limit, the
+            body is not read.
+        limit: Maximum size in bytes.
+
+    Raises:
+        BodyTooLargeError: The body is larger than ``limit``.
+        BodyTimeoutError: The body was not complete after :data:`BODY_TIMEOUT` seconds.
+    """
+    too_large = BodyTooLargeError(f"the request body exceeds {limit} bytes")
+    if _declares_more(content_length, limit):
+        raise too_large
+
+    async def collect() -> bytes:
+        data = bytearray()
+        async for chunk in chunks:
+            data += chunk
+            if len(data) > limit:
+                raise too_large
+        return bytes(data)
+
+    try:
+        return await asyncio.wait_for(collect(), BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        message = f"the request body was not complete after {BODY_TIMEOUT:g} s"
+        raise BodyTimeoutError(message) from None
+
+
+def _declares_more(content_length: str, limit: int) -> bool:
+    """Return whether a Content-Length header, which need not be a number, exceeds the limit."""
+    digits = content_length.strip()
+    return digits.isdecimal() and (len(digits) > 18 or int(digits) > limit)
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """Parse a request body.
+
+    Args:
+        data: The body.
+
+    Returns:
+        A JSON object with finite numbers, valid Unicode strings and bounded nesting.
+
+    Raises:
+        RequestError: The body is not such an object.
+    """
+    try:
+        value = json.loads(data, parse_constant=_finite, parse_float=_finite)
+    except RecursionError as error:
+        raise RequestError("the request is nested too deeply", RequestError.INVALID) from error
+    except ValueError as error:
+        raise RequestError("the request is not valid JSON", RequestError.INVALID) from error
+    if not isinstance(value, dict):
+        raise RequestError("the request is not a JSON object", RequestError.INVALID)
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [child for item in level for child in _children(item)]
+    if level:
+        raise RequestError("the request is nested too deeply", RequestError.INVALID)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # tokenizers and responses cannot represent it
+        message = "the request contains a lone surrogate, which is not a character"
+        raise RequestError(message, RequestError.INVALID) from error
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a valid JSON number")
+    return value
+
+
+def _children(value: Any) -> list[Any]:
+    """List the lists and objects directly inside a list or an object."""
+    items = value.values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, (dict, list))]

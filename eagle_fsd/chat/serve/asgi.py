@@ -1,0 +1,63 @@
+"""Types and helpers for ASGI applications without a framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def send_json(send: Send, status: int, body: dict[str, Any]) -> None:
+    """Send a complete JSON response.
+
+    Args:
+        send: The ASGI ``send`` of the request.
+        status: HTTP status.
+        body: The response.
+    """
+    data = json.dumps(body, ensure_ascii=False).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def body_chunks(receive: Receive) -> AsyncIterator[bytes]:
+    """Iterate over a request body as it arrives.
+
+    Args:
+        receive: The ASGI ``receive`` of the request.
+
+    Raises:
+        ClientDisconnectedError: The client disconnected before the end of the body.
+    """
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+def replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a ``receive`` that delivers a body that has already been read.
+
+    Args:
+        body: The body.
+        receive: Called after the body has been delivered.
+    """
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replay

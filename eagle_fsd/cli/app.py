@@ -1,0 +1,72 @@
+"""The list of commands, and the conversion of errors to messages and exit statuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from cyclopts import CycloptsError
+from pydantic import ValidationError
+
+from eagle_fsd import __version__
+from eagle_fsd.cli import serve, train
+from eagle_fsd.cli.bench import bench
+from eagle_fsd.cli.calibrate import calibrate
+from eagle_fsd.cli.chat import chat
+from eagle_fsd.cli.console import fail
+from eagle_fsd.cli.demo import demo
+from eagle_fsd.cli.evaluate import evaluate
+from eagle_fsd.cli.generate import generate
+from eagle_fsd.cli.parsing import root_command, usage_message
+from eagle_fsd.cli.sweep import sweep
+from eagle_fsd.train.training_folder import TrainingError
+from eagle_fsd.utils.options import OptionsError, validation_message
+
+#: Exit status after Ctrl-C: 128 plus the signal's number, as in shells.
+INTERRUPTED = 130
+
+app = root_command("eagle-fsd", "Fuzzy speculative decoding with EAGLE-2 draft trees.", __version__)
+app.add(demo, generate, chat, serve.app, evaluate, sweep, calibrate, train.app, bench)
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names.
+
+    Exit status: 0 on success, 2 for a usage error, 130 after Ctrl-C, and 1 for any other error.
+    Expected errors are printed as one line on standard error, unexpected ones as a traceback.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # transformers reads these when a command imports it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    words = sys.argv[1:]
+    try:
+        app(words)
+    except (CycloptsError, OptionsError) as error:
+        command = " ".join(("eagle-fsd", *app.parse_commands(words)[0]))
+        fail(f"{usage_message(error)} (see {command} --help)", 2)
+    except KeyboardInterrupt:
+        fail("stopped", INTERRUPTED)
+    except ValidationError as error:
+        fail(validation_message(error), 1)
+    except (ValueError, FloatingPointError, OSError, TrainingError) as error:
+        fail(error, 1)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fail("out of memory; reduce the batch, or use a smaller model or dtype", 1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the memory of the GPU or of the machine was exhausted.
+
+    Args:
+        error: The exception.
+    """
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's; torch may not be imported
+        or "DefaultCPUAllocator: can't allocate memory" in str(error)
+        or "DefaultCPUAllocator: not enough memory" in str(error)
+    )

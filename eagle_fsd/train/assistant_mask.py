@@ -1,0 +1,124 @@
+"""Tokenize a chat and mark the tokens that the assistant generates.
+
+The assistant's turns are located in the formatted text by rendering the chat up to each turn, and
+mapped to tokens by character offsets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.train.chat_file import Chat
+from eagle_fsd.utils.chat_templates import ChatTemplate
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """The tokens of a chat.
+
+    Attributes:
+        ids: Token ids.
+        assistant_mask: For each token, whether the assistant generates it, including end-of-turn
+            tokens.
+        truncated: Whether the chat was longer than the limit.
+    """
+
+    ids: list[int]
+    assistant_mask: list[bool]
+    truncated: bool = False
+
+
+def encode_chat(
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: ChatTemplate,
+    max_length: int | None = None,
+) -> EncodedChat:
+    """Tokenize a chat and mark the assistant's tokens.
+
+    Args:
+        chat: The messages.
+        tokenizer: The target's tokenizer, a fast one.
+        chat_template: How the chat is formatted.
+        max_length: Maximum number of tokens to keep; default: no limit.
+
+    Raises:
+        ValueError: The template rejects the chat, an assistant turn cannot be located, or the
+            tokenizer is not a fast one.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"training needs a fast tokenizer; {type(tokenizer).__name__} is not one")
+    text, spans = assistant_spans(chat, chat_template, tokenizer.bos_token)
+    encoded = tokenizer(
+        text, add_special_tokens=chat_template.adds_special_tokens, return_offsets_mapping=True
+    )
+    starts = [start for start, _ in spans]
+    mask = []
+    for first, last in encoded["offset_mapping"]:
+        span = bisect_right(starts, first) - 1
+        mask.append(first < last and span >= 0 and first < spans[span][1])
+    ids = encoded["input_ids"]
+    truncated = max_length is not None and len(ids) > max_length
+    return EncodedChat(ids[:max_length], mask[:max_length], truncated)
+
+
+def assistant_spans(
+    chat: Chat, chat_template: ChatTemplate, bos_token: str | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Format a chat and locate the assistant's turns in the text.
+
+    A span starts after the generation prompt and includes the end-of-turn token. It excludes
+    whitespace and beginning-of-sequence tokens that some templates add after a turn.
+
+    Args:
+        chat: The messages.
+        chat_template: How the chat is formatted.
+        bos_token: The tokenizer's beginning-of-sequence token, if it has one.
+
+    Returns:
+        The text, and the (start, end) character offsets of each assistant turn.
+
+    Raises:
+        ValueError: The template rejects the chat, or changes a turn so that it cannot be located.
+    """
+    text = chat_template.render(chat)
+    spans = []
+    for index, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        prompt = chat_template.render(chat[:index], add_generation_prompt=True)
+        prefix = chat_template.render(chat[: index + 1])
+        if text.startswith(prefix) and prefix.startswith(prompt):
+            start, end = len(prompt), len(prefix)
+        else:
+            start, end = _find_rewritten_turn(chat, index, text, prefix, chat_template)
+        turn = text[start:end].rstrip()
+        while bos_token and turn.endswith(bos_token):
+            turn = turn.removesuffix(bos_token).rstrip()
+        spans.append((start, start + len(turn)))
+    return text, spans
+
+
+def _find_rewritten_turn(
+    chat: Chat, index: int, text: str, prefix: str, chat_template: ChatTemplate
+) -> tuple[int, int]:
+    """Locate a turn that the template formats differently if other turns follow.
+
+    The turn's content is searched for after the text of the earlier turns and before the content of
+    the next turn.
+    """
+    content = chat[index]["content"].strip()
+    before = chat_template.render(chat[:index])
+    pairs = enumerate(zip(text, before, strict=False))
+    begin = next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
+    limit = text.find(chat[index + 1]["content"], begin) if index + 1 < len(chat) else len(text)
+    start = text.find(content, begin, limit if limit >= 0 else len(text))
+    if not content or start < 0:
+        raise ValueError(f"turn {index + 1} cannot be located in the formatted chat")
+    end = start + len(content)
+    # The end-of-turn token, as the template writes it after the last turn of a chat.
+    closing = prefix[prefix.rfind(content) + len(content) :].rstrip()
+    return start, end + len(closing) if text.startswith(closing, end) else end

@@ -1,0 +1,122 @@
+"""A target with the tokenizer and the chat template that encode its chats."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.chat_file import ChatFile
+from eagle_fsd.train.dataset import ChatDataset
+from eagle_fsd.utils.chat_templates import ChatTemplate, load_chat_template
+from eagle_fsd.utils.progress import Progress
+
+log = logging.getLogger(__name__)
+
+#: Chats that are encoded on opening a file; if the template rejects all of them, opening fails.
+TRIAL_CHATS = 20
+
+
+@dataclass
+class LoadedTarget:
+    """A target with its tokenizer and chat template.
+
+    Attributes:
+        name: The target's folder or Hub name; ``bundled`` for the bundled target.
+        target: The target, frozen.
+        tokenizer: The target's tokenizer.
+        chat_template: How chats are formatted.
+        chat_template_name: The FastChat template's name; None for the tokenizer's own template.
+    """
+
+    name: str
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: ChatTemplate
+    chat_template_name: str | None = None
+
+    @classmethod
+    def load(
+        cls,
+        options: TargetOptions,
+        device: str | torch.device | None = None,
+        token: str | None = None,
+    ) -> LoadedTarget:
+        """Load a target and its tokenizer.
+
+        Args:
+            options: The target, its dtype and the chat template.
+            device: Device to load the target on; default: the GPU if there is one.
+            token: Access token for the Hub.
+
+        Raises:
+            LoadError: Files are missing or damaged.
+            ValueError: The template, the dtype or the device does not exist.
+        """
+        path = options.target or BUNDLED_TARGET
+        tokenizer = load_tokenizer(path, token)
+        # Before the weights, so that an unknown template is reported at once.
+        chat_template = load_chat_template(tokenizer, options.chat_template)
+        model = load_target(path, options.dtype, device, token=token)
+        target = Target(model.requires_grad_(False).eval())
+        name = "bundled" if str(path) == str(BUNDLED_TARGET) else str(path)
+        return cls(name, target, tokenizer, chat_template, options.chat_template)
+
+    def open_chats(
+        self,
+        path: str | Path,
+        max_length: int | None = None,
+        progress: Progress | None = None,
+    ) -> ChatDataset:
+        """Open a chat file as a dataset encoded for this target.
+
+        Args:
+            path: The chat file.
+            max_length: Maximum number of tokens per chat; default and limit: the target's context
+                length.
+            progress: Called with the bytes read and the size of the file.
+
+        Raises:
+            ValueError: No chat is valid, or the template rejects the first :data:`TRIAL_CHATS`.
+            OSError: The file cannot be read.
+        """
+        file = ChatFile(path, progress)
+        if file.skipped:
+            first = "; ".join(map(str, file.skipped_records[:3]))
+            log.warning("%s: skipped %d malformed records (%s)", path, file.skipped, first)
+        length = self._clamp_length(max_length)
+        data = ChatDataset(file, self.tokenizer, self.chat_template, length)
+        errors = [data[index].error for index in range(min(TRIAL_CHATS, len(data)))]
+        if all(errors):
+            raise ValueError(f"the chat template fits none of the chats: {errors[0]}")
+        return data
+
+    def fingerprint(self, path: str | Path, max_length: int | None = None) -> dict[str, Any]:
+        """Return everything that the encoded chats depend on.
+
+        Trainings, stored features and rewritten chats store this fingerprint and resume only if it
+        is unchanged.
+
+        Args:
+            path: The chat file.
+            max_length: As for :meth:`open_chats`.
+        """
+        return {
+            "data": str(path),
+            "bytes": Path(path).stat().st_size,
+            "target": self.name,
+            "template": self.chat_template_name,
+            "max_length": self._clamp_length(max_length),
+        }
+
+    def _clamp_length(self, max_length: int | None) -> int:
+        context_length = self.target.context_length
+        return context_length if max_length is None else min(max_length, context_length)

@@ -1,0 +1,49 @@
+"""Measure a pair with ``eagle-fsd evaluate``, in a subprocess."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_NEW_TOKENS = 256
+
+
+def measure(
+    target: Path, head: Path, count: int, methods: Sequence[str], *options: object
+) -> dict[str, dict[str, Any]]:
+    """Answer unseen problems greedily in float32, and report accepted length and accuracy.
+
+    Args:
+        target: Folder of the target.
+        head: Folder of its draft head.
+        count: Number of problems.
+        methods: Methods of ``eagle-fsd evaluate``.
+        *options: Further options of ``eagle-fsd evaluate``.
+
+    Returns:
+        The report's row of each method.
+
+    Raises:
+        subprocess.CalledProcessError: The evaluation failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "eagle_fsd.cli", "evaluate", "bundled", "--json"]
+        arguments = {
+            "--target": target,
+            "--head": head,
+            "--count": count,
+            "--out": folder,
+            "--dtype": "float32",
+            "--batch": 16,
+            "--max-new-tokens": MAX_NEW_TOKENS,
+        }
+        for option, value in arguments.items():
+            command += [option, str(value)]
+        command += ["--method", *methods, *map(str, options)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {row["method"]: row for row in json.loads(output)["rows"]}

@@ -1,0 +1,192 @@
+"""The folder of a training: configuration, checkpoints, metrics, and finally the head.
+
+::
+
+    recipe.json            the configuration and the fingerprint of the data
+    metrics.jsonl          a line for every logged step and every validation
+    checkpoints/step-N/    the newest two checkpoints
+    tensorboard/           the metrics as TensorBoard events
+    config.json, model.safetensors, README.md, curves.png, training.json    at the end
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from eagle_fsd.train.config import TrainConfig
+from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl
+from eagle_fsd.utils.text import one_line
+
+CONFIG_FILE = "recipe.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MAX_CHECKPOINTS = 2
+#: Options that may change when a training resumes: they do not affect the result.
+RESUMABLE_CHANGES = ("validate_every", "checkpoint_every", "log_every", "workers", "compile")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot continue; the message names the cause and the checkpoint that is kept."""
+
+
+class TrainingFolder:
+    """A training's folder.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder holds a training."""
+        return (self.path / CONFIG_FILE).is_file()
+
+    def prepare(
+        self,
+        config: TrainConfig,
+        fingerprint: dict[str, Any],
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        """Create the folder, or check that its training can resume, and write the configuration.
+
+        Args:
+            config: The hyperparameters.
+            fingerprint: Fingerprint of the data, which a resumed training must share.
+            resume: Resume from the newest checkpoint, if there is one.
+            overwrite: Delete an earlier training.
+
+        Raises:
+            ValueError: The folder is not empty and neither ``resume`` nor ``overwrite`` is set, it
+                holds something other than a training, or its training has other options or data.
+        """
+        content = {"recipe": config.model_dump(), "data": fingerprint}
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if not (resume or overwrite):
+                raise ValueError(f"{self.path} exists; add --resume or --overwrite")
+            if not self.exists:
+                raise ValueError(f"{self.path} exists and holds no training; choose another folder")
+            if overwrite:
+                shutil.rmtree(self.path)
+            else:
+                self._check_resumable(content)
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write(self.path / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
+
+    def _check_resumable(self, content: dict[str, Any]) -> None:
+        before = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+        changed = [
+            f"{name} was {before[part].get(name)!r}, is {value!r}"
+            for part in ("recipe", "data")
+            for name, value in content[part].items()
+            if before[part].get(name) != value and name not in RESUMABLE_CHANGES
+        ]
+        if changed and self.newest_checkpoint() is not None:
+            raise ValueError(f"{self.path} cannot be resumed: {'; '.join(changed)}")
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint.
+
+        Args:
+            step: Optimizer steps done.
+        """
+        return self.path / CHECKPOINTS / f"step-{step}"
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the newest complete checkpoint, or None."""
+        return max((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step, default=None)
+
+    def write_checkpoint(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        is_main: bool = True,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a checkpoint and keep the newest :data:`MAX_CHECKPOINTS`. Every process calls this.
+
+        Args:
+            step: Optimizer steps done.
+            write: Writes this process's part into the folder passed to it.
+            is_main: Whether this process creates, renames and deletes folders.
+            wait: Returns once every process has called it.
+
+        Raises:
+            TrainingError: The checkpoint could not be written; earlier ones are kept.
+        """
+        temporary = self.path / CHECKPOINTS / f"writing-{step}"
+        try:
+            if is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            wait()
+            write(temporary)
+            wait()
+            if is_main and not self.checkpoint(step).exists():
+                temporary.replace(self.checkpoint(step))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise TrainingError(
+                f"the checkpoint of step {step} could not be written ({one_line(error)});"
+                f" {self.describe_newest_checkpoint()}"
+            ) from error
+        if is_main:
+            found = sorted((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step)
+            for old in found[:-MAX_CHECKPOINTS]:
+                shutil.rmtree(old)
+        wait()
+
+    def describe_newest_checkpoint(self) -> str:
+        """Describe the checkpoint that is kept, for error messages."""
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {checkpoint_step(newest)} is kept"
+
+    # -- metrics -----------------------------------------------------------------------------------
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Append a line of metrics.
+
+        Args:
+            metrics: Values by name, including ``kind`` and ``step``.
+        """
+        append_line(self.path / METRICS_FILE, json.dumps(metrics))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics so far."""
+        path = self.path / METRICS_FILE
+        return read_jsonl(path) if path.exists() else []
+
+    def rewind_metrics(self, step: int) -> None:
+        """Delete the metrics after a step, because a resumed training writes them again.
+
+        Args:
+            step: Optimizer steps done.
+        """
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        content = "".join(json.dumps(line) + "\n" for line in kept)
+        atomic_write(self.path / METRICS_FILE, content)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of optimizer steps done at a checkpoint.
+
+    Args:
+        checkpoint: A folder named ``step-N``.
+    """
+    return int(checkpoint.name.removeprefix("step-"))

@@ -1,0 +1,106 @@
+"""Validate on held-out chats: losses, and accepted length and divergences of exact decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.dataset import Batch
+from eagle_fsd.train.features import batch_features
+from eagle_fsd.train.losses import HeadLosses
+
+#: Number of new tokens decoded per prompt to measure tau.
+MAX_NEW_TOKENS = 64
+
+
+@torch.no_grad()
+def validation_losses(
+    losses: HeadLosses, target: Target, batches: Iterable[Batch]
+) -> dict[str, float]:
+    """Compute mean losses over the held-out positions, without noise.
+
+    Args:
+        losses: The head and its losses.
+        target: The target.
+        batches: The held-out chats.
+
+    Returns:
+        The mean of each value that :meth:`HeadLosses.forward` returns.
+    """
+    sums: dict[str, float] = {}
+    positions = 0
+    for cpu_batch in batches:
+        batch = cpu_batch.to(losses.head.device)
+        features = batch_features(target, batch).to(losses.head.dtype)
+        result = losses(features[:, :-1], batch.ids[:, 1:], features[:, 1:], batch.loss_mask)
+        for name, value in result.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+        positions += int(batch.loss_mask.sum())
+    return {name: value / max(1, positions) for name, value in sums.items()}
+
+
+def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:
+    """Return the prompt before the first assistant turn of each chat.
+
+    Args:
+        batches: The held-out chats.
+        count: Maximum number of prompts.
+
+    Returns:
+        For each prompt, ``[S]`` token ids.
+    """
+    prompts: list[Tensor] = []
+    for batch in batches:
+        for ids, mask in zip(batch.ids, batch.assistant_mask, strict=True):
+            length = int(mask.int().argmax())
+            if length > 0 and len(prompts) < count:
+                prompts.append(ids[:length])
+    return prompts
+
+
+def decode_validation(head: EagleHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
+    """Measure accepted length and divergences of exact greedy decoding.
+
+    Args:
+        head: The head, in the target's dtype.
+        target: The target.
+        prompts: For each prompt, ``[S]`` token ids.
+
+    Returns:
+        ``tau``, the mean accepted length (tokens emitted per target pass; None without prompts),
+        and ``js_by_depth``, the mean Jensen-Shannon divergence at accepted nodes by depth, in nats.
+    """
+    model = EagleFSD(target.model, head)
+    probe = DivergenceProbe()
+    tokens = steps = 0
+    for prompt in prompts:
+        output = model.generate(
+            prompt[None].to(target.device),
+            torch.ones_like(prompt[None]),
+            max_new_tokens=MAX_NEW_TOKENS,
+            rule=probe,
+        )
+        tokens, steps = tokens + output.stats.tokens, steps + output.stats.steps
+    return {
+        "tau": tokens / steps if steps else None,
+        "js_by_depth": _mean_js_by_depth(probe.records),
+    }
+
+
+def _mean_js_by_depth(records: Sequence[ProbeRecord]) -> list[float]:
+    """Average the divergence at accepted nodes by depth, the root (depth 0) first."""
+    if not any(len(record.depths) for record in records):
+        return []
+    depths = torch.cat([record.depths for record in records])
+    values = torch.cat([record.divergences["js"] for record in records]).double()
+    sums = torch.zeros(int(depths.max()) + 1, dtype=torch.float64, device=depths.device)
+    sums = sums.scatter_add(0, depths, values)
+    means: list[float] = (sums / depths.bincount()).tolist()
+    return means

@@ -1,0 +1,102 @@
+"""Write files so that an interrupted process never leaves a damaged one behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Replace a file only once its new content is complete.
+
+    Args:
+        path: The file to create or replace. Its folder must exist.
+
+    Yields:
+        A temporary path in the same folder to write to. On success it is flushed to disk and
+        renamed to ``path``; on an exception it is removed and ``path`` stays as it was. Its name
+        ends in ``.tmp``, whatever the extension of ``path``.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """Create or replace a file in one step.
+
+    Args:
+        path: The file. Its folder must exist.
+        content: The new content; a string is encoded as UTF-8, its line ends unchanged.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append a line to a file and flush it to disk.
+
+    Args:
+        path: The file, created if missing. Its folder must exist.
+        line: The line without its newline character.
+    """
+    with Path(path).open("ab") as file:
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: str | Path) -> list[Any]:
+    """Read the complete lines of a JSON Lines file.
+
+    Blank lines are skipped, and so is a last line without a newline character: another process may
+    still be writing it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The value of each line.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A complete line is not JSON; the message names the line.
+    """
+    # Split bytes, not decoded text: a partial line may end inside a character, and
+    # str.splitlines() also splits at separators such as U+2028 that JSON strings may contain.
+    values = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON") from error
+    return values
+
+
+def truncate_partial_line(path: str | Path) -> None:
+    """Remove a last line that an interrupted process left without a newline character.
+
+    Args:
+        path: The file; may be missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        with path.open("r+b") as file:
+            file.truncate(complete)

@@ -1,0 +1,35 @@
+"""The bundled pair and one group of servers for all tests of the session.
+
+Modules that use the servers are marked with ``xdist_group("servers")``, so that one worker process
+runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from processes import MAX_WAITING, Servers
+
+from eagle_fsd import EagleFSD
+
+
+@pytest.fixture(scope="session")
+def model() -> EagleFSD:
+    """The bundled pair; tests that change it restore it."""
+    return EagleFSD.from_pretrained()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """Servers that tests leave as they find them."""
+    servers = Servers("--queue", str(MAX_WAITING))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture(scope="session")
+def client(servers: Servers) -> openai.OpenAI:
+    """An OpenAI client of the servers."""
+    return servers.client()

@@ -1,0 +1,38 @@
+"""Prompts, requests and reference answers of the bundled pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.requests import read_request
+from eagle_fsd.chat.session import AnswerRequest
+from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.utils.chat_templates import Chat, encode_prompt, load_chat_template
+
+HELLO: Chat = [{"role": "user", "content": "Hello!"}]
+ENCODED_HELLO = encode_chat(HELLO)
+#: Parameters of a worker request: greedy and lossless.
+GREEDY = {"prompt": ENCODED_HELLO, "temperature": 0, "max_new_tokens": 64, "fsd": {"threshold": 0}}
+
+
+def tokenize(model: EagleFSD, chat: Chat = HELLO) -> Tensor:
+    """Return a chat's ``[1, S]`` token ids."""
+    return encode_prompt(chat, model.tokenizer, load_chat_template(model.tokenizer))
+
+
+def reference(model: EagleFSD, chat: Chat = HELLO, **options: Any) -> str:
+    """Return the answer of :meth:`EagleFSD.generate` to a chat; greedy and lossless by default."""
+    ids = tokenize(model, chat)
+    out = model.generate(ids, **{"max_new_tokens": 64, "threshold": 0.0, **options})
+    text: str = model.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def request(model: EagleFSD, limits: Limits | None = None, **params: Any) -> AnswerRequest:
+    """Read a request with these parameters in addition to :data:`GREEDY`."""
+    template = load_chat_template(model.tokenizer)
+    return read_request({**GREEDY, **params}, model, template, limits or Limits())

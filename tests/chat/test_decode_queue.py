@@ -1,0 +1,279 @@
+"""The request queue: order, cancellation, a full queue, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prompts import HELLO, reference, request
+
+from eagle_fsd import EagleFSD, Origin
+from eagle_fsd.chat.decode_queue import (
+    DecodeObserver,
+    DecodeQueue,
+    DecodingError,
+    Job,
+    Outcome,
+    QueueFullError,
+    Update,
+)
+from eagle_fsd.chat.wire_format import encode_chat
+
+#: Options of an answer that nobody waits to see the end of.
+LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
+
+
+class Recorder(DecodeObserver):
+    """Records the events of a queue."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.tokens: list[int] = []
+        self.finished: list[Outcome] = []
+
+    def request_started(self, waited: float) -> None:
+        self.started += 1
+
+    def step_finished(self, seconds: float, tokens: int) -> None:
+        self.tokens.append(tokens)
+
+    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+        self.finished.append(outcome)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def queue(model: EagleFSD, recorder: Recorder) -> Iterator[DecodeQueue]:
+    queue = DecodeQueue(model, max_waiting=4, observer=recorder)
+    yield queue
+    queue.close()
+    assert not queue.alive
+
+
+async def collect(job: Job) -> list[Update]:
+    return [update async for update in job.updates() if update is not None]
+
+
+def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(work(), 120))
+
+
+def test_answers_are_those_of_generate(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    async def work() -> list[Update]:
+        return await collect(queue.submit(request(model)))
+
+    updates = run(work)
+    last = updates[-1]
+    assert last.text == reference(model)
+    assert "".join(piece.text for update in updates for piece in update.pieces) == last.text
+    assert last.finish_reason == "stop"
+    assert all(update.finish_reason is None for update in updates[:-1])
+    assert last.usage["completion_tokens"] == sum(len(update.pieces) for update in updates)
+    assert last.usage["total_tokens"] == sum(
+        last.usage[key] for key in ("prompt_tokens", "completion_tokens")
+    )
+    assert last.stats["fuzzy_tokens"] == 0
+    assert last.stats["tau"] > 2
+    assert len(queue) == 0
+    assert (recorder.started, recorder.finished) == (1, ["ended"])
+    assert sum(recorder.tokens) == last.usage["completion_tokens"]
+
+
+def test_requests_are_answered_in_order(model: EagleFSD, queue: DecodeQueue) -> None:
+    order: list[int] = []
+
+    async def answer(number: int, job: Job) -> str:
+        text = (await collect(job))[-1].text
+        order.append(number)
+        return text
+
+    async def work() -> list[str]:
+        release = threading.Event()
+        blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
+        await asyncio.sleep(0)
+        jobs = [queue.submit(request(model)) for _ in range(4)]
+        assert len(queue) == 5
+        release.set()
+        assert await blocking
+        return await asyncio.gather(*(answer(number, job) for number, job in enumerate(jobs)))
+
+    assert set(run(work)) == {reference(model)}
+    assert order == [0, 1, 2, 3]
+
+
+def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> None:
+    """One request is decoded and four wait; the first may still wait when the sixth arrives."""
+
+    async def work() -> None:
+        jobs: list[Job] = []
+
+        def fill() -> None:
+            for _ in range(20):
+                jobs.append(queue.submit(request(model, **LONG)))
+
+        with pytest.raises(QueueFullError, match="4 requests are waiting; try again later"):
+            fill()
+        assert 4 <= len(jobs) <= 6
+        for job in jobs:
+            job.cancel()
+        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+
+    run(work)
+
+
+def test_closing_the_iterator_cancels_the_job(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    async def work() -> None:
+        updates = queue.submit(request(model, **LONG)).updates()
+        await anext(updates)
+        await updates.aclose()
+        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+
+    run(work)
+    assert recorder.finished == ["cancelled", "ended"]
+    assert len(queue) == 0
+
+
+def test_cancelled_requests_leave_the_queue(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    async def work() -> None:
+        first = queue.submit(request(model, **LONG))
+        waiting = request(model)
+        for _ in range(50):
+            queue.submit(waiting).cancel()
+        assert len(queue) <= 2
+        assert len(queue._waiting) <= 2
+        first.cancel()
+        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+
+    run(work)
+    assert recorder.finished.count("cancelled") == 51
+
+
+def test_cancelled_calls_are_told(queue: DecodeQueue) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def endless(cancelled: Callable[[], bool]) -> None:
+        started.set()
+        while not cancelled():
+            time.sleep(0.001)
+        ended.set()
+
+    async def work() -> None:
+        task = asyncio.create_task(queue.call(endless))
+        await asyncio.to_thread(started.wait, 60)
+        task.cancel()
+        assert await asyncio.to_thread(ended.wait, 60)
+        assert await queue.call(lambda _: 7) == 7
+        assert len(queue) == 0
+
+    run(work)
+
+
+def test_failure_affects_one_request(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        forward = model.target.forward_tree
+        monkeypatch.setattr(model.target, "forward_tree", lambda *_: 1 / 0)
+        with pytest.raises(DecodingError, match="decoding failed: division by zero"):
+            await collect(queue.submit(request(model)))
+        monkeypatch.setattr(model.target, "forward_tree", forward)
+        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+
+    run(work)
+    assert recorder.finished == ["failed", "ended"]
+
+
+def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:
+    async def work() -> tuple[Update, Update]:
+        first = (await collect(queue.submit(request(model))))[-1]
+        chat = [*HELLO, {"role": "assistant", "content": first.text}]
+        prompt = encode_chat([*chat, {"role": "user", "content": "Hi"}])
+        return first, (await collect(queue.submit(request(model, prompt=prompt))))[-1]
+
+    first, second = run(work)
+    assert first.stats["prefilled_tokens"] == first.usage["prompt_tokens"] - 1
+    assert second.stats["prefilled_tokens"] < second.usage["prompt_tokens"] - 15
+
+
+def test_baseline_leaves_the_prefix_cache_alone(model: EagleFSD, queue: DecodeQueue) -> None:
+    fsd = request(model)
+
+    async def work() -> list[Update]:
+        requests = [fsd, replace(fsd, method="ar"), fsd]
+        return [(await collect(queue.submit(item)))[-1] for item in requests]
+
+    first, baseline, last = run(work)
+    assert first.text == baseline.text == last.text
+    assert baseline.stats["tau"] == 1.0
+    assert baseline.stats["prefilled_tokens"] == first.stats["prefilled_tokens"]
+    assert last.stats["prefilled_tokens"] < 3
+
+
+def test_details_stop_strings_and_echo(model: EagleFSD, queue: DecodeQueue) -> None:
+    text = reference(model)
+    word = text.split()[2]
+
+    async def work() -> tuple[list[Update], list[Update]]:
+        stopped = await collect(queue.submit(request(model, stop=[word], logprobs=2)))
+        raw = request(model, prompt="Hello", echo=True, max_new_tokens=5)
+        return stopped, await collect(queue.submit(raw))
+
+    stopped, raw = run(work)
+    assert stopped[-1].text == text[: text.index(word)]
+    assert stopped[-1].finish_reason == "stop"
+    for piece in (piece for update in stopped for piece in update.pieces):
+        assert piece.detail is not None
+        assert len(piece.detail.top) == 2
+        assert piece.detail.log_prob <= 0
+        assert piece.origin in (Origin.EXACT, Origin.TARGET)
+    assert raw[-1].text.startswith("Hello")
+    assert raw[-1].finish_reason == "length"
+    assert raw[-1].usage["completion_tokens"] == 5
+
+
+def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -> None:
+    async def work() -> list[Update | None]:
+        release = threading.Event()
+        blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
+        await asyncio.sleep(0)
+        seen: list[Update | None] = []
+        async for update in queue.submit(request(model)).updates(heartbeat=0.01):
+            seen.append(update)
+            if len(seen) == 3:
+                release.set()
+        await blocking
+        return seen
+
+    seen = run(work)
+    assert seen[:3] == [None, None, None]
+    assert seen[-1] is not None
+    assert seen[-1].text == reference(model)
+
+
+def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:
+    queue = DecodeQueue(model, max_waiting=4)
+
+    async def work() -> None:
+        async for _ in queue.submit(request(model, **LONG)).updates():
+            await asyncio.to_thread(queue.close)
+            break
+        with pytest.raises(QueueFullError, match="shutting down"):
+            queue.submit(request(model))
+
+    run(work)
+    assert not queue.alive

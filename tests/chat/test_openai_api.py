@@ -1,0 +1,211 @@
+"""``eagle-fsd serve all`` with the current OpenAI client."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import openai
+import pytest
+import torch
+from processes import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, Servers, seconds_until
+from prompts import reference, tokenize
+
+from eagle_fsd import EagleFSD
+
+pytestmark = pytest.mark.xdist_group("servers")
+
+
+def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
+    options = {"temperature": 0, "max_tokens": 128, "extra_body": EXACT, **options}
+    return client.chat.completions.create(model=NAME, messages=messages, **options)
+
+
+def expected(model: EagleFSD, messages: Any = HELLO, **options: Any) -> str:
+    return reference(model, messages, max_new_tokens=128, **options)
+
+
+def test_printed_command_works(servers: Servers, client: openai.OpenAI) -> None:
+    assert f"http://127.0.0.1:{servers.api}/v1" in "".join(servers.lines)
+    assert [item.id for item in client.models.list()] == [NAME]
+    command = servers.lines[-1]
+    output = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
+    assert '"role": "assistant"' in output
+
+
+def test_greedy_text_equals_hugging_face(model: EagleFSD, client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    response = ask(client, messages)
+    ids = tokenize(model, messages)
+    hugging_face = model.model.generate(ids, max_new_tokens=128, do_sample=False)
+    text = model.tokenizer.decode(hugging_face[0, ids.shape[1] :], skip_special_tokens=True)
+    assert response.choices[0].message.content == expected(model, messages) == text
+    assert response.choices[0].finish_reason == "stop"
+    usage = response.usage
+    assert usage.prompt_tokens == ids.shape[1]
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.fuzzy_tokens == 0
+    assert usage.tau > 2
+
+
+def test_requests_set_acceptance_options(model: EagleFSD, client: openai.OpenAI) -> None:
+    messages, fsd = [{"role": "user", "content": QUESTION}], {"threshold": 0.4, "min_ratio": 0.0}
+    response = ask(client, messages, extra_body={"fsd": fsd})
+    assert response.choices[0].message.content == expected(model, messages, **fsd)
+    assert response.usage.fuzzy_tokens > 0
+
+
+def test_streamed_chat(model: EagleFSD, client: openai.OpenAI) -> None:
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(part or "" for part in parts) == expected(model)
+    assert len(parts) > 3
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens > 10
+    assert chunks[-1].usage.tau > 2
+    assert all(chunk.usage is None for chunk in ask(client, stream=True))
+
+
+def test_turns_content_parts_and_system_messages(model: EagleFSD, client: openai.OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": expected(model)}]
+    parts = [{"type": "text", "text": QUESTION[:30]}, {"type": "text", "text": QUESTION[30:]}]
+    joined = f"{QUESTION[:30]}\n{QUESTION[30:]}"
+    response = ask(client, [*messages, {"role": "user", "content": parts}])
+    assert response.choices[0].message.content == expected(
+        model, [*messages, {"role": "user", "content": joined}]
+    )
+    for role in ("system", "developer"):
+        response = ask(client, [{"role": role, "content": "Be good."}, *HELLO])
+        with_system = [{"role": "system", "content": "Be good."}, *HELLO]
+        assert response.choices[0].message.content == expected(model, with_system)
+
+
+def test_completions_and_stop_strings(model: EagleFSD, client: openai.OpenAI) -> None:
+    prompt = "Mia has 8 apples"
+    ids = model.tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=24, threshold=0.0).sequences[0, ids.shape[1] :]
+    text = model.tokenizer.decode(out, skip_special_tokens=True)
+    options: dict[str, Any] = {
+        "model": NAME,
+        "temperature": 0,
+        "max_tokens": 24,
+        "extra_body": EXACT,
+    }
+    assert client.completions.create(prompt=prompt, **options).choices[0].text == text
+    chunks = client.completions.create(prompt=prompt, stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    echoed = client.completions.create(prompt=prompt, echo=True, **options)
+    assert echoed.choices[0].text == prompt + text
+    both = client.completions.create(prompt=[prompt, prompt], **options)
+    assert [choice.text for choice in both.choices] == [text, text]
+    word = text.split()[3]
+    stopped = client.completions.create(prompt=prompt, stop=[word, "never"], **options)
+    assert stopped.choices[0].text == text[: text.index(word)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_seeded_choices_differ_and_repeat(client: openai.OpenAI) -> None:
+    responses = [ask(client, n=2, temperature=1.5, seed=3, max_tokens=48) for _ in range(2)]
+    texts = [[choice.message.content for choice in response.choices] for response in responses]
+    assert len(set(texts[0])) == 2
+    assert texts[0] == texts[1]
+    assert responses[0].usage.completion_tokens > 10
+
+
+def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> None:
+    content = ask(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    ids = tokenize(model)
+    out = model.generate(ids, max_new_tokens=128, threshold=0.0).sequences
+    with torch.no_grad():
+        log_probs = model.model(out).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    own = log_probs.gather(1, out[0, ids.shape[1] :, None])[:, 0].tolist()
+    assert [item.logprob for item in content] == pytest.approx(own, abs=1e-4)
+    assert all(len(item.top_logprobs) == 2 for item in content)
+    streamed = [
+        item.logprob
+        for chunk in ask(client, logprobs=True, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+        for item in chunk.choices[0].logprobs.content
+    ]
+    # The end token has no text and therefore no chunk.
+    assert streamed == pytest.approx(own[: len(streamed)], abs=1e-4)
+    assert len(streamed) >= len(own) - 1
+    completion = client.completions.create(
+        model=NAME, prompt="Mia has", temperature=0, max_tokens=5, logprobs=3
+    )
+    columns = completion.choices[0].logprobs
+    assert completion.usage is not None
+    assert columns is not None
+    assert len(columns.token_logprobs) == completion.usage.completion_tokens
+    assert len(columns.tokens) == completion.usage.completion_tokens
+    assert all(len(top) == 3 for top in columns.top_logprobs)
+
+
+def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
+    response = client.embeddings.create(model=NAME, input=["Hello!", "8 - 3 = 5"])
+    vectors = torch.tensor([item.embedding for item in response.data])
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(2), atol=1e-4)
+    lists = client.embeddings.create(model=NAME, input="Hello!", encoding_format="float")
+    assert lists.data[0].embedding == pytest.approx(vectors[0].tolist(), abs=1e-6)
+    assert response.usage.prompt_tokens > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "other"),
+        ({"temperature": 9}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be an integer in"),
+        ({"n": 99}, openai.BadRequestError, r"n must be an integer in \[1, 16\]; got 99"),
+        ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
+        ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+        ({"messages": []}, openai.BadRequestError, "at least one message"),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            openai.BadRequestError,
+            "role 'tool'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Hello! " * 9000}]},
+            openai.BadRequestError,
+            "tokens",
+        ),
+        ({"stop": [str(number) for number in range(99)]}, openai.BadRequestError, "stop must be"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_their_status(
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    stream: bool,
+    client: openai.OpenAI,
+) -> None:
+    """Also if the response would be a stream: it has not started when it is rejected."""
+    request = {"model": NAME, "messages": HELLO, "extra_body": EXACT, "stream": stream, **options}
+    with pytest.raises(error, match=message) as raised:
+        client.chat.completions.create(**request)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_disconnects_cancel_requests(servers: Servers, client: openai.OpenAI) -> None:
+    endless = {**ENDLESS, "max_tokens": 1900}
+    with ask(client, stream=True, **endless) as stream:
+        next(iter(stream))
+        assert servers.queue_length() == 1
+        next(iter(stream))
+    impatient = client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        ask(impatient, n=16, **endless)
+    assert seconds_until(lambda: servers.queue_length() == 0) < TIMEOUT
+    assert ask(client).choices[0].finish_reason == "stop"
+
+
+def test_taken_port_is_reported_in_one_line(servers: Servers, run: Any) -> None:
+    status, _, errors = run("serve", "all", "--port", servers.api)
+    assert status == 1
+    assert len(errors.splitlines()) == 1
+    assert f"cannot listen on 127.0.0.1:{servers.api}" in errors

@@ -1,0 +1,97 @@
+"""Text of streamed answers: whole characters, and stop strings that span tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.chat.text import Piece, TextStream
+from eagle_fsd.model.loading import load_tokenizer
+from eagle_fsd.model.verify import Origin
+
+TOKENIZER = load_tokenizer(BUNDLED_TARGET)
+
+
+def stream_text(text: str, stop: list[str], step: int = 1) -> tuple[list[str], bool]:
+    """Push a text in steps of some tokens; return what each step yields, and whether it stopped."""
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    stream = TextStream(TOKENIZER, stop)
+    parts = []
+    for start in range(0, len(ids), step):
+        tokens = ids[start : start + step]
+        pieces = stream.push(tokens, [Origin.EXACT] * len(tokens))
+        parts.append("".join(piece.text for piece in pieces))
+        if stream.stopped:
+            break
+    parts.append("".join(piece.text for piece in stream.flush()))
+    return parts, stream.stopped
+
+
+def test_characters_are_never_split() -> None:
+    """The bundled tokenizer spells characters outside its training data in bytes."""
+    parts, stopped = stream_text("5 € 4 = 20 你 ünï", [])
+    assert "".join(parts) == "5 € 4 = 20 你 ünï"
+    assert not any("\ufffd" in part for part in parts)
+    assert parts.count("") >= 5
+    assert not stopped
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three four", ["three"], "one two "),
+        ("one two three four", ["wo th"], "one t"),
+        ("one two three four", ["four", "two"], "one "),
+        ("one two", ["one"], ""),
+        ("one two", ["two three"], "one two"),
+        ("aab aac", ["aac"], "aab "),
+        ("one two", ["", "zzz"], "one two"),
+    ],
+)
+def test_text_ends_before_stop_strings(
+    text: str, stop: list[str], expected: str, step: int
+) -> None:
+    parts, stopped = stream_text(text, stop, step)
+    assert "".join(parts) == expected
+    assert stopped == any(item and item in text for item in stop)
+
+
+@given(
+    text=st.text("ab €", max_size=24),
+    stop=st.lists(st.text("ab €", min_size=1, max_size=4), max_size=3),
+    step=st.integers(1, 4),
+)
+def test_random_text_ends_before_the_first_complete_stop_string(
+    text: str, stop: list[str], step: int
+) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    expected, stopped = TOKENIZER.decode(ids), False
+    for end in range(1, len(ids) + 1):
+        beginning = TOKENIZER.decode(ids[:end])
+        positions = [beginning.find(item) for item in stop if item in beginning]
+        if positions:
+            expected, stopped = beginning[: min(positions)], True
+            break
+    parts, found = stream_text(text, stop, step)
+    assert "".join(parts) == expected
+    assert found == stopped
+
+
+def test_token_that_may_begin_a_stop_string_is_held_back_whole() -> None:
+    ids = TOKENIZER(" there", add_special_tokens=False).input_ids
+    assert len(ids) == 1
+    stream = TextStream(TOKENIZER, ["ere!"])
+    assert stream.push(ids, [Origin.FUZZY]) == []
+    assert stream.flush() == [Piece(" there", ids[0], Origin.FUZZY)]
+    stream = TextStream(TOKENIZER, ["ere"])
+    assert stream.push(ids, [Origin.FUZZY]) == [Piece(" th", ids[0], Origin.FUZZY)]
+    assert stream.flush() == []
+
+
+def test_special_tokens_have_no_text() -> None:
+    stream = TextStream(TOKENIZER)
+    (piece,) = stream.push([TOKENIZER.eos_token_id], [Origin.TARGET])
+    assert piece.text == ""

@@ -1,0 +1,165 @@
+"""HTML of the web page (eagle_fsd.chat.web.rendering)."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+
+from eagle_fsd import AcceptanceConfig
+from eagle_fsd.chat.backend import Token
+from eagle_fsd.chat.web import rendering
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+ACCEPTANCE = AcceptanceConfig(threshold=0.2)
+TOKENS = [
+    Token(1, "At", "exact", 0.01, 0.9, [("At", 0.9), ("In", 0.05)]),
+    Token(2, " first", "fuzzy", 0.125, 0.3, [(" last", 0.4)]),
+    Token(3, ",\n", "target", None, 1.0),
+]
+
+
+class Document(HTMLParser):
+    """Parsed HTML: its elements with their attributes, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open_tags: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open_tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def tokens(self) -> list[dict[str, str | None]]:
+        """Return the attributes of the token elements."""
+        return [
+            attributes
+            for _, attributes in self.elements
+            if "fsd-token" in (attributes.get("class") or "")
+        ]
+
+
+def render_all(text: str) -> str:
+    """Call every function that takes text with ``text``."""
+    token = Token(1, text, "fuzzy", 0.1, 0.5, [(text, 0.5)])
+    answer = rendering.answer_html([token, token], ACCEPTANCE, difference=1)
+    return "".join(
+        [
+            rendering.message_html("user", rendering.question_html(text), text),
+            rendering.message_html("assistant", answer, text),
+            rendering.error_html(text),
+            rendering.comparison_html((answer, answer), (text, text), (text, text), text),
+            rendering.stats_html({}, {}, placeholder=text),
+        ]
+    )
+
+
+def test_text_is_escaped() -> None:
+    hostile, harmless = Document(render_all(HOSTILE)), Document(render_all("harmless"))
+    assert hostile.open_tags == harmless.open_tags == []
+    assert [(tag, set(attributes)) for tag, attributes in hostile.elements] == [
+        (tag, set(attributes)) for tag, attributes in harmless.elements
+    ]
+    assert hostile.text == harmless.text.replace("harmless", HOSTILE)
+    assert HOSTILE in hostile.tokens()[0]["title"]
+
+
+def test_tokens_carry_origin_and_description() -> None:
+    document = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
+    exact, fuzzy, target = document.tokens()
+    assert [item["class"] for item in (exact, fuzzy, target)] == [
+        "fsd-token fsd-exact",
+        "fsd-token fsd-fuzzy",
+        "fsd-token fsd-target",
+    ]
+    assert "Divergence (js): 0.1250 (T = 0.2)" in fuzzy["title"]
+    assert "Target probability: 30.0%" in fuzzy["title"]
+    assert "“ last” 40.0%" in fuzzy["title"]
+    assert rendering.NO_DIVERGENCE in target["title"]
+    assert "“,⏎”" in target["title"]
+    assert document.text == "At first,\n"
+
+
+def test_one_token_of_an_answer_is_a_tab_stop() -> None:
+    silent = Token(9, "", "target")
+    document = Document(rendering.answer_html([silent, *TOKENS], ACCEPTANCE))
+    assert [item["tabindex"] for item in document.tokens()] == ["0", "-1", "-1"]
+
+
+def test_incomplete_answers_are_marked_busy() -> None:
+    busy = Document(rendering.answer_html(TOKENS, ACCEPTANCE, busy=True))
+    complete = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
+    assert busy.elements[0][1]["aria-busy"] == "true"
+    assert complete.elements[0][1]["aria-busy"] == "false"
+    assert any(attributes.get("class") == "fsd-caret" for _, attributes in busy.elements)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "streaming", "complete"),
+    [
+        ([1, 2, 3], [1, 2, 3], None, None),
+        ([1, 2, 3], [1, 5, 3], 1, 1),
+        ([1, 2], [1, 2, 3], None, 2),
+        ([1, 2, 3], [1], None, 1),
+        ([], [], None, None),
+        ([], [4], None, 0),
+    ],
+)
+def test_first_difference_returns_the_index(
+    left: list[int], right: list[int], streaming: int | None, complete: int | None
+) -> None:
+    one, other = ([Token(id_, f" {id_}", "exact") for id_ in ids] for ids in (left, right))
+    assert rendering.first_difference(one, other, complete=False) == streaming
+    assert rendering.first_difference(one, other, complete=True) == complete
+
+
+def test_first_difference_is_marked_in_both_answers_and_described() -> None:
+    end = Token(0, "", "target")
+    longer, shorter = [*TOKENS, Token(4, " so", "exact"), end], [*TOKENS, end]
+    for tokens, text in ((longer, " so"), (shorter, "∎")):
+        document = Document(rendering.answer_html(tokens, ACCEPTANCE, difference=3))
+        assert [tag for tag, _ in document.elements].count("mark") == 1
+        assert [item for item in document.tokens() if "fsd-differs" in item["class"]]
+        assert document.text.endswith(text)
+    # An answer that reached the token limit has no end token to mark.
+    truncated = Document(rendering.answer_html(TOKENS, ACCEPTANCE, difference=3))
+    assert [tag for tag, _ in truncated.elements].count("mark") == 1
+
+    describe = rendering.describe_difference
+    assert describe(longer, shorter, complete=True, sampled=False) == (
+        "First difference at token 4: exact “ so”, FSD “<end>”."
+    )
+    assert "FSD no further token" in describe(longer, TOKENS, complete=True, sampled=False)
+    assert "sampling" in describe(longer, shorter, complete=True, sampled=True)
+    assert describe(TOKENS, TOKENS, complete=True, sampled=False) == (
+        "The answers are identical (3 tokens)."
+    )
+    assert describe(longer, TOKENS, complete=False, sampled=False) == "No difference so far."
+
+
+def test_stats_show_the_speedup_once_both_speeds_are_known() -> None:
+    fsd = {"tokens_per_second": 90.0, "tau": 3.5, "tokens": 70, "steps": 20, "fuzzy_tokens": 7}
+    ar = {"tokens_per_second": 30.0, "tau": 1.0, "tokens": 64, "steps": 64, "fuzzy_tokens": 0}
+    both = Document(rendering.stats_html(fsd, ar)).text
+    assert both.startswith("3.0x")
+    for shown in ("90.0", "30.0", "3.50", "1.00", "10.0%"):
+        assert shown in both
+    alone = Document(rendering.stats_html(fsd, {})).text
+    assert alone.startswith(rendering.NONE)
+    assert "90.0" in alone
+
+
+def test_legend_lists_every_origin() -> None:
+    tokens = Document(rendering.legend_html()).tokens()
+    assert [item["class"].split("-")[-1] for item in tokens] == list(rendering.LEGEND)
+    assert not [item for item in tokens if "tabindex" in item]

@@ -1,0 +1,146 @@
+"""``eagle-fsd generate``: its output, and where its settings come from."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.cli.generate import _print_answer
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils import detokenization
+
+Run = Callable[..., tuple[int, str, str]]
+
+QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
+
+
+def generated(run: Run, *arguments: object) -> dict[str, Any]:
+    """Run ``generate --json`` and return what it printed."""
+    status, out, err = run("generate", "--json", *arguments)
+    assert (status, err) == (0, "")
+    record: dict[str, Any] = json.loads(out)
+    return record
+
+
+def test_answer_is_printed_with_statistics(run: Run) -> None:
+    status, out, err = run("generate", "--threshold", "0", QUESTION)
+    assert status == 0
+    assert out.strip() == generated(run, "--threshold", "0", QUESTION)["text"].strip()
+    assert "####" in out
+    assert "tau" in err
+    assert "tokens/s" in err
+
+
+def test_json_is_consistent(run: Run) -> None:
+    record = generated(run, "--threshold", 0, QUESTION)
+    assert record["settings"]["threshold"] == 0.0
+    assert len(record["tokens"]) == len(record["origins"]) == record["stats"]["tokens"]
+    assert record["stats"]["origins"]["fuzzy"] == 0
+    plain = generated(run, "--plain", QUESTION)
+    assert plain["tokens"] == record["tokens"]
+    assert plain["stats"]["tau"] == 1.0
+
+
+def test_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated(run, "--max-new-tokens", 5, QUESTION)["tokens"]
+    assert len(expected) == 5
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
+    assert generated(run, "--max-new-tokens", 5, "-")["tokens"] == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert run("generate", "-")[0] == 2
+
+
+def test_raw_prompt_is_continued(run: Run) -> None:
+    model = EagleFSD.from_pretrained()
+    ids = model.tokenizer("Mia has", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=4).sequences[0, ids.shape[1] :].tolist()
+    assert generated(run, "--raw", "--max-new-tokens", 4, "Mia has")["tokens"] == expected
+
+
+def test_fastchat_template_changes_the_prompt(run: Run) -> None:
+    options = ("--max-new-tokens", 4, "--plain", QUESTION)
+    prefilled = generated(run, *options)["stats"]["prefilled"]
+    with_template = generated(run, "--conv-template", "vicuna_v1.1", *options)["stats"]["prefilled"]
+    assert with_template > prefilled
+
+
+def test_seed_makes_sampling_reproducible(run: Run) -> None:
+    options = ("--temperature", 1, "--max-new-tokens", 12, QUESTION)
+    first = generated(run, "--seed", 1, *options)["tokens"]
+    assert generated(run, "--seed", 1, *options)["tokens"] == first
+    assert generated(run, "--seed", 2, *options)["tokens"] != first
+    assert generated(run, "--seed", 2, "--top-k", 1, *options)["tokens"] != first
+
+
+def settings_of(run: Run, *options: object) -> dict[str, Any]:
+    settings: dict[str, Any] = generated(run, "--max-new-tokens", 1, *options, "x")["settings"]
+    return settings
+
+
+def test_settings_default_to_the_fsd_json_of_the_head_and_the_device(run: Run) -> None:
+    values = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
+    settings = settings_of(run)
+    tree = TreeConfig.for_device("cpu").model_dump()
+    about = values.pop("about")
+    assert about
+    assert settings == {**settings, **tree, **values}
+    assert settings["threshold"] > 0
+
+
+def test_head_without_fsd_json_is_lossless(run: Run, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (head / file).symlink_to(BUNDLED_HEAD / file)
+    pair = ("--target", BUNDLED_TARGET, "--head", head)
+    assert settings_of(run, *pair)["threshold"] == 0.0
+    (head / "fsd.json").write_text('{"threshold": 0.05, "min_ratio": 0.5, "depth": 3}')
+    settings = settings_of(run, *pair, "--min-ratio", 0.25)
+    assert (settings["threshold"], settings["min_ratio"], settings["depth"]) == (0.05, 0.25, 3)
+
+
+def test_command_line_overrides_settings_file_which_overrides_the_head(
+    run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "fsd.json"
+    file.write_text('{"threshold": 0.05, "selection": "target", "depth": 3, "top_k": 3}')
+    defaults = settings_of(run)
+    settings = settings_of(run, "--settings", file, "--threshold", 0.25, "--tree-top-k", 4)
+    assert settings == {
+        **defaults,
+        **{"threshold": 0.25, "selection": "target", "depth": 3, "top_k": 4},
+    }
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_are_escaped_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(sys.modules[_print_answer.__module__], "out", console)
+
+    class Detokenizer:
+        def __init__(self, tokenizer: object) -> None:
+            pass
+
+        def step(self, token: int) -> str:
+            return ["a\x1b[2J", "b"][token]
+
+    def generation() -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(tokens=[0, 1], origins=[Origin.EXACT, Origin.TARGET])
+
+    monkeypatch.setattr(detokenization, "IncrementalDetokenizer", Detokenizer)
+    _print_answer(generation(), SimpleNamespace(), show_origins=True)  # type: ignore[arg-type]
+    assert printed.getvalue() == ("a\u241b[2Jb\n" if terminal else "a\x1b[2Jb\n")

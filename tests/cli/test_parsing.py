@@ -1,0 +1,209 @@
+"""Options of the command line: spellings, bounds, several values, help, and the way back."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from annotated_types import Ge, Gt, Le
+from cyclopts import App
+from pydantic import Field
+
+from eagle_fsd.cli.app import app
+from eagle_fsd.cli.parsing import Command, _fields, arguments_for, options, root_command
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.utils.options import Options, describe_field
+
+Run = Callable[..., tuple[int, str, str]]
+
+COMMANDS = [
+    ("demo",),
+    ("generate",),
+    ("chat",),
+    *(("serve", name) for name in ("all", "controller", "api", "worker", "web")),
+    ("evaluate",),
+    ("sweep",),
+    ("calibrate",),
+    ("train",),
+    *(("train", name) for name in ("features", "regenerate", "chats", "export")),
+    ("bench",),
+]
+HEAVY = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "gradio", "scipy")
+
+
+def find_command(names: tuple[str, ...]) -> App:
+    command: App = app
+    for name in names:
+        command = command[name]
+    return command
+
+
+class Values(Options):
+    """Options of every kind."""
+
+    number: int = Field(3, ge=1, le=9, description="A number.")
+    ratio: float | None = Field(None, gt=0.0, description="A ratio.")
+    names: tuple[str, ...] = Field((), description="Names.")
+    kind: Literal["red", "blue"] = Field("red", description="A kind.")
+    flag: bool = Field(False, description="A flag.")
+    path: Path | None = Field(None, description="A path.")
+
+
+@pytest.fixture
+def received() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def command(received: list[Any]) -> Command:
+    """A program with one command, which stores the options it receives."""
+    program = root_command("program", "A program.", "1")
+
+    def work(
+        *,
+        values: Annotated[Values, options("Server")] = Values(),  # noqa: B008
+        tree: Annotated[TreeConfig, options("Draft tree", exclude=["depth"])] = TreeConfig(),  # noqa: B008
+    ) -> None:
+        """Do something."""
+        received.extend((values, tree))
+
+    # The annotations of a nested function are strings that cyclopts cannot resolve.
+    work.__annotations__ = {
+        "values": Annotated[Values, options("Server")],
+        "tree": Annotated[TreeConfig, options("Draft tree", exclude=["depth"])],
+    }
+    program.add(work)
+    return program
+
+
+def test_fields_that_are_not_given_stay_unset(command: Command, received: list[Any]) -> None:
+    command(["work", "--number", "5", "--tree-top-k", "7"])
+    values, tree = received
+    assert (values.number, values.model_fields_set) == (5, {"number"})
+    assert (tree.top_k, tree.model_fields_set) == (7, {"top_k"})
+
+
+@pytest.mark.parametrize(
+    "words", [["--name", "a", "b"], ["--name", "a", "--name", "b"], ["--name=a", "--name=b"]]
+)
+def test_option_takes_several_values(
+    words: list[str], command: Command, received: list[Any]
+) -> None:
+    command(["work", *words])
+    assert received[0].names == ("a", "b")
+
+
+def test_last_value_of_a_repeated_option_counts(command: Command, received: list[Any]) -> None:
+    command(["work", "--number", "5", "--number", "6"])
+    assert received[0].number == 6
+
+
+def test_excluded_fields_are_not_options(command: Command) -> None:
+    with pytest.raises(Exception, match="Unknown option: --depth"):
+        command(["work", "--depth", "3"])
+
+
+def test_arguments_for_gives_back_what_was_set(command: Command, received: list[Any]) -> None:
+    given = Values(number=4, names=("a", "b c"), flag=True, path=Path("x y"))
+    tree = TreeConfig(top_k=3, depth=2)
+    words = arguments_for(command["work"], given, tree)
+    assert words == [
+        *("--number", "4", "--name", "a", "--name", "b c"),
+        *("--flag", "--path", "x y", "--tree-top-k", "3"),
+    ]
+    command(["work", *words])
+    assert received == [given, TreeConfig(top_k=3)]
+    assert received[0].model_fields_set == given.model_fields_set
+
+
+def test_help_shows_descriptions_bounds_and_defaults(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command(["work", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--number INT A number. An integer in [1, 9]. [default: 3]" in printed
+    assert "--ratio FLOAT A ratio. A number above 0." in printed
+    assert "--kind CHOICE A kind. [choices: red, blue] [default: red]" in printed
+    assert "--no-flag" not in printed
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_every_option_is_described(names: tuple[str, ...], run: Run) -> None:
+    """With its bounds, and a default unless that depends on files or the device."""
+    status, out, _ = run(*names, "--help")
+    text = " ".join(out.replace("│", " ").split())
+    assert status == 0
+    for model, field, argument in _fields(find_command(names).assemble_argument_collection()):
+        description = model.model_fields[field].description
+        assert description, f"{model.__name__}.{field}"
+        assert argument.names[0] in text
+        assert description in text
+        if any(isinstance(item, (Ge, Gt, Le)) for item in model.model_fields[field].metadata):
+            bounds = describe_field(model, field)
+            assert f"{bounds[:1].upper()}{bounds[1:]}." in text
+
+
+def values_out_of_bounds() -> Iterator[tuple[tuple[str, ...], str, object, str]]:
+    """Yield command, option, value and expected message for the bounds of every command."""
+    for names in COMMANDS:
+        arguments = find_command(names).assemble_argument_collection()
+        for model, field, argument in _fields(arguments):
+            for item in model.model_fields[field].metadata:
+                value: float
+                if isinstance(item, Ge):
+                    value = float(item.ge) - 1  # type: ignore[arg-type]
+                elif isinstance(item, Gt):
+                    value = float(item.gt)  # type: ignore[arg-type]
+                elif isinstance(item, Le):
+                    value = float(item.le) * 2 + 1  # type: ignore[arg-type]
+                elif getattr(item, "allow_inf_nan", None) is False:
+                    value = math.inf
+                else:
+                    continue
+                shown = int(value) if describe_field(model, field).startswith("an int") else value
+                option = argument.names[0]
+                yield names, option, shown, f"{option} must be {describe_field(model, field)}"
+
+
+def test_bounds_of_every_command_are_enforced(run: Run) -> None:
+    """A value out of bounds is a usage error of one line that names option, bounds and value."""
+    required = {
+        ("train",): ("--data", __file__, "--out", "x"),
+        ("train", "features"): ("--data", __file__, "--out", "x"),
+        ("train", "regenerate"): ("--data", __file__, "--out", "x"),
+        ("train", "chats"): ("--out", "x"),
+    }
+    checked = 0
+    for names, option, value, message in values_out_of_bounds():
+        status, out, err = run(*names, *required.get(names, ()), f"{option}={value}")
+        assert (status, out) == (2, "")
+        assert (
+            err == f"error: {message}; got {value} (see {' '.join(('eagle-fsd', *names))} --help)\n"
+        )
+        checked += 1
+    assert checked > 200
+
+
+def test_parsing_imports_no_heavy_library() -> None:
+    """``--help`` and usage errors answer at once; so does Ctrl-C."""
+    program = (
+        "import contextlib, io, sys\n"
+        "from eagle_fsd.cli import main\n"
+        f"for words in {[[*names, '--help'] for names in [(), *COMMANDS]]!r} + [\n"
+        "    [], ['--version'], ['fly'], ['generate'], ['generate', '--depth', '99', 'x'],\n"
+        "    ['calibrate'], ['sweep', '-T', 'x'], ['train', '--out', 'x'], ['serve', 'fly'],\n"
+        "    ['serve', 'all', '--port', '21001'], ['serve', 'worker', '--address', 'x'],\n"
+        "]:\n"
+        "    sys.argv = ['eagle-fsd', *words]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main()\n"
+        f"    assert not [name for name in {HEAVY!r} if name in sys.modules], words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,56 @@
+"""Benchmarks: an evaluation whose answers carry the seconds of each phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd import OptionsError
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation.bench import bench
+from eagle_fsd.evaluation.config import BenchConfig, BenchGrid
+from eagle_fsd.evaluation.tables import footnote
+from eagle_fsd.utils.files import read_jsonl
+
+GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_bench_reports_phases(tmp_path: Path) -> None:
+    config = BenchConfig(max_new_tokens=8, repeats=2)
+    request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
+    report = bench(request, config, GRID)
+    assert report is not None
+    hf, plain, exact, fuzzy = report["rows"]
+    assert [row["method"] for row in report["rows"]] == ["hf", "plain", "exact", "T=0.2"]
+    assert hf["phase_shares"] == {}
+    for row in (plain, exact, fuzzy):
+        assert sum(row["phase_shares"].values()) == pytest.approx(1.0)
+        assert row["step_over_exact"] > 0
+    assert exact["step_over_exact"] == 1.0
+    (choice,) = read_jsonl(tmp_path / "exact.jsonl")[0]["choices"]
+    (phases,) = choice["phases"]
+    assert 0.0 < sum(phases.values()) <= choice["wall_time"][0]
+    assert "each decoded 2 times" in footnote(report)
+    # Answers that carry phases and those that do not are never mixed.
+    with pytest.raises(ValueError, match="repeats was 2, is None"):
+        evaluate(request, EvaluationConfig(max_new_tokens=8), ["exact"])
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_bench_keeps_no_files_without_an_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = bench(EvaluationRequest(count=1), BenchConfig(max_new_tokens=4), GRID)
+    assert report is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_by_several_processes_requires_an_output_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionsError, match="--out is required"):
+        bench(EvaluationRequest())

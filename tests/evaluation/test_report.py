@@ -1,0 +1,111 @@
+"""Reports from answers made by hand: figures, sessions, phases and tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle_fsd.evaluation.report import Summary, summarize
+from eagle_fsd.evaluation.tables import main_table, markdown, phase_table, tables
+
+
+def record_of(
+    number: int, seconds: float, accepted: list[int], origins: list[int], session: str = "a"
+) -> dict[str, Any]:
+    choice = {
+        "turns": ["x"],
+        "errors": [None],
+        "cut_off": [False],
+        "wall_time": [seconds],
+        "new_tokens": [sum(accepted)],
+        "accepted": [accepted],
+        "origins": [origins],
+        "log_likelihood": [-0.5 * (number + 1)],
+        "memory": [1000 * (number + 1)],
+    }
+    return {"question_id": number, "category": "c", "session": session, "choices": [choice]}
+
+
+def test_figures_of_known_answers() -> None:
+    records = {
+        "plain": [record_of(0, 2.0, [1] * 4, [3] * 4), record_of(1, 2.0, [1] * 2, [3] * 2)],
+        "exact": [record_of(0, 1.0, [3, 1], [1, 1, 3, 3]), record_of(1, 0.5, [2], [1, 3])],
+        "fsd": [record_of(0, 0.5, [4], [1, 2, 2, 3]), record_of(1, 0.5, [2], [2, 3])],
+    }
+    scores: dict[str, Any] = {
+        "plain": {},
+        "exact": {0: True, 1: True},
+        "fsd": {0: False, 1: True},
+    }
+    plain, exact, fuzzy = summarize(list(records), records, scores)
+    assert plain["tokens_per_second"] == 1.5
+    assert exact["speedup"] == pytest.approx(4.0 / 1.5)
+    assert exact["speed_over_exact"] == 1.0
+    assert fuzzy["speed_over_exact"] == pytest.approx(1.5)
+    low, high = fuzzy["speed_over_exact_interval"]
+    assert low < 1.5 < high
+    assert exact["tau"] == 2.0
+    assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    assert fuzzy["origins"]["fuzzy"] == 0.5
+    assert exact["log_likelihood"] == -0.75
+    assert fuzzy["against_exact"]["lost"] == 1
+    assert fuzzy["against_exact"]["accuracy_change"] == -0.5
+    assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
+    assert plain["accuracy"] is None
+    assert fuzzy["memory"] == 2000
+    text = markdown(*main_table([plain, exact, fuzzy]))
+    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | x exact | tau |")
+    assert "50.0% (9.5% to 90.5%)" in text
+    assert not phase_table([plain, exact, fuzzy])[1]
+
+
+def test_no_answers_give_no_figures() -> None:
+    (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
+    assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
+    assert Summary("exact").phase_shares() == {}
+
+
+def test_phases_are_shares_of_the_decoding_time() -> None:
+    records = {
+        "exact": [record_of(0, 1.0, [3, 1], [1, 1, 3, 3])],
+        "fsd": [record_of(0, 1.0, [4], [1, 2, 2, 3])],
+        "hf": [record_of(0, 1.0, [4], [3] * 4)],
+    }
+    records["hf"][0]["choices"][0]["accepted"] = [[]]
+    phases = {"exact": {"prefill": 9.0, "target": 3.0, "draft": 1.0}, "hf": {}}
+    phases["fsd"] = {"prefill": 9.0, "target": 1.0, "draft": 0.0}
+    for name, values in phases.items():
+        records[name][0]["choices"][0]["phases"] = [values]
+    exact, fuzzy, hf = rows = summarize(list(records), records, {name: {} for name in records})
+    assert exact["phase_shares"] == {"target": 0.75, "draft": 0.25}
+    assert exact["seconds_per_step"] == 2.0
+    assert exact["step_over_exact"] == 1.0
+    assert fuzzy["step_over_exact"] == 0.5
+    assert (hf["phase_shares"], hf["seconds_per_step"], hf["step_over_exact"]) == ({}, None, None)
+    headers, cells = tables(rows)[1]
+    assert headers[:4] == ["method", "ms/pass", "x exact", "target"]
+    assert [line[:4] for line in cells] == [
+        ["exact", "2000.00", "1.00", "75.0%"],
+        ["fsd", "1000.00", "0.50", "100.0%"],
+    ]
+
+
+def test_speeds_compare_within_a_session() -> None:
+    """The machine of session b is ten times as fast, and plain decoding was not measured there."""
+    records = {
+        "plain": [record_of(0, 4.0, [1] * 4, [3] * 4), record_of(1, 2.0, [1] * 2, [3] * 2)],
+        "exact": [record_of(0, 2.0, [4], [3] * 4), record_of(1, 0.1, [2], [3] * 2, "b")],
+        "fsd": [record_of(0, 0.1, [4], [3] * 4, "b"), record_of(1, 0.05, [2], [3] * 2, "b")],
+        "late": [record_of(0, 0.1, [4], [3] * 4, "c")],
+    }
+    plain, exact, fuzzy, late = summarize(list(records), records, {name: {} for name in records})
+    assert exact["speedup"] == pytest.approx(2.0)  # question 0 only
+    assert fuzzy["speedup"] is None
+    assert fuzzy["speed_over_exact"] == pytest.approx(2.0)  # question 1 only
+    assert (late["speedup"], late["speed_over_exact"]) == (None, None)
+    assert plain["speedup"] == 1.0
+
+
+def test_markdown_escapes_vertical_bars() -> None:
+    assert markdown(["x"], [["a|b"]]) == "| x |\n|---|\n| a\\|b |"

@@ -1,0 +1,143 @@
+"""Invalid arguments raise one-line errors; broken logits raise, masked tokens are not emitted."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from pairs import (
+    ACCEPT_ALL,
+    VOCAB_SIZE,
+    aligned_pair,
+    answers,
+    batch,
+    greedy_reference,
+    prompt,
+    random_pair,
+    small_tree,
+    tiny_target,
+    untrained_head,
+)
+
+from eagle_fsd import EagleFSD
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"threshold": -0.1}, "threshold must be a number of at least 0; got -0.1"),
+    ({"threshold": math.nan}, "threshold must be a number of at least 0; got nan"),
+    ({"threshold": "high"}, "threshold must be a number of at least 0; got 'high'"),
+    ({"threshold": True}, "threshold must be a number of at least 0; got True"),
+    ({"divergence": "jsd"}, "divergence must be one of js, .*; got 'jsd'"),
+    ({"min_ratio": 1.5}, r"min_ratio must be a number in \[0, 1\]; got 1.5"),
+    ({"min_ratio": math.nan}, r"min_ratio must be a number in \[0, 1\]; got nan"),
+    ({"method": "beam"}, "method must be one of fsd, ar; got 'beam'"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1; got 0"),
+    ({"max_new_tokens": -3}, "max_new_tokens must be an integer of at least 1; got -3"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1; got 2.5"),
+    ({"max_new_tokens": math.inf}, "max_new_tokens must be an integer of at least 1; got inf"),
+    ({"max_new_tokens": None}, "max_new_tokens must be an integer of at least 1; got None"),
+    ({"max_new_tokens": "8"}, "max_new_tokens must be an integer of at least 1; got '8'"),
+    ({"temperature": -1.0}, "temperature must be a finite number of at least 0; got -1.0"),
+    ({"temperature": math.nan}, "temperature must be a finite number of at least 0; got nan"),
+    ({"temperature": math.inf}, "temperature must be a finite number of at least 0; got inf"),
+    ({"temperature": 1.0, "top_p": 0.0}, r"top_p must be a number in \(0, 1\]; got 0.0"),
+    ({"temperature": 1.0, "top_p": 1.5}, r"top_p must be a number in \(0, 1\]; got 1.5"),
+    ({"temperature": 1.0, "top_k": -1}, "top_k must be an integer of at least 0; got -1"),
+    ({"temperature": 1.0, "top_k": 97}, "top_k must be at most the vocabulary of 96 tokens"),
+    ({"seed": -1}, r"seed must be an integer in \[0, "),
+    ({"details": -1}, "details must be an integer of at least 0; got -1"),
+    ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "empty prompt"),
+    ({"input_ids": torch.empty(0, 3, dtype=torch.long)}, "empty prompt"),
+    ({"input_ids": torch.tensor([3, 4, 5])}, r"shape \[B, S\]; got int64 of shape \(3,\)"),
+    ({"input_ids": torch.tensor([[[3, 4]]])}, r"shape \[B, S\]; got int64 of shape \(1, 1, 2\)"),
+    ({"input_ids": torch.tensor([[3.0, 4.0]])}, "input_ids must be integers .*; got float32"),
+    ({"input_ids": torch.ones(1, 4, dtype=torch.bool)}, "input_ids must be integers .*; got bool"),
+    ({"input_ids": [[3, 4, 5]]}, r"input_ids must be a tensor \[B, S\]; got a list"),
+    ({"input_ids": "three"}, r"input_ids must be a tensor \[B, S\]; got a str"),
+    ({"input_ids": None}, r"input_ids must be a tensor \[B, S\]; got a NoneType"),
+    (
+        {"input_ids": torch.tensor([[3, VOCAB_SIZE]])},
+        r"input_ids must be in \[0, 95\].*got 3 to 96",
+    ),
+    ({"input_ids": torch.tensor([[3, -1]])}, r"input_ids must be in \[0, 95\].*got -1 to 3"),
+    ({"input_ids": prompt(256)}, "the prompt has 256 tokens, which leaves no room"),
+    ({"attention_mask": torch.ones(1, 3)}, r"shape of input_ids, \(1, 5\); got \(1, 3\)"),
+    ({"attention_mask": [[1] * 5]}, r"attention_mask must be a tensor \[B, S\]; got a list"),
+    ({"attention_mask": torch.zeros(1, 5)}, "empty prompt"),
+]
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_invalid_arguments_raise_one_line(
+    options: dict[str, Any], message: str, method: str
+) -> None:
+    arguments = {"input_ids": prompt(5), "max_new_tokens": 4, **options}
+    with pytest.raises(ValueError, match=message) as error:
+        getattr(random_pair(), method)(**arguments)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["treshold", "num_beams"])
+def test_unknown_keyword_arguments_raise_type_error(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        random_pair().generate(prompt(5), **{name: 1})
+
+
+def test_tree_wider_than_the_vocabulary_raises() -> None:
+    pair = EagleFSD(random_pair().model, random_pair().head, small_tree(top_k=97))
+    with pytest.raises(ValueError, match="tree's top_k must be at most the vocabulary of 96"):
+        pair.generate(prompt(5))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_weights_raise(value: float, method: str, temperature: float) -> None:
+    """One bad weight in the projection must not yield an invalid or an arbitrary token."""
+    model = tiny_target()
+    with torch.no_grad():
+        model.lm_head.weight[5] = value
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    with pytest.raises(FloatingPointError, match="NaN or infinite") as error:
+        pair.generate(prompt(5), max_new_tokens=4, method=method, temperature=temperature, seed=0)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("token", [0, 5, VOCAB_SIZE - 1])
+def test_one_broken_logit_in_one_row_of_a_later_step_raises(value: float, token: int) -> None:
+    model = tiny_target()
+    passes: list[int] = []
+
+    def poison(_module: Any, _args: Any, output: Any) -> None:
+        passes.append(1)
+        if len(passes) == 4:
+            output.logits[2, 0, token] = value
+
+    model.register_forward_hook(poison)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    ids, mask = batch()
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        pair.generate(ids, attention_mask=mask, max_new_tokens=12)
+    assert len(passes) == 4
+
+
+@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
+def test_tokens_that_the_target_masks_are_never_emitted(threshold: float) -> None:
+    """A logit of minus infinity is valid: some models mask the padding of their vocabulary."""
+    model = copy.deepcopy(aligned_pair().model)
+    ids = prompt(6, 3)
+    masked = greedy_reference(model, ids, new=10)[0, 8:16:3]
+
+    def mask(_module: Any, _args: Any, output: Any) -> None:
+        output.logits[..., masked] = -math.inf
+
+    model.register_forward_hook(mask)
+    pair = EagleFSD(model, aligned_pair().head, small_tree())
+    out = pair.generate(ids, max_new_tokens=20, threshold=threshold)
+    assert not torch.isin(answers(out), masked).any()
+    if threshold == 0.0:
+        assert torch.equal(out.sequences, greedy_reference(model, ids, new=20))

@@ -1,0 +1,314 @@
+"""Tests for reading chat files: every valid record is found, every malformed one is reported."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import random
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import TIMEOUT, command, start
+
+from eagle_fsd.train import chat_file
+from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, parse_chat
+
+MEGABYTE = 1 << 20
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
+HELLO = GOOD["messages"]
+
+#: Text with everything that could confuse a scanner of brackets.
+TEXTS = st.text(st.sampled_from('ab"\\[]{},:\n\r\t\0/é日\U0001f600\u2028 \x7f'), max_size=12)
+ANSWERS = TEXTS.filter(str.strip)
+NOISE = st.recursive(TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=2), max_leaves=4)
+CHATS = st.lists(st.tuples(TEXTS, ANSWERS), min_size=1, max_size=3)
+CHUNKS = st.integers(1, 40)
+
+
+def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    chat = []
+    for question, answer in turns:
+        chat.append({"role": "user", "content": question})
+        chat.append({"role": "assistant", "content": answer})
+    return chat
+
+
+def sharegpt(chat: list[dict[str, str]]) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return {
+        "conversations": [{"from": names[item["role"]], "value": item["content"]} for item in chat]
+    }
+
+
+@st.composite
+def files(draw: st.DrawFn, as_array: bool) -> tuple[bytes, list[list[dict[str, str]]], list[int]]:
+    """Draw a file's bytes, its chats, and the lines they start on."""
+    chats = [messages(turns) for turns in draw(st.lists(CHATS, min_size=1, max_size=5))]
+    pieces: list[str] = [draw(st.sampled_from(["[", "[\n ", "\ufeff["]))] if as_array else []
+    blank = st.sampled_from(["", " ", "\n", "\r\n\n"])
+    lines = []
+    for number, chat in enumerate(chats):
+        record = sharegpt(chat) if draw(st.booleans()) else {"messages": chat}
+        record = {"id": draw(NOISE), **record, "more": {"model": draw(NOISE)}}
+        indent = draw(st.sampled_from([None, 2])) if as_array else None
+        if number:
+            pieces.append(draw(blank) + "," + draw(blank) if as_array else "\n" + draw(blank))
+        lines.append("".join(pieces).count("\n") + 1)
+        pieces.append(json.dumps(record, ensure_ascii=draw(st.booleans()), indent=indent))
+    pieces.append(draw(blank) + "]" if as_array else draw(st.sampled_from(["", "\n", "\r\n"])))
+    return "".join(pieces).encode(), chats, lines
+
+
+@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
+@given(st.data(), CHUNKS)
+def test_any_file_is_read_with_any_chunk_size(
+    as_array: bool, tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, chunk: int
+) -> None:
+    content, chats, lines = draw.draw(files(as_array))
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_file, "CHUNK_BYTES", max(chunk, 4))  # at least a byte order mark
+        file = ChatFile(path)
+    assert list(file) == chats
+    assert [file.line(index) for index in range(len(file))] == lines
+    assert (file.skipped, file.skipped_records) == (0, [])
+    assert file[len(file) // 2] == chats[len(file) // 2]
+    assert 0 < sum(file.size(index) for index in range(len(file))) <= len(content)
+
+
+def test_both_layouts_give_the_same_chat() -> None:
+    chat = [{"role": "system", "content": "Be kind."}, *messages([("a", "b"), ("c", "d")])]
+    for record in ({"messages": chat}, sharegpt(chat)):
+        assert parse_chat(json.dumps(record).encode()) == chat
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
+    record = {"messages": [HELLO[0], {"role": "assistant", "content": parts}]}
+    assert parse_chat(json.dumps(record).encode()) == HELLO
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [HELLO[1], *HELLO],
+        [*HELLO, HELLO[0]],
+        [HELLO[1], HELLO[1], *HELLO, HELLO[0]],
+    ],
+    ids=["leading-answer", "trailing-question", "both"],
+)
+def test_unpaired_turns_at_the_ends_are_dropped(turns: list[dict[str, str]]) -> None:
+    assert parse_chat(json.dumps({"messages": turns}).encode()) == HELLO
+
+
+#: Malformed records and what is reported.
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "invalid JSON": ('{"messages": [}', "not JSON"),
+    "not an object": ("17", "not a JSON object"),
+    "unknown layout": ({"text": "hello"}, 'neither "conversations" nor "messages"'),
+    "turns not a list": ({"messages": "hello"}, '"messages" is not a list'),
+    "no turns": ({"messages": []}, "no assistant turn"),
+    "no assistant": ({"messages": HELLO[:1]}, "no assistant turn"),
+    "assistant only": ({"messages": HELLO[1:]}, "no assistant turn"),
+    "user twice": ({"messages": [HELLO[0], *HELLO]}, "turn 2 has the role user, not assistant"),
+    "assistant twice": (
+        {"messages": [*HELLO, HELLO[1]]},
+        "turn 3 has the role assistant, not user",
+    ),
+    "late system": (
+        {"messages": [*HELLO, {"role": "system", "content": "x"}, *HELLO]},
+        "turn 3 has the role system, not user",
+    ),
+    "unknown role": (
+        {"messages": [{"role": "tool", "content": "x"}, *HELLO]},
+        "turn 1 has the unknown \"role\" 'tool'",
+    ),
+    "role not a string": ({"messages": [{"role": 3, "content": "x"}]}, 'unknown "role" 3'),
+    "turn not an object": ({"messages": ["hi", "Hello."]}, "turn 1 is not an object"),
+    "no content": ({"messages": [{"role": "user"}]}, 'turn 1 has no string "content"'),
+    "content is null": ({"messages": [{"role": "user", "content": None}]}, 'no string "content"'),
+    "mixed layouts": ({"conversations": HELLO}, 'no string "value"'),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, HELLO[1]]},
+        'turn 1 has no string "content"',
+    ),
+    "empty answer": (
+        {"messages": [HELLO[0], {"role": "assistant", "content": " \n"}]},
+        "turn 2 is an empty assistant turn",
+    ),
+    "nested too deeply": ("[" * 200_000, "not JSON"),
+    "lone surrogate": (
+        {"messages": [{"role": "user", "content": "hi \ud83d"}, HELLO[1]]},
+        "turn 1 contains a lone surrogate",
+    ),
+    "not UTF-8": (b'{"messages": "\xff\xfe"}', "not JSON"),
+}
+
+
+def as_bytes(record: Any) -> bytes:
+    if isinstance(record, bytes):
+        return record
+    return record.encode() if isinstance(record, str) else json.dumps(record).encode()
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_line_is_skipped_and_reported(name: str, tmp_path: Path) -> None:
+    record, reason = MALFORMED[name]
+    path = tmp_path / "chats.jsonl"
+    good = json.dumps(GOOD).encode()
+    path.write_bytes(b"\n".join([good, b"", as_bytes(record), good]))
+    file = ChatFile(path)
+    assert list(file) == [HELLO, HELLO]
+    assert file.skipped == 1
+    assert reason in str(file.skipped_records[0])
+    assert str(file.skipped_records[0]).startswith("line 3: ")
+
+
+@pytest.mark.parametrize("record", [17, "text", None, [], [GOOD], {"messages": []}, {"a": {}}])
+def test_malformed_array_element_is_skipped_and_reported(record: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text(f"[{json.dumps(GOOD)},\n{json.dumps(record)},\n{json.dumps(GOOD)}]")
+    file = ChatFile(path)
+    assert list(file) == [HELLO, HELLO]
+    assert [record.line for record in file.skipped_records] == [2]
+
+
+@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
+def test_truncated_file_loses_only_its_last_record(as_array: bool, tmp_path: Path) -> None:
+    records = [json.dumps(GOOD)] * 5
+    content = "[" + ",\n".join(records) + "]" if as_array else "\n".join(records)
+    path = tmp_path / "chats.json"
+    path.write_text(content[: -len(records[0]) // 2])
+    file = ChatFile(path)
+    assert list(file) == [HELLO] * 4
+    assert [record.line for record in file.skipped_records] == [5]
+    assert "not JSON" in str(file.skipped_records[0])
+
+
+def test_first_skipped_records_are_described_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + "bad\n" * 1000)
+    file = ChatFile(path)
+    assert (len(file), file.skipped, len(file.skipped_records)) == (1, 1000, MAX_DESCRIBED)
+    assert file.skipped_records[-1].line == MAX_DESCRIBED + 1
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "[]", "[ ]\n", "hello", "{}", "[{}]", '{"a": ['])
+def test_file_without_valid_chat_raises(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="holds no valid chat") as caught:
+        ChatFile(path)
+    assert "\n" not in str(caught.value)
+    if "{" in content or "hello" in content:
+        assert "line 1" in str(caught.value)
+
+
+def test_copies_and_forked_processes_do_not_share_a_file_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [messages([("q", f"answer {number}" + "!" * 20_000)]) for number in range(50)]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    file = ChatFile(path)
+    assert file[7] == chats[7]
+    copy = pickle.loads(pickle.dumps(file))
+    assert list(copy) == list(file) == chats
+    monkeypatch.setattr(chat_file, "_inherited", file, raising=False)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        order = [number for number in range(50) for _ in range(20)]
+        assert pool.map(read_inherited, order, chunksize=1) == [chats[number] for number in order]
+    assert file[8] == chats[8]
+
+
+def read_inherited(index: int) -> list[dict[str, str]]:
+    """Read from the file that a forked process inherited open."""
+    return chat_file._inherited[index]
+
+
+def test_progress_is_reported_for_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD)] * 9))
+    size = path.stat().st_size
+    reported: list[tuple[int, int]] = []
+    ChatFile(path, lambda done, total: reported.append((done, total)))
+    assert reported == []
+    monkeypatch.setattr(chat_file, "CHUNK_BYTES", size // 4)
+    ChatFile(path, lambda done, total: reported.append((done, total)))
+    assert len(reported) == 3
+    assert reported == sorted(reported)
+    assert all(done <= total == size for done, total in reported)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def large_chats(size: int) -> Iterator[str]:
+    """Records of about two kilobytes, ``size`` bytes in total."""
+    generator = random.Random(0)
+    written = 0
+    while written < size:
+        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(60))
+        record = json.dumps({"messages": messages([("Count " + words, "\\" + words)])})
+        written += len(record) + 2
+        yield record
+
+
+def write_large(path: Path, size: int, as_array: bool) -> Path:
+    with path.open("w") as file:
+        for number, record in enumerate(large_chats(size)):
+            file.write((",\n" if number else "[") if as_array else "\n" * bool(number))
+            file.write(record)
+        file.write("]" * as_array)
+    return path
+
+
+@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
+def test_memory_is_bounded_by_bytes_per_chat(as_array: bool, tmp_path: Path) -> None:
+    path = write_large(tmp_path / "large.json", 5 * MEGABYTE, as_array)
+    tracemalloc.start()
+    try:
+        file = ChatFile(path)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(file) > 1000
+    assert peak < 4 * MEGABYTE
+    assert kept < 100 * len(file)
+
+
+#: The command line, followed by its peak memory in bytes.
+MEASURE_PEAK = """
+import resource, sys
+from eagle_fsd.cli import main
+try:
+    main()
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
+def test_training_memory_does_not_grow_with_the_file(
+    as_array: bool, target: Path, tmp_path: Path
+) -> None:
+    peaks = []
+    for size in (2, 60):
+        path = write_large(tmp_path / "large.json", size * MEGABYTE, as_array)
+        out = tmp_path / f"out-{size}"
+        arguments = command(path, out, target, max_steps=3, max_length=256, batch_size=4)
+        process = start(arguments, ["-c", MEASURE_PEAK])
+        output, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, errors
+        peaks.append(int(output.split("peak ")[1]))
+    assert peaks[1] < peaks[0] + 25 * MEGABYTE

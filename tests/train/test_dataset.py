@@ -1,0 +1,203 @@
+"""Tests for batches: every chat once per epoch for any number of processes, and the loss mask."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import make_chat, write_chats
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.loading import load_tokenizer
+from eagle_fsd.train.chat_file import ChatFile
+from eagle_fsd.train.dataset import (
+    FILLER,
+    Batch,
+    ChatDataset,
+    DistributedBatchSampler,
+    Example,
+    collate,
+    split_validation,
+)
+from eagle_fsd.utils.chat_templates import TokenizerTemplate
+
+COUNTS = st.integers(0, 300)
+BATCH_SIZES = st.integers(1, 9)
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def sampler(
+    count: int, batch_size: int, seed: int, process: int = 0, processes: int = 1, **options: int
+) -> DistributedBatchSampler:
+    """A sampler of chats whose indices are not their positions, of scattered lengths."""
+    chats = [3 * number + 1 for number in range(count)]
+    sizes = [number * 7919 % 101 for number in range(count)]
+    epoch = options.pop("epoch", 0)
+    return DistributedBatchSampler(
+        chats, sizes, batch_size, seed, epoch, process, processes, **options
+    )
+
+
+@given(COUNTS, BATCH_SIZES, SEEDS, st.integers(1, 5))
+def test_every_chat_is_sampled_once_per_epoch(
+    count: int, batch_size: int, seed: int, processes: int
+) -> None:
+    seen: list[int] = []
+    lengths = set()
+    for process in range(processes):
+        batches = sampler(count, batch_size, seed, process, processes)
+        listed = list(batches)
+        lengths.add(len(listed))
+        assert len(batches) == len(listed)
+        assert all(len(batch) == batch_size for batch in listed)
+        seen += [index for batch in listed for index in batch if index != FILLER]
+    assert sorted(seen) == [3 * number + 1 for number in range(count)]
+    assert lengths == {-(-count // (batch_size * processes))}  # the same for every process
+
+
+@given(COUNTS, BATCH_SIZES, SEEDS, st.integers(2, 4))
+def test_processes_together_see_the_larger_batches_of_one_process(
+    count: int, batch_size: int, seed: int, processes: int
+) -> None:
+    parts = [sampler(count, batch_size, seed, at, processes) for at in range(processes)]
+    together = [list(chain(*batches)) for batches in zip(*parts, strict=True)]
+    assert together == list(sampler(count, batch_size * processes, seed))
+
+
+@given(COUNTS, BATCH_SIZES, SEEDS, st.data())
+def test_skip_omits_the_first_batches(
+    count: int, batch_size: int, seed: int, draw: st.DataObject
+) -> None:
+    batches = list(sampler(count, batch_size, seed))
+    skip = draw.draw(st.integers(0, len(batches)))
+    rest = sampler(count, batch_size, seed, skip=skip)
+    assert list(rest) == batches[skip:]
+    assert len(rest) == len(batches) - skip
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    batches = list(sampler(200, 4, seed=5))
+    state = torch.random.get_rng_state()
+    torch.rand(3)
+    assert list(sampler(200, 4, seed=5)) == batches
+    assert list(sampler(200, 4, seed=6)) != batches
+    assert list(sampler(200, 4, seed=5, epoch=1)) != batches
+    torch.random.set_rng_state(state)
+
+
+def test_batches_hold_chats_of_similar_length_in_random_order() -> None:
+    lengths = [number * 7919 % 1009 for number in range(512)]
+    batches = list(DistributedBatchSampler(range(512), lengths, 8, seed=0, epoch=0))
+    spans = [max(map(lengths.__getitem__, b)) - min(map(lengths.__getitem__, b)) for b in batches]
+    assert sum(spans) / len(spans) < 1009 / 8
+    first_lengths = [lengths[batch[0]] for batch in batches]
+    assert first_lengths != sorted(first_lengths)
+
+
+@given(st.integers(0, 300), st.integers(0, 50), SEEDS)
+def test_split_validation_partitions_the_chats(count: int, validation: int, seed: int) -> None:
+    chats, held_out = split_validation(count, validation, seed)
+    assert sorted(chats + held_out) == list(range(count))
+    assert len(held_out) == min(validation, count // 10)
+
+
+# -- collate ---------------------------------------------------------------------------------------
+
+
+def test_collate_pads_on_the_right() -> None:
+    batch = collate(
+        [
+            Example(5, [11, 12, 13, 14, 15], [False, False, True, True, True], truncated=True),
+            Example(2, [21, 22, 23], [False, True, True]),
+        ]
+    )
+    assert batch.ids.tolist() == [[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]]
+    assert batch.assistant_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]]
+    # Pair t holds feature t and token t + 1; its prediction determines token t + 2.
+    assert batch.loss_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert (batch.indices, batch.lengths, batch.truncated) == ([5, 2], [5, 3], 1)
+    assert batch.features is None
+
+
+def test_collate_pads_features_with_zeros() -> None:
+    features = torch.arange(1.0, 9).view(4, 2).bfloat16()
+    batch = collate(
+        [
+            Example(0, [1, 2, 3, 4], [True] * 4, features=features),
+            Example(1, [5, 6], [True] * 2, features=features[:2]),
+        ]
+    )
+    assert batch.features is not None
+    assert batch.features.dtype == torch.bfloat16
+    assert batch.features.tolist() == [
+        [[1, 2], [3, 4], [5, 6], [7, 8]],
+        [[1, 2], [3, 4], [0, 0], [0, 0]],
+    ]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_loss_mask_covers_pairs_that_determine_an_assistant_token(rows: list[list[bool]]) -> None:
+    batch = collate([Example(n, [1] * len(row), row) for n, row in enumerate(rows)])
+    assert batch.loss_mask.shape == (len(rows), batch.ids.shape[1] - 1)
+    for row, mask in zip(rows, batch.loss_mask.tolist(), strict=True):
+        for pair, covered in enumerate(mask):
+            assert covered == (pair + 2 < len(row) and row[pair + 2])
+
+
+def test_batch_to_moves_every_tensor() -> None:
+    batch = collate([Example(3, [1, 2], [True, True], features=torch.ones(2, 4))])
+    moved = batch.to(torch.device("meta"))
+    assert isinstance(moved, Batch)
+    assert {moved.ids.device.type, moved.assistant_mask.device.type} == {"meta"}
+    assert moved.features is not None
+    assert moved.features.device.type == "meta"
+    assert (moved.indices, moved.lengths) == ([3], [2])
+    assert batch.ids.device.type == "cpu"
+
+
+# -- ChatDataset -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> ChatDataset:
+    file = write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 6)
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    return ChatDataset(ChatFile(file), tokenizer, TokenizerTemplate(tokenizer), max_length=60)
+
+
+def test_dataset_encodes_chats(dataset: ChatDataset) -> None:
+    assert len(dataset) == 6
+    for index in range(6):
+        example = dataset[index]
+        assert example.index == index
+        assert len(example.ids) == len(example.assistant_mask) <= 60
+        text = dataset.tokenizer.decode(example.ids)
+        question = make_chat(index)[0]["content"]
+        assert text.startswith(f"<|begin|><|user|>{question}"[: len(text)])
+    assert [dataset[index].truncated for index in range(6)].count(True) in range(1, 6)
+
+
+def test_filler_contributes_nothing(dataset: ChatDataset) -> None:
+    example = dataset[FILLER]
+    assert example.index == FILLER
+    batch = collate([example] * 2)
+    assert batch.loss_mask.shape == (2, 1)
+    assert not batch.loss_mask.any()
+
+
+def test_chat_that_the_template_rejects_is_reported_with_its_line(tmp_path: Path) -> None:
+    file = write_chats(tmp_path / "chats.jsonl", 4)
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    tokenizer.chat_template = "{{ raise_exception('too long') if messages | length > 2 }}x"
+    data = ChatDataset(ChatFile(file), tokenizer, TokenizerTemplate(tokenizer), max_length=60)
+    example = data[1]
+    assert example.error is not None
+    assert re.search(r"chats\.jsonl, line 2: .*too long", example.error)
+    batch = collate([data[0], example])
+    assert batch.errors == (example.error,)
+    assert not batch.loss_mask[1].any()

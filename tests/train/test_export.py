@@ -1,0 +1,212 @@
+"""Tests for exported heads (EAGLE, SGLang, vLLM) and for trained heads loaded back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import (
+    DEFAULT_ARCHITECTURE,
+    aligned_pair,
+    left_padded,
+    prompt,
+    tiny_target,
+    untrained_head,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from trainings import read_weights, same_weights, train_here
+
+from eagle_fsd import CheckpointError, EagleFSD
+from eagle_fsd.model.checkpoint import load_head, save_head
+from eagle_fsd.model.loading import load_target
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.config import EXPORT_FORMATS, ExportFormat
+from eagle_fsd.train.export import convert_head
+
+LAYER = {
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+}
+EVERY = {"embed_tokens.weight", "fc.weight"} | LAYER
+
+
+def save_random_head(
+    folder: Path, architecture: str = DEFAULT_ARCHITECTURE, bias: bool = False
+) -> tuple[Path, Target]:
+    """Save a head of a family; return its folder and its target."""
+    target = Target(tiny_target(architecture))
+    save_head(untrained_head(target.model, bias=bias).attach(target), folder / "head")
+    return folder / "head", target
+
+
+def read_export(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return an export's configuration and tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    if (folder / "model.safetensors").exists():
+        assert not (folder / "pytorch_model.bin").exists()
+        return config, load_file(folder / "model.safetensors")
+    return config, torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
+# -- the three formats -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_eagle_export_is_a_bin_with_bias_in_the_config(bias: bool, tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path, bias=bias)
+    config, state = read_export(convert_head(head, target, tmp_path / "out", "eagle"))
+    assert (tmp_path / "out" / "pytorch_model.bin").exists()
+    assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
+    assert config["bias"] is bias
+    assert config["num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_sglang_export_always_has_a_bias(bias: bool, tmp_path: Path) -> None:
+    """SGLang's layer has one, which stays random if the file lacks it."""
+    head, target = save_random_head(tmp_path, bias=bias)
+    config, state = read_export(convert_head(head, target, tmp_path / "out", "sglang"))
+    assert state.keys() == EVERY | {"fc.bias"}
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    assert config["bias"] is True
+    expected = load_file(head / "model.safetensors").get("fc.bias", torch.zeros(32))
+    assert torch.equal(state["fc.bias"], expected)
+
+
+def test_sglang_export_names_the_architecture_of_qwen2(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path, "qwen2")
+    config, _ = read_export(convert_head(head, target, tmp_path / "out", "sglang"))
+    assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
+
+
+def test_vllm_export_has_no_bias(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path)
+    config, state = read_export(convert_head(head, target, tmp_path / "out", "vllm"))
+    assert state.keys() == EVERY
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["bias"] is False
+
+
+def test_vllm_export_rejects_a_bias(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path, bias=True)
+    with pytest.raises(ValueError, match="bias in fc, which vLLM ignores"):
+        convert_head(head, target, tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_export_drops_a_zero_bias(tmp_path: Path) -> None:
+    target = Target(tiny_target())
+    head = untrained_head(target.model).attach(target)
+    torch.nn.init.zeros_(head.fc.bias)
+    save_head(head, tmp_path / "head")
+    _, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", "vllm"))
+    assert state.keys() == EVERY
+
+
+@pytest.mark.parametrize(
+    ("architecture", "engine"),
+    [("qwen2", "vllm"), ("qwen3", "vllm"), ("qwen3", "sglang"), ("mistral-no-window", "sglang")],
+)
+def test_family_without_a_head_in_the_engine_is_rejected(
+    architecture: str, engine: ExportFormat, tmp_path: Path
+) -> None:
+    head, target = save_random_head(tmp_path, architecture)
+    with pytest.raises(ValueError, match=f"{engine} reads EAGLE heads for llama"):
+        convert_head(head, target, tmp_path / "out", engine)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+def test_export_computes_what_the_head_computes(engine: ExportFormat, tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path)
+    out = convert_head(head, target, tmp_path / "out", engine)
+    config, state = read_export(out)
+    assert torch.equal(state["embed_tokens.weight"], target.embed.weight)
+    for name, tensor in load_file(head / "model.safetensors").items():
+        assert torch.equal(state[name], tensor)
+    loaded, original = load_head(out, target), load_head(head, target)
+    assert loaded.embed_tokens is None  # the target's embedding is not kept twice
+    features, tokens = torch.randn(1, 5, target.hidden_size), prompt(5)
+    positions = torch.arange(5)[None]
+    assert torch.equal(loaded(features, tokens, positions), original(features, tokens, positions))
+    before = json.loads((head / "config.json").read_text())
+    assert {**before, "bias": 0, "architectures": 0} == {**config, "bias": 0, "architectures": 0}
+
+
+@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+def test_export_keeps_the_dtype(engine: ExportFormat, tmp_path: Path) -> None:
+    target = Target(tiny_target())
+    head = untrained_head(target.model, bias=False).attach(target)
+    save_head(head, tmp_path / "head", torch.bfloat16, binary=True)
+    config, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", engine))
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert config["dtype"] == "bfloat16"
+
+
+def test_export_keeps_the_heads_own_embedding(tmp_path: Path) -> None:
+    target = Target(tiny_target())
+    head = untrained_head(target.model, bias=False).attach(target)
+    embedding = torch.randn_like(target.embed.weight)
+    head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
+    save_head(head, tmp_path / "head")
+    _, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", "vllm"))
+    assert torch.equal(state["embed_tokens.weight"], embedding)
+
+
+def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path)
+    with pytest.raises(ValueError, match="choose another folder"):
+        convert_head(head, target, head, "eagle")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        convert_head(tmp_path, target, tmp_path / "out", "eagle")
+    other = Target(tiny_target(hidden_size=64))
+    with pytest.raises(ValueError, match="belongs to another target"):
+        convert_head(head, other, tmp_path / "out", "eagle")
+    assert not (tmp_path / "out").exists()
+
+
+# -- heads loaded back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+def test_loaded_head_decodes_identically(binary: bool, tmp_path: Path) -> None:
+    """Most drafts of this head are accepted, so another head would need other steps."""
+    pair = aligned_pair()
+    assert pair.head is not None
+    save_head(pair.head, tmp_path, binary=binary)
+    loaded = EagleFSD(pair.model, load_head(tmp_path, pair.target), pair.tree)
+    ids, mask = left_padded(prompt(7, 1), prompt(20, 3))
+    for threshold in (0.0, 0.3):
+        before = pair.generate(ids, mask, max_new_tokens=40, threshold=threshold)
+        after = loaded.generate(ids, mask, max_new_tokens=40, threshold=threshold)
+        assert torch.equal(after.sequences, before.sequences)
+        assert torch.equal(after.origins, before.origins)
+        assert after.stats.steps == before.stats.steps < before.stats.tokens
+
+
+def test_trained_head_is_saved_in_either_format(target: Path, data: Path, tmp_path: Path) -> None:
+    safe = train_here(data, tmp_path / "safe", target, bias=True, max_steps=3)
+    binary = train_here(data, tmp_path / "binary", target, bias=True, max_steps=3, binary=True)
+    assert not (binary / "model.safetensors").exists()
+    stored = torch.load(binary / "pytorch_model.bin", weights_only=True)
+    assert same_weights(stored, read_weights(safe))
+    assert stored.keys() == EVERY - {"embed_tokens.weight"} | {"fc.bias"}
+    last = load_file(safe / "checkpoints" / "step-3" / "model.safetensors")
+    assert same_weights({k.removeprefix("head."): v for k, v in last.items()}, stored)
+    convert_head(binary, Target(load_target(target)), tmp_path / "sglang", "sglang")
+
+
+def test_trained_head_has_no_bias_by_default(target: Path, data: Path, tmp_path: Path) -> None:
+    out = train_here(data, tmp_path / "out", target, max_steps=1)
+    assert "fc.bias" not in read_weights(out)
+    convert_head(out, Target(load_target(target)), tmp_path / "vllm", "vllm")

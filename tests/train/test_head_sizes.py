@@ -1,0 +1,105 @@
+"""Tests for heads of published targets: their sizes follow from the target's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from eagle_fsd import EagleHead
+from eagle_fsd.model.checkpoint import save_head
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+#: Sizes as in the targets' own config.json.
+TARGETS: dict[str, PreTrainedConfig] = {
+    "vicuna-7b": LlamaConfig(**sizes(4096, 11008, 32, 32, 32, 32000)),
+    "vicuna-13b": LlamaConfig(**sizes(5120, 13824, 40, 40, 40, 32000)),
+    "llama-2-70b": LlamaConfig(**sizes(8192, 28672, 80, 64, 8, 32000)),
+    "llama-3.1-8b": LlamaConfig(
+        **sizes(4096, 14336, 32, 32, 8, 128256), rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2.5-7b": Qwen2Config(**sizes(3584, 18944, 28, 28, 4, 152064)),
+    "qwen3-8b": Qwen3Config(**sizes(4096, 12288, 36, 32, 8, 151936), head_dim=128),
+}
+#: Parameters of heads according to the EAGLE paper, in billions.
+PUBLISHED = {"vicuna-7b": 0.24, "vicuna-13b": 0.37, "llama-2-70b": 0.99}
+
+
+def meta_head(config: PreTrainedConfig, bias: bool = False) -> EagleHead:
+    """Create a head on the meta device, where it takes no memory."""
+    with torch.device("meta"):
+        return EagleHead(config, bias)
+
+
+def expected_parameters(config: PreTrainedConfig) -> int:
+    """Count the parameters of ``fc`` and of one layer without its input norm."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    queries, keys = heads * size, config.num_key_value_heads * size
+    count = 2 * hidden * hidden  # fc
+    count += 2 * hidden * queries + 2 * hidden * keys  # attention
+    count += 3 * hidden * config.intermediate_size + hidden  # MLP and the norm before it
+    if config.model_type == "qwen2":
+        count += queries + 2 * keys  # biases
+    if config.model_type == "qwen3":
+        count += 2 * size  # norms of queries and keys
+    return count
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_number_of_parameters(name: str) -> None:
+    config = TARGETS[name]
+    head = meta_head(config)
+    count = sum(parameter.numel() for parameter in head.parameters())
+    assert count == expected_parameters(config)
+    assert all(parameter.is_meta for parameter in head.parameters())
+    with_bias = sum(parameter.numel() for parameter in meta_head(config, bias=True).parameters())
+    assert with_bias == count + config.hidden_size
+    if name in PUBLISHED:
+        assert count / 1e9 == pytest.approx(PUBLISHED[name], abs=0.006)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_saved_configuration_is_the_targets_with_one_layer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TARGETS[name]
+    head = meta_head(target)
+    monkeypatch.setattr(head, "state_dict", dict)  # meta tensors cannot be saved
+    save_head(head, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["num_hidden_layers"] == 1
+    assert saved["bias"] is False
+    config = AutoConfig.for_model(saved.pop("model_type"), **saved)
+    assert type(config) is type(target)
+    for field in (*sizes(0, 0, 0, 0, 0, 0), "rope_parameters", "max_position_embeddings"):
+        if field != "num_hidden_layers":
+            assert getattr(config, field) == getattr(target, field)
+    assert target.num_hidden_layers > 1  # the target's configuration is not modified
+    if getattr(config, "layer_types", None):
+        assert config.layer_types == ["full_attention"]
+    names = {key: value.shape for key, value in meta_head(target).named_parameters()}
+    assert {key: value.shape for key, value in meta_head(config).named_parameters()} == names

@@ -1,0 +1,271 @@
+"""Tests for the losses: unrolled runs match decoding, and extreme distributions stay finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import (
+    ARCHITECTURES,
+    DEFAULT_ARCHITECTURE,
+    VOCAB_SIZE,
+    tiny_target,
+    untrained_head,
+)
+from torch import Tensor
+
+from eagle_fsd import EagleHead
+from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.config import DIVERGENCE_LOSSES, TrainConfig
+from eagle_fsd.train.features import compute_features
+from eagle_fsd.train.losses import HeadLosses, unroll
+
+CHATS, LENGTH = 2, 11  # LENGTH tokens per chat
+RUNS = 4
+#: EAGLE's losses only.
+PUBLISHED = TrainConfig(divergence_weight=0.0)
+#: Arguments of ``HeadLosses.forward``.
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def attached_head(
+    architecture: str = DEFAULT_ARCHITECTURE, dtype: torch.dtype = torch.float32
+) -> EagleHead:
+    model = tiny_target(architecture, dtype=dtype).requires_grad_(False)
+    return untrained_head(model).attach(Target(model))
+
+
+@pytest.fixture
+def head() -> EagleHead:
+    """A head with the random weights that training starts from."""
+    model = tiny_target().requires_grad_(False)
+    torch.manual_seed(0)
+    return EagleHead(model.config).attach(Target(model))
+
+
+def inputs(head: EagleHead) -> Inputs:
+    """Random chats: features, the token and the feature after each, and which positions count."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB_SIZE, (CHATS, LENGTH), generator=generator)
+    features = compute_features(head.target, ids)
+    loss_mask = torch.rand(CHATS, LENGTH - 1, generator=generator) < 0.6
+    assert 0 < loss_mask.sum() < loss_mask.numel()
+    return features[:, :-1], ids[:, 1:], features[:, 1:], loss_mask
+
+
+def gradients(losses: HeadLosses, given: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the sums, and the gradient of ``loss`` for every parameter."""
+    losses.zero_grad(set_to_none=True)
+    sums = losses(*given)
+    sums["loss"].backward()
+    assert all(parameter.grad is not None for parameter in losses.parameters())
+    return sums, {name: item.grad.clone() for name, item in losses.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_unrolled_runs_match_decoding(architecture: str) -> None:
+    """From every root: the chat up to it in the cache, then a chain on the head's own features.
+
+    In float64, because this head amplifies small differences.
+    """
+    head = attached_head(architecture, torch.float64)
+    features, tokens, _, _ = inputs(head)
+    with torch.no_grad():
+        outputs = unroll(head, features, tokens, RUNS)
+        assert len(outputs) == RUNS
+        for root in range(tokens.shape[1]):
+            cache = head.new_cache(CHATS, LENGTH + RUNS)
+            lengths = torch.zeros(CHATS, dtype=torch.long)
+            context = features[:, : root + 1], tokens[:, : root + 1]
+            drafted = head.append(*context, lengths, 0, cache)[:, -1:]
+            torch.testing.assert_close(outputs[0][:, root], drafted[:, 0], rtol=1e-6, atol=1e-8)
+            for run in range(1, min(RUNS, tokens.shape[1] - root)):
+                pair = root + run
+                drafted = head.append(
+                    drafted, tokens[:, pair : pair + 1], lengths + pair, pair, cache
+                )
+                ours = outputs[run][:, pair]
+                torch.testing.assert_close(ours, drafted[:, 0], rtol=1e-6, atol=1e-8)
+
+
+def test_runs_differ_from_each_other() -> None:
+    head = attached_head()
+    features, tokens, _, _ = inputs(head)
+    outputs = unroll(head, features, tokens, RUNS)
+    for run in range(1, RUNS):
+        assert (outputs[run] - outputs[run - 1])[:, run:].abs().mean() > 0.01
+
+
+def test_first_run_is_the_head_itself(head: EagleHead) -> None:
+    features, tokens, _, _ = inputs(head)
+    positions = torch.arange(LENGTH - 1).expand(CHATS, -1)
+    (output,) = unroll(head, features, tokens, 1)
+    assert torch.equal(output, head(features, tokens, positions))
+    first = unroll(head, features, tokens, 2)[0]
+    torch.testing.assert_close(first, output, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_has_no_effect(head: EagleHead) -> None:
+    features, tokens, _, _ = inputs(head)
+    before = unroll(head, features, tokens, 3)
+    features[:, 6:], tokens[:, 6:] = 3.0, 0
+    after = unroll(head, features, tokens, 3)
+    for ours, theirs in zip(before, after, strict=True):
+        torch.testing.assert_close(ours[:, :6], theirs[:, :6])
+
+
+def test_sums_match_the_published_losses(head: EagleHead) -> None:
+    """Smooth L1 per position, cross-entropy under the target's distribution, and agreement."""
+    features, tokens, labels, loss_mask = inputs(head)
+    sums = HeadLosses(head, PUBLISHED)(features, tokens, labels, loss_mask)
+    predicted = unroll(head, features, tokens, 1)[0][loss_mask]
+    target = head.target.model.lm_head(labels[loss_mask])
+    draft = head.target.model.lm_head(predicted)
+    count = int(loss_mask.sum())
+    feature = F.smooth_l1_loss(predicted, labels[loss_mask]) * count
+    token = F.cross_entropy(draft, target.softmax(-1), reduction="sum")
+    best = target.argmax(-1, keepdim=True)
+    torch.testing.assert_close(sums["feature"], feature)
+    torch.testing.assert_close(sums["token"], token)
+    torch.testing.assert_close(sums["loss"], feature + 0.1 * token)
+    assert sums["divergence"] == 0
+    assert sums["top1"] == (draft.topk(1).indices == best).sum()
+    assert sums["top3"] == (draft.topk(3).indices == best).sum()
+
+
+@pytest.mark.parametrize("kind", DIVERGENCE_LOSSES)
+def test_divergence_loss_matches_the_divergence_of_fsd(kind: str, head: EagleHead) -> None:
+    features, tokens, labels, loss_mask = inputs(head)
+    config = TrainConfig(
+        feature_weight=0.0, token_weight=0.0, divergence_weight=2.0, divergence_loss=kind
+    )
+    sums, found = gradients(HeadLosses(head, config), (features, tokens, labels, loss_mask))
+    draft = head.log_probs(unroll(head, features, tokens, 1)[0][loss_mask])
+    expected = DIVERGENCES[kind](head.log_probs(labels[loss_mask]), draft).sum()
+    torch.testing.assert_close(sums["divergence"], expected)
+    torch.testing.assert_close(sums["loss"], 2 * expected)
+    assert any(gradient.abs().max() > 0 for gradient in found.values())
+
+
+def test_runs_are_weighted_and_averaged(head: EagleHead) -> None:
+    """Each run counts ``unroll_decay`` times the previous one, where it has a predicted input."""
+    features, tokens, labels, loss_mask = inputs(head)
+    loss_mask[:, 0] = True
+    sums = HeadLosses(head, TrainConfig(unroll=3, unroll_decay=0.5))(
+        features, tokens, labels, loss_mask
+    )
+    expected = torch.zeros(())
+    outputs = unroll(head, features, tokens, 3)
+    for run, share in enumerate((4 / 7, 2 / 7, 1 / 7)):
+        valid = loss_mask.clone()
+        valid[:, :run] = False
+        loss = F.smooth_l1_loss(outputs[run][valid], labels[valid], reduction="none")
+        expected = expected + share * loss.mean(-1).sum()
+    torch.testing.assert_close(sums["feature"], expected)
+    alone = HeadLosses(head, PUBLISHED)(features, tokens, labels, loss_mask)
+    assert sums["top1"] == alone["top1"]
+    assert sums["top3"] == alone["top3"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"divergence_weight": 0.0}, {"unroll": 3, "divergence_loss": "tv"}],
+    ids=["published", "all"],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_result_does_not_depend_on_the_rows_in_memory(
+    rows: int, options: dict[str, Any], head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, given = HeadLosses(head, TrainConfig(**options)), inputs(head)
+    sums, whole = gradients(losses, given)
+    monkeypatch.setattr("eagle_fsd.train.losses.LOGIT_ROWS", rows)
+    chunked_sums, chunked = gradients(losses, given)
+    for name, value in sums.items():
+        torch.testing.assert_close(chunked_sums[name], value)
+    for name, gradient in whole.items():
+        assert (chunked[name] - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+def test_rows_of_the_vocabulary_in_memory_are_bounded(
+    head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_fsd.train.losses.LOGIT_ROWS", 4)
+    seen: list[int] = []
+    original = EagleHead.log_probs
+
+    def recording(self: EagleHead, features: Tensor) -> Tensor:
+        seen.append(len(features))
+        return original(self, features)
+
+    monkeypatch.setattr(EagleHead, "log_probs", recording)
+    HeadLosses(head, PUBLISHED)(*inputs(head))
+    assert max(seen) == 4
+
+
+def sharp_pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Logits of target and draft that are almost one-hot or uniform, equal or not."""
+    flat = torch.zeros(VOCAB_SIZE)
+    peak = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(3), 1.0)
+    other = peak.roll(5)
+    for scale in (50.0, 1e4, 1e30):
+        yield f"same peak {scale:g}", scale * peak, scale * peak
+        yield f"other peak {scale:g}", scale * peak, scale * other
+        yield f"peak and flat {scale:g}", scale * peak, flat
+        yield f"flat and peak {scale:g}", flat, scale * peak
+    yield "flat", flat, flat
+
+
+@pytest.mark.parametrize("kind", DIVERGENCE_LOSSES)
+@pytest.mark.parametrize(
+    ("target", "draft"), [pair[1:] for pair in sharp_pairs()], ids=[p[0] for p in sharp_pairs()]
+)
+def test_losses_and_gradients_are_finite_for_extreme_distributions(
+    target: Tensor, draft: Tensor, kind: str, head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = head.config.hidden_size
+    labels = torch.zeros(1, size)
+    predicted = torch.ones(1, size, requires_grad=True)
+
+    def logits(features: Tensor) -> Tensor:
+        mine = draft + 0 * features.sum(-1, keepdim=True)
+        logits = torch.where(features.sum(-1, keepdim=True) > 0, mine, target)
+        return (logits + features[..., :1] * torch.arange(VOCAB_SIZE)).log_softmax(-1)
+
+    monkeypatch.setattr(head, "log_probs", logits)
+    losses = HeadLosses(head, TrainConfig(divergence_loss=kind))
+    sums = losses._compare(predicted, labels)
+    for value in sums.values():
+        assert value.isfinite()
+    (sums["token"] + sums["divergence"]).backward()
+    assert predicted.grad is not None
+    assert predicted.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_batch_without_positions_gives_zero_gradients(runs: int, head: EagleHead) -> None:
+    """Zeros rather than None: a parallel wrapper waits for the gradient of every parameter."""
+    features, tokens, labels, loss_mask = inputs(head)
+    given = features, tokens, labels, torch.zeros_like(loss_mask)
+    sums, found = gradients(HeadLosses(head, TrainConfig(unroll=runs)), given)
+    assert all(value == 0 for value in sums.values())
+    assert all((gradient == 0).all() for gradient in found.values())
+
+
+def test_chat_may_be_shorter_than_the_runs(head: EagleHead) -> None:
+    features, tokens, labels, _ = inputs(head)
+    given = features[:, :2], tokens[:, :2], labels[:, :2], torch.ones(CHATS, 2, dtype=torch.bool)
+    sums, found = gradients(HeadLosses(head, TrainConfig(unroll=4)), given)
+    assert sums["loss"].isfinite()
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_only_the_head_has_gradients(head: EagleHead) -> None:
+    losses = HeadLosses(head, TrainConfig())
+    gradients(losses, inputs(head))
+    names = {name for name, _ in losses.named_parameters()}
+    assert names == {f"head.{name}" for name in head.state_dict()}
+    assert all(parameter.grad is None for parameter in head.target.model.parameters())

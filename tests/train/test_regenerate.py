@@ -1,0 +1,177 @@
+"""Tests for rewriting chats with the target: the result does not depend on interruptions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import train_here
+
+from eagle_fsd.bundled.problems import problems
+from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.train.chat_file import Chat, ChatFile
+from eagle_fsd.train.config import RegenerateConfig
+from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.regenerate import rewrite_chats
+from eagle_fsd.utils.chat_templates import encode_prompt
+
+COUNT = 7
+BATCH_SIZE = 3
+MAX_NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTarget:
+    """The bundled target, whose answers differ from chat to chat."""
+    return LoadedTarget.load(TargetOptions(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> ChatFile:
+    """Chats of one, two and three rounds, some with a system turn."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    questions = [problem.question for problem in problems("test", 3 * COUNT, seed=3)]
+    with path.open("w") as file:
+        for number in range(COUNT):
+            turns: Chat = [{"role": "system", "content": "Count."}] if number % 3 == 1 else []
+            for place in range(1 + number % 3):
+                turns.append({"role": "user", "content": questions[3 * number + place]})
+                turns.append({"role": "assistant", "content": f"Wrong {number} {place}."})
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return ChatFile(path)
+
+
+def rewrite(
+    loaded: LoadedTarget, chats: ChatFile, out: Path, progress: Any = None, **changes: Any
+) -> ChatFile:
+    config = RegenerateConfig(batch_size=BATCH_SIZE, max_new_tokens=MAX_NEW_TOKENS, seed=4)
+    return rewrite_chats(loaded, chats, out, config.updated(**changes), progress)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    loaded: LoadedTarget, chats: ChatFile, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("rewritten") / "chats.jsonl"
+    rewrite(loaded, chats, out)
+    return out
+
+
+def test_only_assistant_turns_change(uninterrupted: Path, chats: ChatFile) -> None:
+    rewritten = ChatFile(uninterrupted)
+    assert len(rewritten) == len(chats) == COUNT
+    assert rewritten.skipped == 0
+    for before, after in zip(chats, rewritten, strict=True):
+        assert [item["role"] for item in after] == [item["role"] for item in before]
+        for old, new in zip(before, after, strict=True):
+            if old["role"] == "assistant":
+                assert new["content"] != old["content"]
+                assert new["content"] == new["content"].strip() != ""
+                assert "<|" not in new["content"]
+            else:
+                assert new["content"] == old["content"]
+    lines = [json.loads(line) for line in uninterrupted.read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(COUNT))
+
+
+def test_greedy_answer_is_the_targets_answer_to_the_rewritten_chat(
+    loaded: LoadedTarget, chats: ChatFile, tmp_path: Path
+) -> None:
+    rewritten = rewrite(loaded, chats, tmp_path / "out.jsonl", temperature=0.0)
+    for chat in list(rewritten)[:3]:
+        for place, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            ids = encode_prompt(chat[:place], loaded.tokenizer, loaded.chat_template)
+            output = loaded.target.model.generate(
+                ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False
+            )
+            new = output[0, ids.shape[1] :]
+            answer = loaded.tokenizer.decode(new, skip_special_tokens=True)
+            assert message["content"] == answer.strip()
+
+
+@pytest.mark.parametrize(
+    ("kept", "partial"), [(0, True), (1, False), (3, True), (5, True), (6, False), (7, False)]
+)
+def test_interrupted_run_resumes_to_the_same_result(
+    kept: int,
+    partial: bool,
+    uninterrupted: Path,
+    loaded: LoadedTarget,
+    chats: ChatFile,
+    tmp_path: Path,
+) -> None:
+    """With some complete lines and part of the next; the interrupted batch is generated again."""
+    lines = uninterrupted.read_text().splitlines(keepends=True)
+    out = tmp_path / "chats.jsonl"
+    rest = "".join(lines[kept : kept + 1])[:30] if partial else ""
+    out.write_text("".join(lines[:kept]) + rest)
+    shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
+    reported: list[tuple[int, int]] = []
+    rewrite(loaded, chats, out, progress=lambda *now: reported.append(now))
+    assert out.read_bytes() == uninterrupted.read_bytes()
+    assert len(reported) <= -(-COUNT // BATCH_SIZE) - kept // BATCH_SIZE
+    assert kept == COUNT or reported[-1] == (COUNT, COUNT)
+
+
+def test_output_of_an_earlier_version_is_resumed(
+    uninterrupted: Path, loaded: LoadedTarget, chats: ChatFile, tmp_path: Path
+) -> None:
+    """Its fingerprint has no top_p and top_k."""
+    out = tmp_path / "chats.jsonl"
+    shutil.copy(uninterrupted, out)
+    fingerprint = json.loads(Path(f"{uninterrupted}.meta.json").read_text())
+    del fingerprint["top_p"], fingerprint["top_k"]
+    Path(f"{out}.meta.json").write_text(json.dumps(fingerprint))
+    rewrite(loaded, chats, out)
+    with pytest.raises(ValueError, match="other chats or options"):
+        rewrite(loaded, chats, out, top_p=0.9)
+
+
+def test_seed_changes_the_answers(
+    uninterrupted: Path, loaded: LoadedTarget, chats: ChatFile, tmp_path: Path
+) -> None:
+    rewrite(loaded, chats, tmp_path / "out.jsonl", seed=5)
+    assert (tmp_path / "out.jsonl").read_text() != uninterrupted.read_text()
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"temperature": 0.0}, {"batch_size": 2}, None])
+def test_output_of_other_options_is_rejected(
+    change: dict[str, Any] | None,
+    uninterrupted: Path,
+    loaded: LoadedTarget,
+    chats: ChatFile,
+    tmp_path: Path,
+) -> None:
+    """With a change of options, or without a fingerprint (None): the file is not touched."""
+    out = tmp_path / "chats.jsonl"
+    shutil.copy(uninterrupted, out)
+    if change is not None:
+        shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
+    with pytest.raises(ValueError, match="was written from other chats or options"):
+        rewrite(loaded, chats, out, **(change or {}))
+    assert out.read_bytes() == uninterrupted.read_bytes()
+
+
+def test_chat_ends_where_the_context_is_full(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    chat = [
+        {"role": role, "content": content}
+        for question in ("How many?", " apples" * 3000, "And now?")
+        for role, content in (("user", question), ("assistant", "x"))
+    ]
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+    (rewritten,) = rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", temperature=0.0)
+    assert [message["role"] for message in rewritten] == ["user", "assistant"]
+    assert rewritten[0]["content"] == "How many?"
+
+
+def test_rewritten_chats_can_be_trained_on(
+    uninterrupted: Path, target: Path, tmp_path: Path
+) -> None:
+    out = train_here(uninterrupted, tmp_path / "out", target, max_steps=1)
+    assert (out / "model.safetensors").exists()

@@ -1,0 +1,156 @@
+"""Tests for the options of training: defaults, bounds, YAML files and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import command
+
+from eagle_fsd import OptionsError
+from eagle_fsd.train.config import DIVERGENCE_LOSSES, TrainConfig, TrainRequest, read_config
+
+
+def test_defaults_are_those_of_eagle() -> None:
+    """As in arXiv 2401.15077 and the authors' training script."""
+    config = TrainConfig()
+    assert config.learning_rate(4096) == 3e-5
+    assert (config.beta1, config.beta2) == (0.9, 0.95)
+    assert (config.clip, config.noise, config.warmup) == (0.5, 0.1, 2000)
+    assert (config.feature_weight, config.token_weight) == (1.0, 0.1)
+    assert config.max_length == 2048
+
+
+def test_default_learning_rate_falls_with_the_hidden_size() -> None:
+    config = TrainConfig()
+    assert config.learning_rate(8192) == pytest.approx(1.5e-5)
+    assert config.learning_rate(128) == pytest.approx(3e-5 * 32)
+    for size in (128, 4096, 8192):
+        assert TrainConfig(lr=2e-4).learning_rate(size) == 2e-4
+
+
+@given(st.integers(1, 3000), st.integers(0, 5000))
+def test_learning_rate_warms_up_and_decays_linearly(total: int, warmup: int) -> None:
+    config = TrainConfig(warmup=warmup)
+    factors = [config.learning_rate_factor(step, total) for step in range(total)]
+    peak = min(warmup, total // 10)
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[peak] == max(factors) == 1.0
+    assert config.learning_rate_factor(total, total) == 0.0
+    for part in (factors[:peak], factors[peak:]):
+        steps = [after - before for before, after in pairwise(part)]
+        assert max(steps, default=0) - min(steps, default=0) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("epochs", 2.5, "an integer in [1, 10000]"),
+        ("epochs", True, "an integer"),
+        ("max_steps", 0, "an integer of at least 1"),
+        ("lr", float("nan"), "a number in [0, 1]"),
+        ("lr", "fast", "a number in [0, 1]"),
+        ("beta2", 1.0, "a number in [0, "),
+        ("divergence_loss", "hellinger", ", ".join(DIVERGENCE_LOSSES)),
+        ("bias", 1, "true or false"),
+    ],
+)
+def test_invalid_value_is_reported_with_what_is_accepted(
+    name: str, value: Any, accepted: str
+) -> None:
+    with pytest.raises(OptionsError, match=f"^{name} must be .*{re.escape(accepted)}.*; got "):
+        TrainConfig.from_dict({name: value})
+
+
+def test_request_needs_either_chats_or_features(tmp_path: Path) -> None:
+    for sources in ({}, {"data": tmp_path, "features": tmp_path}):
+        with pytest.raises(ValueError, match="either --data or --features"):
+            TrainRequest(out=tmp_path, **sources)
+    with pytest.raises(ValueError, match="--regenerate requires --data"):
+        TrainRequest(out=tmp_path, features=tmp_path, regenerate=True)
+    with pytest.raises(ValueError, match="data must be an existing path; got missing"):
+        TrainRequest(out=tmp_path, data="missing")
+
+
+# -- YAML files ------------------------------------------------------------------------------------
+
+
+def test_read_config_returns_what_the_file_sets(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# mine\nlr: 0.001\nunroll: 3\ndivergence_loss: tv\nbias: true\n")
+    assert read_config(path) == {"lr": 1e-3, "unroll": 3, "divergence_loss": "tv", "bias": True}
+    path.write_text("")
+    assert read_config(path) == {}
+
+
+def test_every_option_can_be_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = TrainConfig(lr=1e-4, max_steps=7, bias=True)
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    assert TrainConfig.from_dict(read_config(path)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rate: 1", ("unknown option learning_rate", "epochs")),
+        ("epochs: 0", ("epochs must be an integer in [1, 10000]; got 0",)),
+        ("- epochs", ("mapping",)),
+        ("epochs: [1", ("config.yaml",)),
+        ("epochs: !!python/object:os.system x", ("config.yaml",)),
+    ],
+)
+def test_invalid_file_is_reported_in_one_line(
+    text: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        read_config(path)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def test_every_option_is_in_the_help(run) -> None:
+    status, out, _ = run("train", "--help")
+    assert status == 0
+    for name, field in TrainConfig.model_fields.items():
+        assert "--" + name.replace("_", "-") in out
+        assert field.description[:20] in out
+
+
+def test_command_line_overrides_the_file(run, target: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 5\nnoise: 0.5\nmax_steps: 9\nbias: true\n")
+    out = tmp_path / "out"
+    arguments = command(data, out, target, "--config", str(path), "--no-bias", max_steps=2)
+    status, _, errors = run(*arguments)
+    assert status == 0, errors
+    saved = json.loads((out / "recipe.json").read_text())["recipe"]
+    assert (saved["seed"], saved["noise"], saved["max_steps"], saved["bias"]) == (5, 0.5, 2, False)
+    assert TrainConfig.from_dict(saved).model_dump() == saved
+    assert json.loads((out / "training.json").read_text())["settings"] == saved
+
+
+def test_invalid_file_is_a_usage_error(run, target: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("learning_rate: 0.1\n")
+    out = tmp_path / "out"
+    status, _, errors = run(*command(data, out, target, "--config", str(path)))
+    assert status in (1, 2)
+    assert errors.count("\n") == 1
+    assert "learning_rate" in errors
+    assert not out.exists()

@@ -1,0 +1,136 @@
+"""Tests for ``eagle-fsd train`` and its subcommands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainings import command, read_losses, train_here, without_option
+
+from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.train.chat_file import ChatFile
+
+
+def test_stored_features_can_be_trained_on(run, target: Path, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "features"
+    store = ("train", "features", "--data", data, "--out", folder, "--target", target)
+    status, out, errors = run(*store, "--max-length", 64)
+    assert status == 0, errors
+    assert "10 chats are in" in out
+    estimate = re.search(r"about ([\d.]+) (B|KB) for 10 chats; .* are free", errors)
+    assert estimate is not None
+    size = float(estimate[1]) * {"B": 1, "KB": 1000}[estimate[2]]
+    assert size == pytest.approx((folder / "features-00000.safetensors").stat().st_size, rel=0.05)
+    arguments = without_option(command(data, tmp_path / "out", target, max_steps=2), "--data")
+    status, _, errors = run(*arguments, "--features", folder)
+    assert status == 0, errors
+    assert len(read_losses(tmp_path / "out")) == 2
+    status, _, errors = run(*store, "--max-length", 32)
+    assert status == 1
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert "max_length is 64 there, 32 here" in errors
+
+
+def test_regenerate_writes_chats_once(run, data: Path, tmp_path: Path) -> None:
+    """With the bundled target."""
+    out = tmp_path / "chats.jsonl"
+    arguments = ("train", "regenerate", "--data", data, "--out", out, "--max-new-tokens", 4)
+    status, _, errors = run(*arguments)
+    assert status == 0, errors
+    assert "10 rewritten chats are in" in errors
+    content = out.read_text()
+    assert len(ChatFile(out)) == 10
+    assert run(*arguments)[0] == 0
+    assert out.read_text() == content
+
+
+def test_training_on_regenerated_chats(run, target: Path, data: Path, tmp_path: Path) -> None:
+    """The rewritten chats are beside the folder, where they can be inspected and resumed."""
+    out = tmp_path / "out"
+    status, _, errors = run(*command(data, out, target, "--regenerate", max_steps=2))
+    rewritten = tmp_path / "out-regenerated.jsonl"
+    assert status == 0, errors
+    assert len(rewritten.read_text().splitlines()) == 10
+    assert json.loads((out / "recipe.json").read_text())["data"]["data"] == str(rewritten)
+    assert len(read_losses(out)) == 2
+
+
+def test_export(run, target: Path, data: Path, tmp_path: Path) -> None:
+    head = train_here(data, tmp_path / "head", target, max_steps=1)
+    out = tmp_path / "out"
+    arguments = ("train", "export", "--head", head, "--out", out, "--target", target)
+    status, printed, errors = run(*arguments, "--format", "sglang")
+    assert status == 0, errors
+    assert "as sglang reads it" in printed
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    status, _, errors = run(*arguments, "--format", "sglang")
+    assert status == 1
+    assert errors.count("\n") == 1
+    status, _, errors = run(*arguments, "--format", "tensorrt")
+    assert status == 2
+    assert "eagle, sglang, vllm" in errors
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        (lambda given: without_option(given, "--out"), 2, ("--out",)),
+        (lambda given: without_option(given, "--data"), 2, ("--data", "--features")),
+        (lambda given: [*given, "--features", str(Path(__file__).parent)], 2, ("either",)),
+        (lambda given: [*given, "--unroll", "0"], 2, ("unroll", "[1, 8]")),
+        (lambda given: [*given, "--divergence-loss", "cosine"], 2, ("cosine", "js")),
+        (lambda given: [*given, "--conv-template", "vicuna9"], 1, ("vicuna9", "vicuna_v1.1")),
+        (lambda given: [*given, "--target", "/no/such/target"], 1, ("/no/such/target",)),
+        (lambda given: [*given, "--data", "no-such.jsonl"], 2, ("no-such.jsonl",)),
+        (lambda given: [*given, "--data", __file__], 1, ("no valid chat", "line 1")),
+        (
+            lambda given: [*without_option(given, "--data"), "--features", "tests"],
+            1,
+            ("index.json",),
+        ),
+        (lambda given: [*given, "--head", str(BUNDLED_HEAD)], 1, ("another target",)),
+    ],
+    ids=lambda item: None if not isinstance(item, tuple) else "-".join(item),
+)
+def test_invalid_arguments_are_reported_in_one_line(
+    change: Callable[[list[str]], list[str]],
+    status: int,
+    words: tuple[str, ...],
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    run,
+) -> None:
+    """And nothing is written."""
+    out = tmp_path / "out"
+    exit_status, _, errors = run(*change(command(data, out, target)))
+    assert exit_status == status
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    for word in words:
+        assert word in errors
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_truncated_chats_are_reported(
+    target: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_here(data, tmp_path / "short", target, max_length=20)
+    assert "chats were truncated 24 times" in caplog.text  # twelve batches of two
+    caplog.clear()
+    train_here(data, tmp_path / "long", target, max_length=256, max_steps=1)
+    assert "truncated" not in caplog.text
+
+
+def test_metrics_are_printed_as_lines_without_a_terminal(
+    target: Path, data: Path, tmp_path: Path, run
+) -> None:
+    arguments = command(data, tmp_path / "out", target, validation=1, max_steps=3)
+    status, _, errors = run(*arguments)
+    assert status == 0, errors
+    assert "step 3 of 3" in errors
+    for word in ("loss", "top-1", "top-3", "lr", "tokens/s", "minutes left", "tau", "JS by depth"):
+        assert word in errors

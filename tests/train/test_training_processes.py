@@ -1,0 +1,178 @@
+"""Tests for trainings in processes of their own: signals, a full disk, two processes together."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import (
+    KILLED_IN_MID_EPOCH,
+    TIMEOUT,
+    command,
+    read_losses,
+    read_metrics,
+    read_weights,
+    same_weights,
+    start,
+    train_here,
+)
+
+from eagle_fsd.train.training_folder import TrainingFolder
+
+
+def finish(process: Any) -> str:
+    """Wait for a process and return its standard error."""
+    _, errors = process.communicate(timeout=TIMEOUT)
+    return errors
+
+
+@pytest.mark.slow
+def test_first_signal_stops_with_a_checkpoint(target: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    endless = {"max_steps": 1_000_000, "epochs": 10_000, "checkpoint_every": 1_000_000}
+    process = start(command(data, out, target, **endless))
+    deadline = time.monotonic() + TIMEOUT
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    errors = finish(process)
+    assert process.returncode == 130
+    assert "stopping after this step" in errors
+    assert "Traceback" not in errors
+    last = read_metrics(out)[-1]["step"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last}"]
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]],
+    ids=["SIGINT", "SIGTERM", "twice"],
+)
+def test_only_the_first_signal_waits_for_a_checkpoint(
+    signals: list[signal.Signals],
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Received after step 5, it stops after step 6; a second signal stops at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    original = TrainingFolder.append_metrics
+
+    def interrupt(folder: TrainingFolder, line: dict[str, Any]) -> None:
+        original(folder, line)
+        if line["step"] == 5:
+            for number in signals:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(TrainingFolder, "append_metrics", interrupt)
+    status, _, _ = run(*command(data, tmp_path / "out", target))
+    assert status == 130
+    found = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert found == ({"step-3", "step-6"} if len(signals) == 1 else {"step-3"})
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.slow
+def test_full_disk_is_reported_in_one_line(target: Path, data: Path, tmp_path: Path) -> None:
+    """The error of safetensors is not an OSError."""
+
+    def limit_file_size() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+
+    process = start(command(data, tmp_path / "out", target), preexec_fn=limit_file_size)
+    errors = finish(process)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert "step 3 could not be written" in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_sigkill_then_resume_gives_the_same_weights(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    """Bit for bit those of an uninterrupted training; see test_trainer.py for other moments."""
+    out = tmp_path / "out"
+    killed = start(command(data, out, target), ["-c", KILLED_IN_MID_EPOCH])
+    finish(killed)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_metrics(out)) == 8
+    assert not (out / "model.safetensors").exists()
+    resumed = start(command(data, out, target, "--resume"))
+    errors = finish(resumed)
+    assert resumed.returncode == 0, errors
+    whole = start(command(data, tmp_path / "whole", target))
+    finish(whole)
+    assert same_weights(read_weights(out), read_weights(tmp_path / "whole"))
+    assert torch.equal(read_losses(out), read_losses(tmp_path / "whole"))
+
+
+# -- two processes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of ``torchrun`` for two processes on the CPU.
+
+    ``accelerate launch --cpu --num_processes 2`` starts one process if there is no mpirun.
+    """
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    return [*launch, "-m", "eagle_fsd.cli"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_equal_one_with_twice_the_batch_size(
+    accumulate: int, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+) -> None:
+    """With ten chats in batches of four, the last of an epoch is filled up in one process only."""
+    options = {"max_length": 256, "accumulate": accumulate}
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_here(data, one, target, batch_size=4, **options)
+    process = start(command(data, two, target, **options), two_processes)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    assert errors.count("step 12 of 12") == 1  # only one process prints
+    assert len(read_losses(two)) == 12
+    assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
+    for name in ("tokens", "lr", "top1"):
+        values = [line[name] for line in read_metrics(two)]
+        assert values == pytest.approx([line[name] for line in read_metrics(one)], rel=1e-4)
+    for name, tensor in read_weights(one).items():
+        torch.testing.assert_close(read_weights(two)[name], tensor, rtol=1e-3, atol=1e-5)
+    for checkpoint in (two / "checkpoints").iterdir():
+        assert len(list(checkpoint.glob("random_states_*"))) == 2  # one for each process
+
+
+@pytest.mark.slow
+def test_two_processes_killed_then_resumed_give_the_same_weights(
+    target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    process = start(command(data, whole, target), two_processes)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_IN_MID_EPOCH)
+    killed = start(command(data, out, target), [*two_processes[:-2], str(script)])
+    finish(killed)
+    assert killed.returncode not in (0, -signal.SIGKILL)  # the launcher survives and reports it
+    assert read_metrics(out)[-1]["step"] == 8
+    resumed = start(command(data, out, target, "--resume"), two_processes)
+    errors = finish(resumed)
+    assert resumed.returncode == 0, errors
+    assert same_weights(read_weights(out), read_weights(whole))
+    assert torch.equal(read_losses(out), read_losses(whole))

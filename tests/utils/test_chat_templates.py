@@ -1,0 +1,107 @@
+"""Chat templates: the tokenizer's own, and FastChat's by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from fastchat.conversation import conv_templates
+from pairs import tokenizer as tokenizer_without_template
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.utils.chat_templates import (
+    FastChatTemplate,
+    TokenizerTemplate,
+    encode_prompt,
+    load_chat_template,
+)
+
+CHAT = [
+    {"role": "user", "content": "How many apples?"},
+    {"role": "assistant", "content": "Three."},
+    {"role": "user", "content": "And pears?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
+
+
+def _with_template(text: str) -> PreTrainedTokenizerBase:
+    tokenizer = copy.deepcopy(tokenizer_without_template())
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+@pytest.mark.parametrize("generation", [False, True])
+def test_tokenizer_template_matches_hugging_face(
+    tokenizer: PreTrainedTokenizerBase, generation: bool
+) -> None:
+    template = load_chat_template(tokenizer)
+    assert isinstance(template, TokenizerTemplate)
+    assert (list(template.stop), list(template.stop_token_ids)) == ([], [])
+    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation)
+    assert template.render(CHAT, add_generation_prompt=generation) == expected
+
+
+def test_tokenizer_without_a_template_raises() -> None:
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; select a FastChat"):
+        load_chat_template(tokenizer_without_template())
+
+
+def test_chat_that_the_template_rejects_raises() -> None:
+    template = TokenizerTemplate(_with_template("{{ raise_exception('no system role') }}"))
+    with pytest.raises(ValueError, match="the chat template rejects the chat: no system role"):
+        template.render(CHAT)
+
+
+def test_fastchat_template_matches_fastchat(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = load_chat_template(tokenizer, "vicuna_v1.1")
+    assert isinstance(template, FastChatTemplate)
+    expected = conv_templates["vicuna_v1.1"].copy()
+    expected.set_system_message("Be brief.")
+    for message in CHAT:
+        expected.append_message(message["role"].upper(), message["content"])
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert template.render(chat) == expected.get_prompt()
+    expected.append_message("ASSISTANT", None)
+    assert template.render(chat, add_generation_prompt=True) == expected.get_prompt()
+
+
+def test_fastchat_template_is_not_changed_by_rendering() -> None:
+    """Neither by earlier chats nor by the example messages of some templates."""
+    template = FastChatTemplate("one_shot")
+    first = template.render(CHAT[:1])
+    template.render([{"role": "system", "content": "Be brief."}, *CHAT])
+    assert template.render(CHAT[:1]) == first
+    assert conv_templates["one_shot"].messages
+    assert "apples" not in str(conv_templates["one_shot"].messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "stop", "stop_token_ids"),
+    [("starchat", ["<|end|>"], [0, 49155]), ("aquila-chat", ["###", "</s>", "[UNK]"], [])],
+)
+def test_fastchat_template_has_its_stop_strings_and_tokens(
+    name: str, stop: list[str], stop_token_ids: list[int]
+) -> None:
+    template = FastChatTemplate(name)
+    assert (list(template.stop), list(template.stop_token_ids)) == (stop, stop_token_ids)
+
+
+def test_unknown_fastchat_template_raises_with_known_names() -> None:
+    with pytest.raises(ValueError, match=r"unknown FastChat template 'vicuna'; .*vicuna_v1.1"):
+        FastChatTemplate("vicuna")
+
+
+@pytest.mark.parametrize("name", [None, "vicuna_v1.1"])
+def test_encode_prompt_adds_special_tokens_once(
+    tokenizer: PreTrainedTokenizerBase, name: str | None
+) -> None:
+    """A tokenizer's own template writes them itself, a FastChat template does not."""
+    template = load_chat_template(tokenizer, name)
+    ids = encode_prompt(CHAT, tokenizer, template)
+    text = template.render(CHAT, add_generation_prompt=True)
+    assert ids.tolist() == [tokenizer(text, add_special_tokens=name is not None).input_ids]

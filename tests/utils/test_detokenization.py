@@ -1,0 +1,101 @@
+"""Incremental detokenization: the same text as decoding everything at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pairs import tokenizer as character_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return [detokenizer.step(token) for token in ids]
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=40))
+def test_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(_pieces(tokenizer, ids)) == decoded
+
+
+def test_character_of_several_tokens_appears_with_the_last(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    ids = tokenizer("🙂", add_special_tokens=False).input_ids
+    assert len(ids) > 1
+    assert _pieces(tokenizer, ids) == [*[""] * (len(ids) - 1), "🙂"]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A tokenizer with Llama 2's byte fallback: 256 byte tokens and a few words."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581he", "llo", "<unk>"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def test_byte_tokens_are_decoded_with_the_last_byte_of_a_character(
+    byte_fallback: PreTrainedTokenizerFast,
+) -> None:
+    ids = [256, 257, *"\n🙂".encode(), 256, 257]
+    assert _pieces(byte_fallback, ids) == ["he", "llo", "\n", "", "", "", "🙂", " he", "llo"]
+
+
+@given(ids=st.lists(st.integers(0, 257), max_size=20))
+@example(ids=[256, 10, 0xF0, 256, 257])  # the first byte of an emoji after a newline
+def test_invalid_bytes_become_replacement_characters(
+    byte_fallback: PreTrainedTokenizerFast, ids: list[int]
+) -> None:
+    """A sampled token sequence need not be valid UTF-8; words after it must appear."""
+    text = "".join(_pieces(byte_fallback, [*ids, 256, 257]))
+    assert text.endswith("hello")
+    if all(token > 255 for token in ids):
+        assert "\ufffd" not in text
+
+
+def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
+    a, b = (tokenizer(text, add_special_tokens=False).input_ids for text in ("apples", " and"))
+    assert "".join(_pieces(tokenizer, [*a, tokenizer.eos_token_id, *b])) == "apples and"
+
+
+def test_word_after_the_first_keeps_its_space(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("Mia has 8 apples", add_special_tokens=False).input_ids
+    assert "".join(_pieces(tokenizer, ids)) == "Mia has 8 apples"
+
+
+def test_detokenizers_are_independent() -> None:
+    """Two answers streamed in turn from one tokenizer."""
+    tokenizer = character_tokenizer()
+    first, second = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
+    ids = [tokenizer(text).input_ids for text in ("abc", "xyz")]
+    pieces = [(first.step(a), second.step(b)) for a, b in zip(*ids, strict=True)]
+    assert ["".join(texts) for texts in zip(*pieces, strict=True)] == ["abc", "xyz"]
+
+
+def test_slow_tokenizer_is_rejected() -> None:
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(ValueError, match="needs a fast tokenizer; SlowTokenizer is not one"):
+        IncrementalDetokenizer(SlowTokenizer())

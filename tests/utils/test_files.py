@@ -1,0 +1,77 @@
+"""Atomic writes and JSON Lines files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd.utils.files import (
+    append_line,
+    atomic_path,
+    atomic_write,
+    read_jsonl,
+    truncate_partial_line,
+)
+
+
+def test_atomic_write_creates_and_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    atomic_write(path, "é\r\n")
+    assert path.read_bytes() == "é\r\n".encode()
+    atomic_write(str(path), b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_path_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def write_and_fail() -> None:
+        with atomic_path(path) as temporary:
+            assert temporary.parent == path.parent
+            temporary.write_text("half")
+            assert path.read_text() == "old"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_path_requires_the_file_to_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "file.txt"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_jsonl_round_trip_keeps_unicode_line_separators(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    values = [{"text": "a\u2028b\u0085c"}, ["é"], 3]
+    for value in values:
+        append_line(path, json.dumps(value, ensure_ascii=False))
+    append_line(path, "")
+    assert read_jsonl(path) == values
+
+
+def test_a_partial_last_line_is_skipped_and_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, '"é"')
+    complete = path.read_bytes()
+    path.write_bytes(complete + '"é'.encode()[:-1])
+    assert read_jsonl(path) == ["é"]
+    truncate_partial_line(path)
+    assert path.read_bytes() == complete
+    truncate_partial_line(path)
+    assert path.read_bytes() == complete
+    truncate_partial_line(tmp_path / "missing")
+
+
+def test_read_jsonl_names_the_damaged_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("1\n\n{\n2\n")
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 3: not JSON"):
+        read_jsonl(path)

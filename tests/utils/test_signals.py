@@ -1,0 +1,76 @@
+"""Signals that stop a process, and processes that stop with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from eagle_fsd.utils.signals import StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_requests_a_stop_and_handlers_are_restored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    seen: list[int] = []
+    with StopSignals(seen.append) as stop:
+        assert not stop.requested.is_set()
+        os.kill(os.getpid(), number)
+        assert stop.requested.wait(10)
+        assert seen == [number]
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_are_restored_after_an_exception() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="inside"), StopSignals():
+        raise RuntimeError("inside")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_the_main_thread_handlers_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    requested: list[bool] = []
+
+    def use() -> None:
+        with StopSignals() as stop:
+            requested.append(stop.requested.is_set())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert requested == [False]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+CHILD = """
+import signal, sys, time
+from eagle_fsd.utils.signals import exit_with_parent
+if {ignore}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+exit_with_parent(patience=0.2)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("ignore", "status"), [(False, -signal.SIGTERM), (True, 1)])
+def test_child_exits_when_its_standard_input_closes(ignore: bool, status: int) -> None:
+    """With SIGTERM, and by force where SIGTERM is ignored."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(ignore=ignore)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout.readline() == "ready\n"
+        assert child.poll() is None
+        child.stdin.close()
+        assert child.wait(30) == status
