@@ -1,30 +1,46 @@
-# `make demo` and `make test` need nothing but Python 3.10 or later.
+# `make demo` and `make test` need Python 3.10 or later; everything else is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALL_LOG := $(VENV)/install.log
 
-.PHONY: demo test quality bundled clean
+PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
+	to Tom. How many pencils are left in the end?
+# One process per core, with one torch thread each (see tests/conftest.py). Tests that share a server
+# or a browser run in the same process.
+PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+
+.PHONY: demo test slow quality bundled clean
 
 demo: $(INSTALLED)
-	$(RUN)/eagle-fsd generate --show-origins "At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils to Tom. How many pencils are left in the end?"
+	@echo "running the demo"
+	@$(RUN)/eagle-fsd generate --show-origins "$(PROBLEM)"
 
 test: $(INSTALLED)
-	$(RUN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
+
+slow: $(INSTALLED)
+	$(PYTEST) -m slow
 
 quality: $(INSTALLED)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+	$(RUN)/mypy
 
-# Everything the virtual environment holds follows from these two files.
+# The environment is updated when one of these two files changes. What pip prints is shown only if
+# it fails.
 $(INSTALLED): requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --upgrade pip
-	$(RUN)/python -m pip install --quiet -r requirements.txt
-	$(RUN)/python -m pip install --quiet --no-deps --editable .
-	touch $@
+	@echo "creating the environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing, which takes a few minutes"
+	@{ $(RUN)/python -m pip install --upgrade pip && \
+		$(RUN)/python -m pip install -r requirements.txt && \
+		$(RUN)/python -m pip install --no-deps --editable . ; \
+	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
+	@touch $@
 
-# Train the pair that ships with the package from nothing; see eagle_fsd/train/recipes/bundled.py.
+# Train the bundled pair from scratch; see eagle_fsd/train/recipes/bundled.py.
 bundled: $(INSTALLED)
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head
 	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 16 --install
