@@ -46,9 +46,10 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias, dtype=dtype)
-        layer, rotary = _decoder_layer(config, dtype)
+        layer, rotary, attention = _decoder_layer(config, dtype)
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
+        self._needs_mask = attention != "sdpa"  # without a mask, only SDPA is causal
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
 
@@ -153,6 +154,10 @@ class EagleHead(nn.Module):
         Returns:
             ``[B, S, H]``.
         """
+        if mask is None and self._needs_mask:
+            length = tokens.shape[1]
+            causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
+            mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), features.to(self.dtype)], -1))
         rotary = self.rotary(hidden, position_ids=positions)
         predicted: Tensor = self.layers[0](
@@ -192,8 +197,10 @@ class EagleHead(nn.Module):
         return self.forward(features, tokens, positions, additive_mask(seen, self.dtype), cache)
 
 
-def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """Build a decoder layer without its input norm; also return its rotary embedding."""
+def _decoder_layer(
+    config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[nn.Module, nn.Module, str]:
+    """Build a decoder layer without its input norm; also return its RoPE and attention type."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     config.vocab_size = 1  # the embedding is discarded
@@ -224,4 +231,4 @@ def _decoder_layer(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[nn.Mod
             f"cannot build an EAGLE head for {config.model_type}: it has a RoPE for each layer type"
         )
     layers[0].input_layernorm = nn.Identity()
-    return layers[0], rotary
+    return layers[0], rotary, attention
