@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,6 +148,56 @@ def test_every_package_has_a_docstring() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         assert len(docstring.split()) >= 8, f"{path.relative_to(ROOT)} needs a docstring"
+
+
+def undocumented_arguments(source: str) -> list[str]:
+    """Arguments of public functions and constructors that no docstring describes.
+
+    A method without a docstring that overrides another inherits its documentation, and so does one
+    that refers to the method that it implements.
+    """
+    found = []
+
+    def visit(node: ast.Module | ast.ClassDef) -> None:
+        for child in node.body:
+            if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+                visit(child)
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if child.name.startswith("_") and child.name != "__init__":
+                continue
+            text = ast.get_docstring(child) or ""
+            is_method = isinstance(node, ast.ClassDef)
+            if is_method and re.search(r"[Ss]ee (:meth:)?`", text):
+                continue
+            if is_method and node.bases and not text:
+                continue
+            if is_method and child.name == "__init__":
+                text += ast.get_docstring(node) or ""
+            arguments = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
+            found.extend(
+                f"{child.name}({argument.arg})"
+                for argument in arguments
+                if argument.arg not in ("self", "cls")
+                and not re.search(rf"^\s*{argument.arg}\b.*:", text, re.MULTILINE)
+            )
+
+    visit(ast.parse(source))
+    return found
+
+
+def test_every_public_argument_is_documented() -> None:
+    undocumented = {
+        module: names
+        for module, path in MODULES.items()
+        if (names := undocumented_arguments(path.read_text(encoding="utf-8")))
+    }
+    assert not undocumented
+
+
+def test_an_undocumented_argument_is_found() -> None:
+    source = 'def f(a, b):\n    """Do it.\n\n    Args:\n        a: The first.\n    """\n'
+    assert undocumented_arguments(source) == ["f(b)"]
 
 
 @pytest.mark.parametrize("name", ["model", "train", "evaluation"])

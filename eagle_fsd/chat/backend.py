@@ -83,7 +83,11 @@ class Update:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Update:
-        """Rebuild an update from :meth:`as_dict`."""
+        """Rebuild an update.
+
+        Args:
+            values: What :meth:`as_dict` returned.
+        """
         tokens = [Token(**item) for item in values["tokens"]]
         return cls(tokens, values["stats"], values["finish_reason"])
 

@@ -223,7 +223,7 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
         self.session, self.out = session, Console(highlight=False)
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it."""
+        """Print an answer as it is generated, and return it; see ``ChatIO``."""
         text = ""
         for output in output_stream:
             styled = _styled(output["pieces"], self.session.show_origins)
@@ -234,7 +234,7 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
         return text
 
     def print_output(self, text: str) -> None:
-        """Print an earlier message."""
+        """Print an earlier message; see ``ChatIO``."""
         super().print_output(escape_control_chars(text))
 
 
@@ -253,7 +253,7 @@ class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
         self._completer.words += [*ACCEPTANCE_COMMANDS, *TREE_COMMANDS]
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it."""
+        """Print an answer as it is generated, and return it; see ``ChatIO``."""
         text = ""
 
         def escaped() -> Iterator[dict[str, Any]]:
@@ -275,7 +275,7 @@ class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
         return text
 
     def print_output(self, text: str) -> None:
-        """Print an earlier message."""
+        """Print an earlier message; see ``ChatIO``."""
         super().stream_output([{"text": escape_control_chars(text)}])
 
 
@@ -311,7 +311,7 @@ class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
         self.session = session
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it."""
+        """Print an answer as it is generated, and return it; see ``ChatIO``."""
         text: str = super().stream_output(output_stream)
         self.session.print_stats()
         return text

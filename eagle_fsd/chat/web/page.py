@@ -80,7 +80,12 @@ class ChatState:
     unanswered: str = ""
 
     def messages(self, question: str, count: int | None = None) -> list[dict[str, str]]:
-        """Return the messages of the first ``count`` exchanges (default: all) and a question."""
+        """Return the messages of some exchanges, followed by a question.
+
+        Args:
+            question: The user's next message.
+            count: Number of exchanges, from the beginning; default: all.
+        """
         messages = []
         for exchange in self.exchanges[:count]:
             messages.append({"role": "user", "content": exchange.question})
@@ -133,11 +138,20 @@ class PartialAnswer:
         return self.finish_reason in ("stop", "length")
 
     def html(self, acceptance: AcceptanceConfig, difference: int | None = None) -> str:
-        """Render the tokens; see :func:`rendering.answer_html`."""
+        """Render the tokens.
+
+        Args:
+            acceptance: Acceptance options of the answer.
+            difference: See :func:`rendering.answer_html`.
+        """
         return rendering.answer_html(self.tokens, acceptance, difference, busy=self.busy)
 
     def summary(self, acceptance: AcceptanceConfig) -> str:
-        """Summarize statistics and finish reason in one line."""
+        """Summarize statistics and finish reason in one line.
+
+        Args:
+            acceptance: Acceptance options of the answer.
+        """
         statuses = {
             "length": "Reached max new tokens",
             "stopped": "Stopped",
@@ -305,12 +319,20 @@ class Page:
 
     @staticmethod
     def stop(state: ChatState) -> None:
-        """Stop what is being generated for a visitor."""
+        """Stop the answer that is being generated.
+
+        Args:
+            state: The visitor's chat.
+        """
         state.stop = True
 
     @staticmethod
     async def clear(state: ChatState) -> View:
-        """Start a new chat, after stopping what is being generated for the old one."""
+        """Start a new chat, after stopping the answer that is being generated.
+
+        Args:
+            state: The visitor's chat.
+        """
         state.stop, state.baseline_params = True, None
         state.turn += 1
         while state.busy:

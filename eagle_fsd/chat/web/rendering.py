@@ -45,12 +45,20 @@ def describe_token(token: Token, acceptance: AcceptanceConfig) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a token's text on one line, with visible whitespace and end-of-text marks."""
+    """Return a token's text on one line, with visible whitespace and end-of-text marks.
+
+    Args:
+        text: The token's text.
+    """
     return text.replace("\n", "⏎").replace("\t", "⇥") or "<end>"
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction in [0, 1] as a percentage with at most one decimal."""
+    """Format a fraction as a percentage with at most one decimal.
+
+    Args:
+        fraction: A number in [0, 1].
+    """
     return f"{fraction:.1%}" if fraction < 0.9995 else "100%"
 
 
@@ -121,12 +129,20 @@ def message_html(role: str, body: str, note: str = "") -> str:
 
 
 def question_html(text: str) -> str:
-    """Render the body of a user's message."""
+    """Render the body of a user's message.
+
+    Args:
+        text: The message.
+    """
     return f'<div class="fsd-question">{escape(text)}</div>'
 
 
 def error_html(message: str) -> str:
-    """Render an error message; an empty one renders as nothing."""
+    """Render an error message.
+
+    Args:
+        message: The message; an empty one renders as nothing.
+    """
     return f'<div class="fsd-error" role="alert">{escape(message)}</div>' if message else ""
 
 
