@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.config import EvaluationConfig
 from eagle_fsd.evaluation.methods import BASELINES
@@ -177,17 +178,22 @@ def probe_divergences(
         config: How answers are decoded.
     """
     probe = DivergenceProbe(names)
-    selected = balanced_subset(questions, MAX_PROBED_QUESTIONS)
-    for question in selected:
+    stop = chat_template.stop
+    criteria = [StopStringCriteria(model.tokenizer, list(stop))] if stop else []
+    answered = 0
+    for question in balanced_subset(questions, MAX_PROBED_QUESTIONS):
         chat = [{"role": "user", "content": question.turns[0]}]
         ids = encode_prompt(chat, model.tokenizer, chat_template).to(model.target.device)
         if ids.shape[1] < model.target.context_length:
+            answered += 1
             model.generate(
                 ids,
                 torch.ones_like(ids),
                 config.max_new_tokens,
                 sampling=config.sampling(config.seed),
                 rule=probe,
+                eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
+                stopping_criteria=criteria,
             )
     empty = torch.zeros(0)
     return NodeDivergences(
@@ -196,5 +202,5 @@ def probe_divergences(
             name: torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
             for name in names
         },
-        len(selected),
+        answered,
     )

@@ -181,15 +181,15 @@ def check_questions(
         A warning if not even a lossless setting could be certified, else None.
 
     Raises:
-        ValueError: A bound on accuracy is set and questions have no score, or only a bound on nats
-            is set and there are too few questions for it.
+        ValueError: A bound on accuracy is set and questions have no score, or a bound on nats is
+            set and there are too few questions for it.
     """
+    if bounds.max_nats is not None and len(questions) < MIN_LOSSES:
+        raise ValueError(
+            f"a bound on nats per token requires at least {MIN_LOSSES} questions; got"
+            f" {len(questions)}"
+        )
     if bounds.max_drop is None:
-        if len(questions) < MIN_LOSSES:
-            raise ValueError(
-                f"a bound on nats per token requires at least {MIN_LOSSES} questions; got"
-                f" {len(questions)}"
-            )
         return None
     kinds = {question.scored_by for question in questions}
     if "" in kinds:

@@ -146,6 +146,8 @@ def test_questions_are_checked_before_they_are_answered() -> None:
     assert check_questions(LossBounds(max_drop=100.0), code, 2, True) is None
     with pytest.raises(ValueError, match="at least 30 questions; got 29"):
         check_questions(LossBounds(max_nats=0.1), scored[:29], 2, False)
+    with pytest.raises(ValueError, match="at least 30 questions; got 29"):
+        check_questions(LossBounds(max_drop=50.0, max_nats=0.1), scored[:29], 2, False)
 
 
 @pytest.mark.parametrize(

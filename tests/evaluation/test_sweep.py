@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def test_probed_divergences_are_within_their_bounds(model: EagleFSD) -> None:
     assert 0 <= float(js.min()) <= float(js.max()) <= 0.6932
     assert float(found.values["tv"].max()) <= 1.0 + 1e-6
     assert js[drafted].mean() < js[~drafted].mean()
+
+
+def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
+    """Questions that fill the context are not counted, and the template's stop strings count."""
+    template = load_chat_template(model.tokenizer)
+    (question,) = bundled_questions(1)
+    too_long = replace(question, question_id=1, turns=("apples " * model.target.context_length,))
+    config = EvaluationConfig(max_new_tokens=32)
+    whole = probe_divergences(model, [question, too_long], template, ["js"], config)
+    assert whole.questions == 1
+    template.stop = (" ",)
+    stopped = probe_divergences(model, [question], template, ["js"], config)
+    assert len(stopped.drafted) < len(whole.drafted)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
