@@ -59,7 +59,7 @@ def import_fastchat(name: str) -> Any:
     # the working directory.
     utils: Any = importlib.import_module("fastchat.utils")
     utils.LOGDIR = os.environ.get("LOGDIR", "")
-    # A field of FastChat's list of models is declared as a string and holds a boolean.
+    # FastChat's model list has a field that is declared as a string but holds a boolean.
     warnings.filterwarnings("ignore", "Pydantic serializer warnings", UserWarning)
     streams = sys.stdout, sys.stderr
     try:

@@ -1,4 +1,4 @@
-"""Complete the responses of FastChat's API server: statistics, log-probabilities, error codes."""
+"""Complete the FastChat API server's responses: statistics, log-probabilities, error codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponseWriter:
         self._started = self._ended = False
 
     async def __call__(self, message: Message) -> None:
-        """Process one message from FastChat's server."""
+        """Process one ASGI message from the FastChat server."""
         if message["type"] == "http.response.start":
             self._start = message
         elif message["type"] == "http.response.body" and not self._ended:
@@ -206,7 +206,7 @@ def chat_logprobs(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def translate_error(body: dict[str, Any], status: int) -> ApiError:
-    """Convert an error of FastChat's server to OpenAI's format.
+    """Convert a FastChat server error to OpenAI's format.
 
     Args:
         body: FastChat's response or chunk.
