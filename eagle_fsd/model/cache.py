@@ -1,76 +1,77 @@
 """Preallocated key-value caches with a length per row.
 
-All layers on one device share one tensor, so that two operations move the slots that verification
-kept, whatever the number of layers. :class:`TreeCache` is an ordinary Hugging Face ``Cache`` whose
-layers write to given slots.
+:class:`TreeCache` is an ordinary Hugging Face ``Cache`` whose layers write to given slots. Layers
+with keys of the same shape share one tensor, as do their values, so that two operations move the
+slots that verification kept, whatever the number of layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 #: The number of keys that attention reads is a multiple of this, so that kernels see few shapes.
 VIEW_STEP = 64
 
 
+class PlaneKind(NamedTuple):
+    """What a layer's keys, or its values, look like."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    head_size: int
+
+
+#: Number of planes of each kind that the layers of a model use.
+Layout = Counter[PlaneKind]
+
+
+class _Plane(NamedTuple):
+    """The keys or the values of one layer."""
+
+    rows: Tensor  # [rows, length, heads, head size]: a slot is contiguous
+    flat: Tensor  # the same memory as [rows * length, heads, head size]
+
+
 class TreeCache(Cache):
     """Keys and values of several sequences, each with its own length.
 
-    Memory: ``layers x 2 x rows x length x key-value heads x head size`` elements of ``dtype``,
-    allocated once (:attr:`nbytes`).
-
     A pass over the model is :meth:`place` followed by an ordinary forward call: every layer writes
     its new keys and values to the given slots and attends to slots ``0 .. view - 1``. The caller's
-    attention mask must exclude slots that do not belong to the sequence.
+    attention mask must exclude slots that do not belong to the sequence. Sliding-window layers keep
+    all slots, too.
+
+    The first pass allocates the memory (:attr:`nbytes`) from the keys and values that the layers
+    pass, so neither shapes nor dtypes need to be known in advance.
 
     Args:
-        config: The model's configuration: number of layers, key-value heads and head size.
         rows: Number of sequences.
         length: Slots per sequence.
-        dtype: Data type of keys and values.
-        devices: One device for all layers, or the device of each layer.
+        layout: What earlier caches of the same model allocated; updated by this one. With it, all
+            planes of a kind are allocated together.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        rows: int,
-        length: int,
-        dtype: torch.dtype,
-        devices: torch.device | Sequence[torch.device],
-    ) -> None:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        count = config.num_hidden_layers
-        devices = [devices] * count if isinstance(devices, torch.device) else list(devices)
+    def __init__(self, rows: int, length: int, layout: Layout | None = None) -> None:
+        super().__init__(layers=[])
         self.rows = rows
         self.length = length
-        # [layers on the device, 2, rows, length, kv_heads, head_size]: a slot is contiguous.
-        shape = (2, rows, length, kv_heads, head_size)
-        self.stores = {
-            device: torch.zeros(devices.count(device), *shape, dtype=dtype, device=device)
-            for device in dict.fromkeys(devices)
-        }
-        used = dict.fromkeys(devices, 0)
-        layers: list[Any] = []
-        for device in devices:
-            layers.append(_Layer(self, self.stores[device][used[device]]))
-            used[device] += 1
-        super().__init__(layers=layers)
-        self._slots: dict[torch.device, Tensor] = {}
+        self.layout = Layout() if layout is None else layout
         self.view = 0
+        self._planes: dict[int, tuple[_Plane, _Plane]] = {}  # keys and values of each layer
+        self._stores: list[Tensor] = []  # [planes, rows, length, heads, head size]
+        self._free: dict[PlaneKind, list[Tensor]] = {}
+        self._used = Layout()
+        self._slots: dict[torch.device, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(store.nbytes for store in self.stores.values())
+        return sum(store.nbytes for store in self._stores)
 
     def visible(self, needed: int) -> int:
         """Round a number of slots up to a multiple of :data:`VIEW_STEP`, at most the length.
@@ -97,7 +98,7 @@ class TreeCache(Cache):
             view: Number of slots to read.
         """
         self.view = view
-        self._slots = {device: addresses.to(device) for device in self.stores}
+        self._slots = {addresses.device: addresses}
 
     def addresses(self, positions: Tensor) -> Tensor:
         """Convert slots within rows to indices into the flattened store.
@@ -111,6 +112,53 @@ class TreeCache(Cache):
         first = torch.arange(positions.shape[0], device=positions.device) * self.length
         return positions + first.view(-1, *[1] * (positions.ndim - 1))
 
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values and return all visible ones; called by the attention layer.
+
+        Args:
+            key_states: ``[B, heads, S, head size]``.
+            value_states: ``[B, heads, S, head size]``; heads and size may differ from the keys'.
+            layer_idx: Index of the layer.
+            *args: Ignored.
+            **kwargs: Ignored.
+
+        Returns:
+            Keys and values, ``[B, heads, view, head size]``.
+        """
+        planes = self._planes.get(layer_idx)
+        if planes is None:
+            planes = self._allocate(_kind(key_states, 1)), self._allocate(_kind(value_states, 1))
+            self._planes[layer_idx] = planes
+        slots = self._slots.get(key_states.device)
+        if slots is None:
+            slots = next(iter(self._slots.values())).to(key_states.device)
+            self._slots[key_states.device] = slots
+        batch = key_states.shape[0]
+        for plane, states in zip(planes, (key_states, value_states), strict=True):
+            plane.flat.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        keys, values = (plane.rows[:batch, : self.view].transpose(1, 2) for plane in planes)
+        return keys, values
+
+    def _allocate(self, kind: PlaneKind) -> _Plane:
+        """Return an unused plane."""
+        free = self._free.setdefault(kind, [])
+        if not free:
+            count = max(1, self.layout[kind] - self._used[kind])
+            shape = (count, self.rows, self.length, kind.heads, kind.head_size)
+            self._stores.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
+            free.extend(self._stores[-1].unbind())
+        self._used[kind] += 1
+        self.layout[kind] = max(self.layout[kind], self._used[kind])
+        plane = free.pop(0)
+        return _Plane(plane, plane.flatten(0, 1))
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row, in every layer. All slots are read before any is written.
 
@@ -119,9 +167,10 @@ class TreeCache(Cache):
             target: ``[B, A]`` slots to write.
         """
         source, target = self.addresses(source).flatten(), self.addresses(target).flatten()
-        for device, store in self.stores.items():
-            flat = store.view(store.shape[0] * 2, self.rows * self.length, -1)
-            flat.index_copy_(1, target.to(device), flat.index_select(1, source.to(device)))
+        for store in self._stores:
+            flat = store.view(store.shape[0], self.rows * self.length, -1)
+            read = flat.index_select(1, source.to(store.device))
+            flat.index_copy_(1, target.to(store.device), read)
 
     def move_row(self, source: int, target: int) -> None:
         """Overwrite a row with another, in every layer.
@@ -130,84 +179,53 @@ class TreeCache(Cache):
             source: Index of the row to copy.
             target: Index of the row to overwrite.
         """
-        for store in self.stores.values():
-            store[:, :, target].copy_(store[:, :, source])
+        for store in self._stores:
+            store[:, target].copy_(store[:, source])
 
-    def copy_prefix(self, other: TreeCache, length: int) -> None:
-        """Copy the first slots of another cache.
-
-        Args:
-            other: A cache with the same layers and rows.
-            length: Number of slots to copy.
-        """
-        for device, store in self.stores.items():
-            store[:, :, :, :length].copy_(other.stores[device][:, :, :, :length])
-
-    def slots_on(self, device: torch.device) -> Tensor:
-        """Return the indices that the current pass writes to.
+    def enlarged(self, length: int, kept: int) -> TreeCache:
+        """Return a longer cache that starts with the first slots of this one.
 
         Args:
-            device: Device of the layer's states.
+            length: Slots per sequence.
+            kept: Number of slots to copy.
         """
-        return self._slots[device]
+        larger = TreeCache(self.rows, length, self.layout)
+        for layer, planes in self._planes.items():
+            keys, values = (larger._allocate(_kind(plane.rows, 2)) for plane in planes)
+            larger._planes[layer] = keys, values
+            for new, old in zip((keys, values), planes, strict=True):
+                new.rows[:, :kept] = old.rows[:, :kept]
+        return larger
 
-
-class _Layer(CacheLayerMixin):
-    """One layer of a :class:`TreeCache`."""
-
-    def __init__(self, cache: TreeCache, store: Tensor) -> None:
-        super().__init__()
-        self.cache = cache
-        self.store = store
-        self.device = store.device
-        self.keys: Tensor = store[0]  # [rows, length, kv_heads, head_size]
-        self.values: Tensor = store[1]
-        self.flat_keys, self.flat_values = store.flatten(1, 2)  # [rows * length, ...]
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values and return all visible ones; called by the attention layer.
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of visible slots and the offset of the first; see ``Cache``.
 
         Args:
-            key_states: ``[B, heads, S, head size]``.
-            value_states: ``[B, heads, S, head size]``.
-            *args: Ignored.
-            **kwargs: Ignored.
-
-        Returns:
-            Keys and values, both ``[B, heads, view, head size]``.
-
-        Raises:
-            ValueError: The states do not have the shape that the configuration describes.
+            query_length: Ignored.
+            layer_idx: Ignored.
         """
-        batch, slots = key_states.shape[0], self.cache.slots_on(self.device)
-        if not key_states.shape[1::2] == value_states.shape[1::2] == self.keys.shape[2:]:
-            raise ValueError(
-                "unsupported architecture: its keys and values have (heads, head size)"
-                f" {list(key_states.shape[1::2])} and {list(value_states.shape[1::2])}, but its"
-                f" configuration describes {list(self.keys.shape[2:])}"
-            )
-        self.flat_keys.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
-        self.flat_values.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
-        view = self.cache.view
-        return self.keys[:batch, :view].transpose(1, 2), self.values[:batch, :view].transpose(1, 2)
+        return self.view, 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the constructor allocates the cache."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of visible slots; see ``Cache``.
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of visible slots and the offset of the first; see ``Cache``."""
-        return self.cache.view, 0
+        Args:
+            layer_idx: Ignored.
+        """
+        return self.view
 
-    def get_seq_length(self) -> int:
-        """Return the number of visible slots; see ``Cache``."""
-        return self.cache.view
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the number of slots; see ``Cache``.
 
-    def get_max_length(self) -> int:
-        """Return the number of slots; see ``Cache``."""
-        return self.cache.length
+        Args:
+            layer_idx: Ignored.
+        """
+        return self.length
+
+
+def _kind(states: Tensor, heads: int) -> PlaneKind:
+    """Describe keys or values, given the dimension that counts their heads."""
+    return PlaneKind(states.device, states.dtype, states.shape[heads], states.shape[3])
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ hidden size, ``V`` vocabulary, ``A`` the largest number of tokens that one step 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,27 +129,26 @@ class Engine:
     def prefill(
         self,
         prompts: list[Tensor],
-        max_new_tokens: int,
+        max_new_tokens: Sequence[int],
         history: History | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        """Allocate the caches and process the prompts, all but the last token of each.
+        """Create the caches and process the prompts, all but the last token of each.
 
         Args:
             prompts: ``[S]`` token ids of each row, at least one, on the target's device.
-            max_new_tokens: Maximum number of tokens added to a row.
+            max_new_tokens: Maximum number of tokens added to each row.
             history: The tokens of every row, for processors that read previous tokens.
             prefix_cache: Caches of earlier calls; for a single prompt only.
 
         Raises:
-            ValueError: The target's layers are offloaded, or the prefix cache belongs to another
-                model.
+            ValueError: The prefix cache belongs to another model.
         """
         self.clock.enter("prefill")
         self.history, self._prefix_cache = history, prefix_cache
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
         self._single_token_prompt = self.host_lengths[0] == 0
-        max_length = max(self.host_lengths) + max_new_tokens
+        max_length = max(map(operator.add, self.host_lengths, max_new_tokens))
         length, head_length = max_length + 1, 0
         if self.head is not None:
             self.builder = TreeBuilder(self.tree, self.target.vocab_size, self.head.device)
@@ -175,6 +176,15 @@ class Engine:
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
+        return self._read(*self._launch())
+
+    def _launch(self) -> tuple[Verification, Tensor, tuple[Tensor, Tensor] | None]:
+        """Start a step on the device, without waiting for anything.
+
+        Returns:
+            The emitted tokens, ``[B]`` bool whether a row's logits are broken, and the result of
+            :meth:`_describe`.
+        """
         if self.head is None:
             tree = single_node(self.roots, self.target.vocab_size)
         else:
@@ -194,7 +204,7 @@ class Engine:
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
         self.clock.enter("host")
-        return self._read(kept, broken, details)
+        return kept, broken, details
 
     def drop(self, rows: list[int]) -> list[int]:
         """Remove rows.

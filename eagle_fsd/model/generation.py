@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +57,13 @@ class EndConditions:
     """When a row ends.
 
     Attributes:
-        max_new_tokens: Number of tokens after which a row ends.
+        max_new_tokens: For each row, the number of tokens after which it ends.
         eos_token_ids: Tokens that end a row.
         pad_token_id: Token that fills rows which ended before others.
         criteria: Hugging Face stopping criteria, checked after every token.
     """
 
-    max_new_tokens: int
+    max_new_tokens: Sequence[int]
     eos_token_ids: frozenset[int]
     pad_token_id: int
     criteria: StoppingCriteriaList
@@ -72,7 +73,8 @@ class Generation:
     """A call in progress, returned by :meth:`EagleFSD.stream`.
 
     Iterate to decode; the first iteration processes the prompts. :meth:`output` returns everything
-    emitted so far, even if the iteration was abandoned.
+    emitted so far, even if the iteration was abandoned. :meth:`close` ends the call and frees its
+    caches; leaving a ``with`` block or dropping the last reference does the same.
 
     Args:
         engine: Decodes the rows.
@@ -80,9 +82,6 @@ class Generation:
         prompts: For each row, ``[S]`` token ids without padding, on the target's device.
         ends: When a row ends.
         prefix_cache: Caches of earlier calls; for a single prompt only.
-
-    Attributes:
-        stats: Statistics of the call so far.
     """
 
     def __init__(
@@ -93,18 +92,30 @@ class Generation:
         ends: EndConditions,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self.input_ids, self.prompts, self.ends = input_ids, prompts, ends
-        self.prefix_cache = prefix_cache
-        self.stats = DecodeStats.empty(len(prompts))
-        self.stats.seconds = engine.clock.seconds
-        self._new: list[list[int]] = [[] for _ in prompts]
-        self._origins: list[list[int]] = [[] for _ in prompts]
-        # Only the iterator holds the engine, so that its caches are freed when the call ends.
-        self._steps = self._run(engine)
+        self._answers = _Answers(input_ids, ends)
+        self._answers.stats.seconds = engine.clock.seconds
+        # Only the iterator holds the engine, and it does not refer back to this object, so that
+        # the caches are freed as soon as the call ends.
+        self._steps = _decode(engine, prompts, self._answers, prefix_cache)
 
-    def __iter__(self) -> Iterator[StreamChunk]:
+    @property
+    def stats(self) -> DecodeStats:
+        """Statistics of the call so far."""
+        return self._answers.stats
+
+    def __iter__(self) -> Generator[StreamChunk]:
         """Continue decoding: yield one chunk per row and step until every row has ended."""
         return self._steps
+
+    def close(self) -> None:
+        """End the call and free its caches; iterating again yields nothing."""
+        self._steps.close()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
 
     def finish(self, streamer: BaseStreamer | None = None) -> GenerateOutput:
         """Decode until every row has ended, and return everything emitted.
@@ -121,39 +132,85 @@ class Generation:
 
     def output(self) -> GenerateOutput:
         """Return everything emitted so far."""
-        width = max(map(len, self._new))
+        return self._answers.output()
+
+
+class _Answers:
+    """What every row has emitted so far."""
+
+    def __init__(self, input_ids: Tensor, ends: EndConditions) -> None:
+        self.input_ids, self.ends = input_ids, ends
+        self.stats = DecodeStats.empty(len(input_ids))
+        self.tokens: list[list[int]] = [[] for _ in input_ids]
+        self.origins: list[list[int]] = [[] for _ in input_ids]
+
+    def add(self, row: int, tokens: list[int], origins: list[int]) -> tuple[int, bool]:
+        """Add tokens to a row up to its end.
+
+        Returns:
+            The number of tokens added, and whether the row has ended.
+        """
+        count, ended = self._end(row, tokens)
+        self.origins[row] += origins[:count]
+        self.stats.add(row, origins[:count])
+        return count, ended
+
+    def _end(self, row: int, tokens: list[int]) -> tuple[int, bool]:
+        new = self.tokens[row]
+        for count, token in enumerate(tokens, 1):
+            new.append(token)
+            if (
+                token in self.ends.eos_token_ids
+                or len(new) >= self.ends.max_new_tokens[row]
+                or self._meets_criteria(row)
+            ):
+                return count, True
+        return len(tokens), False
+
+    def _meets_criteria(self, row: int) -> bool:
+        if not self.ends.criteria:
+            return False
+        ids = torch.cat([self.input_ids[row], self.input_ids.new_tensor(self.tokens[row])])
+        return bool(self.ends.criteria(ids[None], None).any())
+
+    def output(self) -> GenerateOutput:
+        width = max(map(len, self.tokens))
         device = self.input_ids.device
 
         def padded(rows: list[list[int]], fill: int, dtype: torch.dtype) -> Tensor:
             rows = [row + [fill] * (width - len(row)) for row in rows]
             return torch.tensor(rows, dtype=dtype, device=device)
 
-        new = padded(self._new, self.ends.pad_token_id, self.input_ids.dtype)
-        origins = padded(self._origins, int(Origin.PADDING), torch.uint8)
+        new = padded(self.tokens, self.ends.pad_token_id, self.input_ids.dtype)
+        origins = padded(self.origins, int(Origin.PADDING), torch.uint8)
         return GenerateOutput(torch.cat([self.input_ids, new], 1), origins, self.stats)
 
-    @torch.inference_mode()
-    def _run(self, engine: Engine) -> Iterator[StreamChunk]:
-        history = None
-        if engine.sampler.needs_history:
-            capacity = self.ends.max_new_tokens + engine.tree.depth + 2
-            history = History(self.input_ids.to(engine.target.device, torch.long), capacity)
-        engine.prefill(self.prompts, self.ends.max_new_tokens, history, self.prefix_cache)
-        self.stats.prefilled = engine.prefilled
-        live = list(range(len(self.prompts)))  # the prompt of each row of the engine
+
+@torch.inference_mode()
+def _decode(
+    engine: Engine, prompts: list[Tensor], answers: _Answers, prefix_cache: PrefixCache | None
+) -> Generator[StreamChunk]:
+    """Run engine steps until every row has ended, and yield what each step emitted."""
+    limits = answers.ends.max_new_tokens
+    history = None
+    if engine.sampler.needs_history:
+        capacity = max(limits) + engine.tree.depth + 2
+        history = History(answers.input_ids.to(engine.target.device, torch.long), capacity)
+    with prefix_cache.in_use() if prefix_cache is not None else nullcontext():
+        engine.prefill(prompts, limits, history, prefix_cache)
+        answers.stats.prefilled = engine.prefilled
+        live = list(range(len(prompts)))  # the prompt of each row of the engine
         while live:
             result = engine.step()
-            self.stats.passes += 1
+            answers.stats.passes += 1
             ended, chunks = [], []
             for place, row in enumerate(live):
-                tokens, finished = self._take(row, result.tokens[place])
-                origins = result.origins[place][: len(tokens)]
-                details = result.details[place][: len(tokens)] if result.details else None
-                self._origins[row] += origins
-                self.stats.add(row, origins)
+                tokens, origins = result.tokens[place], result.origins[place]
+                count, finished = answers.add(row, tokens, origins)
+                details = result.details[place][:count] if result.details else None
                 if finished:
                     ended.append(place)
-                chunks.append(StreamChunk(row, tokens, origins, finished, details))
+                chunks.append(StreamChunk(row, tokens[:count], origins[:count], finished, details))
             if len(ended) == len(live):
                 live = []
             elif ended:
@@ -161,22 +218,3 @@ class Generation:
             engine.clock.enter(None)  # time spent by the caller is not counted
             engine.clock.collect()
             yield from chunks
-
-    def _take(self, row: int, tokens: list[int]) -> tuple[list[int], bool]:
-        """Add tokens to a row up to its end; return the added tokens and whether the row ended."""
-        new = self._new[row]
-        for count, token in enumerate(tokens, 1):
-            new.append(token)
-            if (
-                token in self.ends.eos_token_ids
-                or len(new) >= self.ends.max_new_tokens
-                or self._meets_criteria(row)
-            ):
-                return tokens[:count], True
-        return tokens, False
-
-    def _meets_criteria(self, row: int) -> bool:
-        if not self.ends.criteria:
-            return False
-        ids = torch.cat([self.input_ids[row], self.input_ids.new_tensor(self._new[row])])
-        return bool(self.ends.criteria(ids[None], None).any())

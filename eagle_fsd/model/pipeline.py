@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,7 @@ from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.sampling import WARPERS, Sampler
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
@@ -433,7 +435,7 @@ class EagleFSD:
         if prefix_cache is not None and len(prompts) != 1:
             raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
         ends = EndConditions(
-            self._limit_new_tokens(max(map(len, prompts)), max_new_tokens),
+            self._limit_new_tokens(list(map(len, prompts)), max_new_tokens),
             frozenset(eos),
             pad if pad is not None else next(iter(eos), 0),
             StoppingCriteriaList(stopping_criteria or []),
@@ -457,6 +459,7 @@ class EagleFSD:
         head = self.head if method == "fsd" else None
         clock = PhaseClock(target.device)
         engine = Engine(target, head, sampler, self.tree, acceptance, rule, clock, details)
+        check_target(target)
         return Generation(engine, input_ids, prompts, ends, prefix_cache)
 
     def _check_method(self, method: str) -> None:
@@ -470,8 +473,8 @@ class EagleFSD:
                 f" tokens; got {self.tree.top_k}"
             )
 
-    def _limit_new_tokens(self, prompt_length: int, max_new_tokens: int) -> int:
-        """Return ``max_new_tokens``, reduced to fit the context after the longest prompt."""
+    def _limit_new_tokens(self, lengths: list[int], max_new_tokens: int) -> list[int]:
+        """Return ``max_new_tokens`` of each row, reduced to fit the context after its prompt."""
         target = self.target
         if (
             not isinstance(max_new_tokens, int)
@@ -481,20 +484,20 @@ class EagleFSD:
             raise ValueError(
                 f"max_new_tokens must be an integer of at least 1; got {max_new_tokens!r}"
             )
-        if prompt_length >= target.context_length:
+        if max(lengths) >= target.context_length:
             raise ValueError(
-                f"the prompt has {prompt_length} tokens, which leaves no room for an answer in the"
+                f"the prompt has {max(lengths)} tokens, which leaves no room for an answer in the"
                 f" target's context of {target.context_length} tokens"
             )
-        room = min(max_new_tokens, target.context_length - prompt_length)
-        if room < max_new_tokens:
+        rooms = [min(max_new_tokens, target.context_length - length) for length in lengths]
+        if min(rooms) < max_new_tokens:
             log.warning(
                 "the context of %d tokens has room for only %d new tokens",
                 target.context_length,
-                room,
+                min(rooms),
             )
-        target.check_length(prompt_length + room)
-        return room
+        target.check_length(max(map(operator.add, lengths, rooms)))
+        return rooms
 
 
 def _override(default: Config, name: str, given: Config | None, **fields: Any) -> Config:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.eagle import EagleHead
@@ -18,7 +19,7 @@ class PrefixCache:
     Pass it to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn. The prefix that
     the new prompt shares with the cached tokens is not processed again; cached tokens beyond it
     (an edited history, an answer that was cut off) are dropped. A call that is abandoned halfway
-    leaves the cache usable.
+    leaves the cache usable. One call at a time can use it.
 
     Attributes:
         tokens: The tokens in the target's cache.
@@ -31,6 +32,24 @@ class PrefixCache:
         self._target: Target | None = None
         self._cache: TreeCache | None = None
         self._head_cache: TreeCache | None = None
+        self._in_use = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other calls from using the caches.
+
+        Raises:
+            ValueError: Another call uses them.
+        """
+        if self._in_use:
+            raise ValueError(
+                "this prefix cache is in use by another call: finish or close its stream first"
+            )
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
 
     def resume(self, target: Target, head: EagleHead | None, prompt: list[int]) -> int:
         """Drop cached tokens that are not a prefix of a prompt.
@@ -89,7 +108,6 @@ def _enlarged(
     """Return ``cache``, or a longer one that starts with its first ``kept`` slots."""
     if cache is not None and cache.length >= length:
         return cache
-    larger = new_cache(1, length + SPARE)
     if cache is not None:
-        larger.copy_prefix(cache, kept)
-    return larger
+        return cache.enlarged(length + SPARE, kept)
+    return new_cache(1, length + SPARE)

@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.tree import DraftTree
 
 #: Attention implementations that accept an arbitrary 4-D mask.
 MASKED_ATTENTION = ("sdpa", "eager")
+#: Layer types of which every layer sees the whole sequence or the end of it.
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+#: Configuration fields that limit how far layers see, for layer types other than full attention.
+WINDOW_FIELDS = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
 #: RoPE types whose frequencies change with the sequence length, which invalidates cached keys.
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
@@ -47,8 +54,9 @@ class Target:
         model: A Hugging Face causal language model.
 
     Raises:
-        ValueError: The model has no output projection, its attention implementation accepts no
-            tree mask, or it does not take positions from position ids.
+        ValueError: The model has no output projection or no limit of its context length, its
+            attention implementation accepts no tree mask, or it has layers other than full,
+            sliding-window and chunked attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -67,12 +75,19 @@ class Target:
                 f"attention implementation {attention!r} does not accept a tree mask; load the"
                 f" target with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"
             )
-        has_limit = getattr(self.config, "max_position_embeddings", None) is not None
-        if not has_limit or getattr(self.config, "alibi", False):
+        if getattr(self.config, "max_position_embeddings", None) is None:
             raise ValueError(
-                f"{type(model).__name__} is not supported: it does not take positions from"
-                " position ids up to max_position_embeddings"
+                f"{type(model).__name__} is not supported: its configuration has no"
+                " max_position_embeddings"
             )
+        self.attention_types = _attention_types(self.config)
+        others = sorted(self.attention_types - set(ATTENTION_TYPES))
+        if others:
+            raise ValueError(
+                f"{type(model).__name__} is not supported: a draft tree needs attention layers, but"
+                f" it has layers of type {', '.join(others)}"
+            )
+        self._layout = _layouts.setdefault(model, Layout())
         _record_inputs(self.lm_head)
 
     @property
@@ -92,8 +107,8 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the output projection."""
-        dtype: torch.dtype = self.lm_head.weight.dtype
+        """Dtype of the embedding and the layers; that of the output projection may differ."""
+        dtype: torch.dtype = self.embed.weight.dtype
         return dtype
 
     @property
@@ -113,7 +128,7 @@ class Target:
         Returns:
             ``[..., V]`` float32 logits.
         """
-        logits: Tensor = self.lm_head(features.to(self.dtype)).float()
+        logits: Tensor = self.lm_head(features.to(self.lm_head.weight.dtype)).float()
         if (factor := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * factor
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -133,30 +148,14 @@ class Target:
         return min([self.context_length, *limits])
 
     def check_length(self, length: int) -> None:
-        """Reject lengths at which a layer would not attend to the whole prefix as it was cached.
+        """Reject lengths at which RoPE changes keys that are already cached.
 
         Args:
             length: Maximum number of tokens in a sequence.
 
         Raises:
-            ValueError: ``length`` exceeds a sliding window or the range in which cached keys stay
-                valid, or a layer has a type other than full or sliding attention.
+            ValueError: ``length`` exceeds :attr:`stable_rope_length`.
         """
-        window = getattr(self.config, "sliding_window", None)
-        kinds = set(getattr(self.config, "layer_types", None) or ())
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise ValueError(
-                f"unsupported layer types {', '.join(sorted(kinds - {'full_attention'}))}: decoding"
-                " a draft tree needs full attention"
-            )
-        slides = "sliding_attention" in kinds if kinds else window is not None
-        if "local" in (getattr(self.config, "attention_layers", None) or ()):  # GPT-Neo
-            slides, window = True, self.config.window_size
-        if slides and window is not None and length > window:
-            raise ValueError(
-                f"this call may reach {length} tokens, but the target has a sliding window of"
-                f" {window}: shorten the prompt or reduce max_new_tokens"
-            )
         if length > self.stable_rope_length:
             raise ValueError(
                 f"this call may reach {length} tokens, but beyond {self.stable_rope_length} the"
@@ -165,23 +164,13 @@ class Target:
             )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Allocate a cache on the devices of the decoder layers.
+        """Create a cache for this target.
 
         Args:
             rows: Number of sequences.
             length: Slots per sequence.
-
-        Raises:
-            ValueError: Parts of the model are offloaded to CPU memory or disk.
         """
-        devices = [next(layer.parameters()).device for layer in self.layers]
-        outside = [self.embed.weight.device, self.lm_head.weight.device]
-        if any(device.type == "meta" for device in [*devices, *outside]):
-            raise ValueError(
-                "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
-                " all layers on their devices: use a smaller dtype or more devices"
-            )
-        return TreeCache(self.config, rows, length, self.dtype, devices)
+        return TreeCache(rows, length, self._layout)
 
     def prefill(self, ids: Tensor, start: int, cache: TreeCache) -> Tensor:
         """Process a chunk of every row's prompt.
@@ -194,10 +183,10 @@ class Target:
         Returns:
             ``[B, S, H]`` features.
         """
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]  # [1, S]
         view = cache.visible(start + ids.shape[1])
-        seen = torch.arange(view, device=ids.device) <= positions[:, None]  # [S, view]
-        mask = additive_mask(seen[None], self.dtype).expand(ids.shape[0], -1, -1, -1)
+        slots = torch.arange(view, device=ids.device)[None]  # [1, view]
+        mask = self._masks(slots[:, None] <= positions[:, :, None], positions, slots, len(ids))
         positions = positions.expand_as(ids)
         cache.place(positions, view)
         output = self.model.base_model(
@@ -224,14 +213,17 @@ class Target:
         """
         view = cache.visible(max_length + tree.size)
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
-        seen = torch.arange(view, device=lengths.device) < lengths[:, None]  # [B, view]
-        seen = seen[:, None].expand(-1, tree.size, -1)
+        keys = torch.arange(view, device=lengths.device).expand(len(lengths), -1)  # [B, view]
+        seen = (keys < lengths[:, None])[:, None].expand(-1, tree.size, -1)
         columns = slots[:, None].expand(-1, tree.size, -1)
-        mask = additive_mask(seen.scatter(2, columns, tree.ancestors), self.dtype)
+        positions = lengths[:, None] + tree.depths
+        mask = self._masks(
+            seen.scatter(2, columns, tree.ancestors), positions, keys.scatter(1, slots, positions)
+        )
         cache.place(slots, view)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
         # switch RoPE to frequencies for longer sequences.
-        positions = (lengths[:, None] + tree.depths).clamp_max(self.stable_rope_length - 1)
+        positions = positions.clamp_max(self.stable_rope_length - 1)
         outer = getattr(_projected, "features", None)  # set if passes are nested
         _projected.features = []
         try:
@@ -247,6 +239,33 @@ class Target:
         finally:
             _projected.features = outer
         return TargetPass(output.logits.to(self.device).float(), features.to(self.device))
+
+    def _masks(
+        self, seen: Tensor, queries: Tensor, keys: Tensor, rows: int = -1
+    ) -> Tensor | dict[str, Tensor]:
+        """Build the additive mask of every type of layer, or the one that all layers share.
+
+        Args:
+            seen: ``[B, S, L]`` bool, the keys that each query attends to with full attention.
+            queries: ``[B, S]`` positions.
+            keys: ``[B, L]`` positions.
+            rows: Number of rows to expand the masks to if ``B`` is 1; default: ``B``.
+        """
+        queries, keys = queries[:, :, None], keys[:, None]
+        masks = {}
+        for kind in self.attention_types:
+            window = None
+            if kind in WINDOW_FIELDS:
+                window = getattr(self.config, WINDOW_FIELDS[kind])
+            allowed = seen
+            if window is None or window >= seen.shape[-1]:
+                pass  # no layer of this type sees less than the whole sequence
+            elif kind == "sliding_attention":
+                allowed = seen & (keys > queries - window)
+            else:
+                allowed = seen & (keys // window == queries // window)
+            masks[kind] = additive_mask(allowed, self.dtype).expand(rows, -1, -1, -1)
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -265,6 +284,8 @@ class Target:
 #: ``features``: this thread's list for the inputs of the output projection during a tree pass.
 _projected = threading.local()
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: What the caches of each model allocated.
+_layouts: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 
 
 def _record_inputs(lm_head: nn.Module) -> None:
@@ -278,6 +299,18 @@ def _append_features(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     features = getattr(_projected, "features", None)
     if features is not None:
         features.append(inputs[0])
+
+
+def _attention_types(config: PreTrainedConfig) -> set[str]:
+    """Return the types of a model's layers, as transformers derives them to build masks."""
+    if types := getattr(config, "layer_types", None):
+        return set(types)
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return {"local"}  # GPT-Neo: the layers build this mask themselves, from slots
+    for kind, field in WINDOW_FIELDS.items():
+        if getattr(config, field, None) is not None:
+            return {kind}
+    return {"full_attention"}
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

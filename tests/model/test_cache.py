@@ -23,7 +23,7 @@ from torch import Tensor
 from eagle_fsd import EagleFSD
 from eagle_fsd.model import pipeline
 from eagle_fsd.model.acceptance import ExactRule
-from eagle_fsd.model.cache import VIEW_STEP, TreeCache, additive_mask
+from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
 from eagle_fsd.model.engine import Engine, StepResult
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import VerificationInputs
@@ -43,7 +43,7 @@ class RecordedEngine(Engine):
 
     def step(self) -> StepResult:
         caches = [self.cache] if self.head is None else [self.cache, self.head_cache]
-        stores = [store for cache in caches for store in cache.stores.values()]
+        stores = [store for cache in caches for store in cache._stores]
         self.memory.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
         return super().step()
 
@@ -58,31 +58,40 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
 
 def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
     """A cache in which every number is different."""
-    cache = TreeCache(tiny_target().config, rows, length, torch.float32, torch.device(device))
-    for store in cache.stores.values():
-        store.copy_(torch.arange(store.numel(), dtype=torch.float32).view(store.shape))
+    layout = Layout()
+    for _ in range(2):  # the first cache learns the layout, so the second has a single store
+        cache = TreeCache(rows, length, layout)
+        cache.place(torch.zeros(rows, 1, dtype=torch.long, device=device), 1)
+        for layer in range(LAYERS):
+            states = torch.zeros(rows, KV_HEADS, 1, HEAD_SIZE, device=device)
+            cache.update(states, states, layer)
+    (store,) = cache._stores
+    store.copy_(torch.arange(store.numel(), dtype=torch.float32).view(store.shape))
     return cache
 
 
 def contents(cache: TreeCache) -> Tensor:
     """A copy of everything in the cache, ``[layers, 2, rows, length, heads, head size]``."""
-    (store,) = cache.stores.values()
-    return store.clone()
+    (store,) = cache._stores
+    return store.unflatten(0, (LAYERS, 2)).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cache_has_the_documented_size(architecture: str, dtype: torch.dtype) -> None:
     """layers x 2 x rows x length x key-value heads x head size x bytes."""
-    config = tiny_target(architecture).config
+    target = Target(tiny_target(architecture, dtype=dtype))
+    config = target.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     numbers = config.num_hidden_layers * 2 * 5 * 37 * config.num_key_value_heads * head_size
-    cache = TreeCache(config, 5, 37, dtype, torch.device("cpu"))
-    assert cache.nbytes == numbers * dtype.itemsize
-    held = {layer.keys.untyped_storage().data_ptr() for layer in cache.layers}
-    held |= {layer.values.untyped_storage().data_ptr() for layer in cache.layers}
-    assert held == {store.untyped_storage().data_ptr() for store in cache.stores.values()}
+    for stores in (2 * config.num_hidden_layers, 1):  # the first cache learns the layout
+        cache = target.new_cache(5, 37)
+        assert cache.nbytes == 0
+        with torch.no_grad():
+            target.prefill(torch.ones(5, 3, dtype=torch.long), 0, cache)
+        assert cache.nbytes == numbers * dtype.itemsize
+        assert len(cache._stores) == stores
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,11 +126,11 @@ def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
     positions = torch.tensor([[4, 2, 9], [0, 1, 2]], device=device)
     cache.place(positions, 10)
     generator = torch.Generator().manual_seed(1)
-    for number, layer in enumerate(cache.layers):
+    for number in range(LAYERS):
         shape = (2, KV_HEADS, 3, HEAD_SIZE)
         keys = torch.randn(shape, generator=generator).to(device)
         values = torch.randn(shape, generator=generator).to(device)
-        seen_keys, seen_values = layer.update(keys, values)
+        seen_keys, seen_values = cache.update(keys, values, number)
         for row in range(2):
             before[number, 0, row, positions[row]] = keys[row].transpose(0, 1)
             before[number, 1, row, positions[row]] = values[row].transpose(0, 1)

@@ -15,6 +15,7 @@ from pairs import (
     answers,
     batch,
     greedy_reference,
+    left_padded,
     new_random_pair,
     prompt,
     random_pair,
@@ -35,6 +36,7 @@ from transformers import (
 )
 
 from eagle_fsd import EagleFSD, Origin
+from eagle_fsd.model.self_check import check_target
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 12])
@@ -206,6 +208,22 @@ def test_context_length_limits_rows() -> None:
             pair.generate(prompt(length), max_new_tokens=1)
 
 
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_rows_beside_a_long_prompt_keep_their_room(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The context limits each row by itself."""
+    model = tiny_target(max_position_embeddings=48)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    long, short = prompt(44, 1), prompt(5, 2)
+    ids, mask = left_padded(long, short)
+    out = pair.generate(ids, mask, max_new_tokens=30, method=method)
+    assert (out.origins != Origin.PADDING).sum(1).tolist() == [4, 30]
+    assert "has room for only 4 new tokens" in caplog.text
+    assert torch.equal(out.sequences[:1, 44:48], greedy_reference(model, long, new=4)[:, 44:])
+    assert torch.equal(answers(out)[1:], greedy_reference(model, short, new=30)[:, 5:])
+
+
 def test_ended_rows_are_dropped_from_the_batch() -> None:
     """Later passes are smaller, and processors stay with their rows."""
     pair = new_random_pair()
@@ -213,6 +231,7 @@ def test_ended_rows_are_dropped_from_the_batch() -> None:
     free = reference()[:, ids.shape[1] :]
     eos = [int(free[0, 2]), int(free[2, 5])]
     rows = []
+    check_target(pair.target)
     pair.model.lm_head.register_forward_hook(lambda _m, args, _o: rows.append(args[0].shape))
     processor = PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1)
     options = {"attention_mask": mask, "max_new_tokens": 20}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.target import Target
 
 
 def _engine(acceptance: AcceptanceConfig | None = None, drafted: bool = True) -> Engine:
@@ -34,7 +34,7 @@ def test_steps_after_prefill_give_the_greedy_output(drafted: bool) -> None:
     """Rows are dropped as soon as they are long enough."""
     new, engine = 12, _engine(drafted=drafted)
     with torch.inference_mode():
-        engine.prefill(_prompts(), new)
+        engine.prefill(_prompts(), [new] * 4)
         assert engine.rows == 4
         assert engine.prefilled == sum(len(ids) - 1 for ids in _prompts())
         emitted: list[list[int]] = [[] for _ in range(4)]
@@ -56,7 +56,7 @@ def test_drop_returns_previous_indices_in_the_new_order() -> None:
     """The last row replaces a dropped one."""
     engine = _engine()
     with torch.inference_mode():
-        engine.prefill(_prompts(), 8)
+        engine.prefill(_prompts(), [8] * 4)
         before = engine.roots.tolist()
         order = engine.drop([1])
         assert sorted(order) == [0, 2, 3]
@@ -79,29 +79,86 @@ def test_stream_prefills_on_the_first_iteration() -> None:
     assert stream.stats.prefilled == 5
 
 
-@pytest.mark.parametrize("finish", [True, False])
-def test_caches_are_freed_when_a_stream_ends(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[TreeCache]]]:
+    """References to the caches created during the test, without garbage collection."""
+    found: list[weakref.ref[TreeCache]] = []
+    initialize = TreeCache.__init__
+
+    def record(self: TreeCache, *arguments: Any) -> None:
+        initialize(self, *arguments)
+        found.append(weakref.ref(self))
+
+    aligned_pair().generate(prompt(3), max_new_tokens=2)  # the target's self-check has caches, too
+    monkeypatch.setattr(TreeCache, "__init__", record)
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["finish", "close", "with", "drop"])
+def test_caches_are_freed_when_a_stream_ends(
+    end: str, caches: list[weakref.ref[TreeCache]]
+) -> None:
     """Or when it is closed, although the caller keeps the stream for its output."""
-    caches: list[weakref.ref[TreeCache]] = []
-    new_cache = Target.new_cache
-
-    def record(*arguments: Any) -> TreeCache:
-        cache = new_cache(*arguments)
-        caches.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(Target, "new_cache", record)
     stream = aligned_pair().stream(prompt(6), max_new_tokens=20)
-    steps = iter(stream)
-    next(steps)
-    assert caches[0]() is not None
-    if finish:
-        assert list(steps)
+    next(iter(stream))
+    assert all(cache() is not None for cache in caches)
+    if end == "finish":
+        assert list(stream)
+    elif end == "close":
+        stream.close()
+    elif end == "with":
+        with stream:
+            next(iter(stream))
     else:
-        steps.close()
-    gc.collect()
-    assert [cache() for cache in caches] == [None]
-    assert stream.output().stats.tokens > 0
+        del stream
+    assert [cache() for cache in caches] == [None, None]
+    if end != "drop":
+        assert stream.output().stats.tokens > 0
+        assert not list(stream)
+
+
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_nothing_survives_a_call(method: str, caches: list[weakref.ref[TreeCache]]) -> None:
+    options = {"max_new_tokens": 8, "method": method}
+    aligned_pair().generate(prompt(6), **options)
+    alive = _bytes_alive()
+    for seed in range(3):
+        aligned_pair().generate(prompt(6, seed), **options)
+        ids, mask = batch()
+        aligned_pair().generate(ids, mask, **options, temperature=1.0)
+    assert len(caches) == (7 if method == "ar" else 14)
+    assert not any(cache() for cache in caches)
+    assert _bytes_alive() == alive
+
+
+def test_caches_are_freed_after_an_exception(caches: list[weakref.ref[TreeCache]]) -> None:
+    pair = aligned_pair()
+
+    def fail(*_: object) -> None:
+        if len(calls := pair.model.__dict__.setdefault("calls", [])) > 2:
+            raise RuntimeError("broken on purpose")
+        calls.append(1)
+
+    handle = pair.model.lm_head.register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            pair.generate(prompt(6), max_new_tokens=20)
+    finally:
+        handle.remove()
+        del pair.model.calls
+    assert [cache() for cache in caches] == [None, None]
+
+
+def _bytes_alive() -> int:
+    """Count the bytes of all tensors that the garbage collector tracks."""
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device.type != "meta":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def test_rule_defaults_to_the_one_that_acceptance_selects() -> None:

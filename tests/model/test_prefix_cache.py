@@ -92,9 +92,9 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
     """After two steps, and in the middle of a pass of the target."""
     model, cache = aligned_pair(), PrefixCache()
     ids = [3, 17, 5, 40, 8]
-    stream = model.stream(torch.tensor([ids]), max_new_tokens=NEW, prefix_cache=cache)
-    next(iter(stream))
-    next(iter(stream))
+    with model.stream(torch.tensor([ids]), max_new_tokens=NEW, prefix_cache=cache) as stream:
+        next(iter(stream))
+        next(iter(stream))
     longer = [*stream.output().sequences[0].tolist(), 11]
 
     def fail(*_: object) -> None:
@@ -110,9 +110,7 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
 def test_caches_grow_and_keep_their_content() -> None:
     model, cache = aligned_pair(), PrefixCache()
     ids, *_ = decode(model, [3, 17, 5], cache, max_new_tokens=4)
-    small = cache._cache
-    cache._cache = model.target.new_cache(1, 24)
-    cache._cache.copy_prefix(small, len(cache.tokens))
+    cache._cache = cache._cache.enlarged(24, len(cache.tokens))
     longer = [*ids, *range(20, 60)]
     found, _, stats = decode(model, longer, cache)
     assert found == decode(model, longer, None)[0]
@@ -128,3 +126,18 @@ def test_cache_needs_a_single_prompt_and_its_own_model() -> None:
     other = EagleFSD(model.model, model.head)
     with pytest.raises(ValueError, match="belongs to another model"):
         decode(other, [3, 17, 5], cache)
+
+
+def test_one_cache_in_two_live_streams_is_rejected() -> None:
+    """The first stream goes on undisturbed, and frees the cache when it ends."""
+    model, cache = aligned_pair(), PrefixCache()
+    ids = torch.tensor([[3, 17, 5]])
+    expected = model.generate(ids, max_new_tokens=NEW).sequences
+    first = model.stream(ids, max_new_tokens=NEW, prefix_cache=cache)
+    next(iter(first))
+    with pytest.raises(ValueError, match="in use by another call"):
+        next(iter(model.stream(ids, max_new_tokens=NEW, prefix_cache=cache)))
+    assert torch.equal(first.finish().sequences, expected)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=NEW, prefix_cache=cache).sequences, expected
+    )

@@ -31,6 +31,7 @@ from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd import GenerateOutput, Origin
+from eagle_fsd.model.self_check import check_target
 
 
 def joined(parts: Iterable[list[int]]) -> list[int]:
@@ -76,6 +77,7 @@ def test_stream_validates_its_arguments_before_iteration() -> None:
 
 def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
     pair = new_random_pair()
+    check_target(pair.target)
     passes = []
     pair.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     chunks = iter(pair.stream(prompt(6), max_new_tokens=40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pairs import (
     plain_logits,
     prompt,
     random_pair,
+    small_tree,
     tiny_target,
     untrained_head,
 )
@@ -26,6 +28,7 @@ from transformers import AutoModel
 from eagle_fsd import EagleFSD
 from eagle_fsd.model import engine
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target, TargetPass
 
 #   root 40 -- 1:7 -- 3:11 -- 6:80
@@ -123,38 +126,40 @@ def test_output_does_not_depend_on_the_prefill_chunk(
 def test_prefill_does_not_run_the_output_projection() -> None:
     """Only the nodes of a step go through ``lm_head``."""
     model = tiny_target()
+    check_target(Target(model))
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _m, args, _out: seen.append(args[0][..., 0].numel()))
     EagleFSD(model, None).generate(prompt(60), max_new_tokens=4, method="ar")
     assert seen == [1, 1, 1, 1]
 
 
-def test_call_longer_than_the_sliding_window_is_rejected() -> None:
-    """At the length of the window nothing is hidden yet."""
-    model = tiny_target("mistral-wide-window", sliding_window=20)
-    pair = EagleFSD(model, untrained_head(model))
-    ids = prompt(12)
-    out = pair.generate(ids, max_new_tokens=8)
-    assert torch.equal(out.sequences, greedy_reference(model, ids, new=8))
-    with pytest.raises(ValueError, match=r"reach 21 tokens.* sliding window of 20"):
-        pair.generate(ids, max_new_tokens=9)
-
-
-def test_sliding_window_of_single_layers_is_respected() -> None:
-    """Qwen2 lists the type of each layer."""
-    kinds = ["full_attention", "sliding_attention"]
-    model = tiny_target("qwen2", sliding_window=16, use_sliding_window=True, layer_types=kinds)
-    pair = EagleFSD(model, untrained_head(model))
-    pair.generate(prompt(10), max_new_tokens=6)
-    with pytest.raises(ValueError, match="sliding window of 16"):
-        pair.generate(prompt(10), max_new_tokens=7)
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("mistral-wide-window", {"sliding_window": 9}),
+        ("qwen2", {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen2", {"sliding_window": 3, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+def test_sliding_windows_match_hugging_face(
+    architecture: str, options: dict[str, Any], method: str
+) -> None:
+    """In all layers or some, with prompts shorter and longer than the window, and short windows."""
+    model = tiny_target(architecture, **options)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    ids, mask = left_padded(prompt(7, 1), prompt(1, 2), prompt(20, 3))
+    out = pair.generate(ids, attention_mask=mask, max_new_tokens=40, method=method)
+    assert torch.equal(out.sequences, greedy_reference(model, ids, mask, new=40))
+    model.config.sliding_window = 200
+    assert not torch.equal(out.sequences, greedy_reference(model, ids, mask, new=40))
 
 
 def test_unknown_layer_type_is_rejected_by_name() -> None:
     model = tiny_target()
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(ValueError, match="chunked_attention"):
-        EagleFSD(model, None).generate(prompt(4), max_new_tokens=2, method="ar")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="has layers of type linear_attention"):
+        EagleFSD(model, None)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
@@ -178,6 +183,7 @@ def test_decoding_does_not_change_the_model(fail: bool) -> None:
     ids = prompt(7)
     before = greedy_reference(model, ids, new=8)
     pair = EagleFSD(model, untrained_head(model))
+    check_target(pair.target)
     if fail:
         handle = model.lm_head.register_forward_hook(_raise)
         with pytest.raises(RuntimeError, match="broken on purpose"):
@@ -194,6 +200,33 @@ def test_target_properties() -> None:
     assert (target.vocab_size, target.hidden_size) == (96, 32)
     assert target.context_length == target.stable_rope_length == 256
     assert (target.dtype, target.device) == (torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_output_projection_in_float32_on_bfloat16_layers(method: str) -> None:
+    """The cache, the masks and the head have the dtype of the layers."""
+    model = tiny_target(dtype=torch.bfloat16, tie_word_embeddings=False)
+    model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda _m, args: (args[0].float(),))
+    pair = EagleFSD(model, untrained_head(model).to(torch.bfloat16), small_tree())
+    ids = prompt(9)
+    out = pair.generate(ids, max_new_tokens=16, method=method)
+    assert torch.equal(out.sequences, greedy_reference(model, ids, new=16))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_decoding_under_autocast(method: str, attention: str) -> None:
+    """RoPE makes the keys float32 there, and the values stay bfloat16."""
+    model = tiny_target(attention=attention)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    ids, mask = left_padded(prompt(9, 1), prompt(4, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = pair.generate(ids, attention_mask=mask, max_new_tokens=16, method=method)
+        expected = greedy_reference(model, ids, mask, new=16)
+        changed = plain_logits(model, ids[0])[0]
+    assert torch.equal(out.sequences, expected)
+    assert not torch.equal(changed, plain_logits(model, ids[0])[0])
 
 
 def _raise(*_args: object) -> None:

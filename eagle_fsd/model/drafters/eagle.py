@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
-from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.target import Target
 
 
@@ -49,7 +49,11 @@ class EagleHead(nn.Module):
         layer, rotary, attention = _decoder_layer(config, dtype)
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
+        # Families with a RoPE per layer type select it by name.
+        per_type = len(inspect.signature(rotary.forward).parameters) > 2
+        self._rotary_options = {"layer_type": "full_attention"} if per_type else {}
         self._needs_mask = attention != "sdpa"  # without a mask, only SDPA is causal
+        self._layout = Layout()
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
 
@@ -124,15 +128,13 @@ class EagleHead(nn.Module):
         return F.log_softmax(self.target.project(features), dim=-1)
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Allocate a cache for the head's layer.
+        """Create a cache for the head's layer.
 
         Args:
             rows: Number of sequences.
             length: Slots per sequence.
         """
-        config = copy.copy(self.config)
-        config.num_hidden_layers = 1
-        return TreeCache(config, rows, length, self.dtype, self.device)
+        return TreeCache(rows, length, self._layout)
 
     def forward(
         self,
@@ -159,7 +161,7 @@ class EagleHead(nn.Module):
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), features.to(self.dtype)], -1))
-        rotary = self.rotary(hidden, position_ids=positions)
+        rotary = self.rotary(hidden, position_ids=positions, **self._rotary_options)
         predicted: Tensor = self.layers[0](
             hidden,
             attention_mask=mask,
@@ -225,10 +227,6 @@ def _decoder_layer(
         raise ValueError(
             f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not have"
             " the interface of Llama's"
-        )
-    if len(inspect.signature(rotary.forward).parameters) > 2:  # one RoPE per layer type
-        raise ValueError(
-            f"cannot build an EAGLE head for {config.model_type}: it has a RoPE for each layer type"
         )
     layers[0].input_layernorm = nn.Identity()
     return layers[0], rotary, attention
