@@ -19,8 +19,8 @@ from eagle_fsd.model.target import WINDOW_FIELDS, Target
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.utils.text import one_line
 
-#: Tokens before the tree.
-PREFIX = 6
+#: Number of tokens before the tree in each row.
+PREFIXES = (6, 4)
 #: A tree in level order: two branches of three nodes each.
 PARENTS = (0, 0, 0, 1, 2, 3, 4)
 DEPTHS = (0, 1, 1, 2, 2, 3, 3)
@@ -100,26 +100,36 @@ def _error(target: Target) -> float:
     """Return the relative error of the logits at the tree's median node; NaN if not finite."""
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])
-    ids = torch.randint(size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
-    parents = torch.tensor([PARENTS], device=device)
+    shape = (len(PREFIXES), max(PREFIXES) + len(PARENTS))
+    ids = torch.randint(size, shape, generator=generator).to(device)
+    prefixes, nodes = ids.split([max(PREFIXES), len(PARENTS)], 1)
+    parents = torch.tensor([PARENTS] * len(PREFIXES), device=device)
     tree = DraftTree(
-        tokens=ids[:, PREFIX:],
+        tokens=nodes,
         parents=parents,
-        depths=torch.tensor([DEPTHS], device=device),
+        depths=torch.tensor([DEPTHS] * len(PREFIXES), device=device),
         ancestors=ancestor_matrix(parents),
         draft_rows=torch.full_like(parents, -1),
-        draft_log_probs=torch.empty(1, 0, target.vocab_size, device=device),
+        draft_log_probs=torch.empty(len(PREFIXES), 0, target.vocab_size, device=device),
         max_depth=max(DEPTHS),
     )
-    cache = target.new_cache(1, ids.shape[1])
-    target.prefill(ids[:, :PREFIX], 0, cache)
-    lengths = torch.full((1,), PREFIX, device=device)
-    found = target.forward_tree(tree, lengths, PREFIX, cache).logits[0]
-    root = list(range(PREFIX + 1))
-    paths = torch.cat([ids[:, [*root, *(PREFIX + node for node in path)]] for path in BRANCHES])
-    expected = target.model(input_ids=paths, use_cache=False).logits[:, PREFIX + 1 :]
-    expected = expected.to(device).float().flatten(0, 1)
-    found = found[[node for path in BRANCHES for node in path]]
+    cache = target.new_cache(*shape)
+    target.prefill(prefixes, 0, cache)
+    lengths = torch.tensor(PREFIXES, device=device)
+    scored = target.forward_tree(tree, lengths, max(PREFIXES), cache).logits
+    sequences, found = [], []
+    for row, length in enumerate(PREFIXES):
+        for branch in BRANCHES:
+            # Padding on the right does not affect the tokens before it.
+            path = [prefixes[row, :length], nodes[row, [0, *branch]], prefixes[row, length:]]
+            sequences.append(torch.cat(path))
+            found.append(scored[row, list(branch)])
+    logits = target.model(input_ids=torch.stack(sequences), use_cache=False).logits
+    starts = [length + 1 for length in PREFIXES for _ in BRANCHES]
+    plain = [
+        row[start : start + len(BRANCHES[0])] for row, start in zip(logits, starts, strict=True)
+    ]
+    expected = torch.cat(plain).to(device).float()
     # Relative to the spread of the logits, because a constant added to all of them is no error.
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((found - expected).norm(dim=-1) / spread).median())
+    return float(((torch.cat(found) - expected).norm(dim=-1) / spread).median())

@@ -75,7 +75,7 @@ class Target:
                 f"attention implementation {attention!r} does not accept a tree mask; load the"
                 f" target with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"
             )
-        if getattr(self.config, "max_position_embeddings", None) is None:
+        if (getattr(self.config, "max_position_embeddings", None) or 0) < 1:
             raise ValueError(
                 f"{type(model).__name__} is not supported: its configuration has no"
                 " max_position_embeddings"
@@ -87,6 +87,8 @@ class Target:
                 f"{type(model).__name__} is not supported: a draft tree needs attention layers, but"
                 f" it has layers of type {', '.join(others)}"
             )
+        # A few families do not name their body; the base model is then the model itself.
+        self._body: Any = model.base_model if model.base_model is not model else model.model
         self._layout = _layouts.setdefault(model, Layout())
         _record_inputs(self.lm_head)
 
@@ -189,7 +191,7 @@ class Target:
         mask = self._masks(slots[:, None] <= positions[:, :, None], positions, slots, len(ids))
         positions = positions.expand_as(ids)
         cache.place(positions, view)
-        output = self.model.base_model(
+        output = self._body(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,

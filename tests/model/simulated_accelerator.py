@@ -4,6 +4,9 @@ The device ``gpu`` is a ``PrivateUse1`` backend whose tensors are fake. Nothing 
 torch checks every operation as it would on a real accelerator: reading a number from the device
 raises ``DataDependentOutputException`` or ``DynamicOutputShapeException``, where a GPU would stall,
 and an operation on tensors of two devices raises as it would on GPUs.
+
+Once the device is registered, torch takes it for this process's accelerator, which changes autocast
+and checkpointing on the CPU as well. Use it in a process of its own.
 """
 
 from __future__ import annotations

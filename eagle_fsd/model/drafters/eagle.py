@@ -22,6 +22,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.target import Target
+from eagle_fsd.utils.text import one_line
 
 
 class EagleHead(nn.Module):
@@ -56,6 +57,19 @@ class EagleHead(nn.Module):
         self._layout = Layout()
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
+        self._try_layer()
+
+    @torch.no_grad()
+    def _try_layer(self) -> None:
+        """Run the layer once, so that a family whose layers need other inputs is rejected."""
+        hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache = self.new_cache(1, 1)
+        cache.place(positions, 1)
+        try:
+            self._run_layer(hidden, positions, hidden.new_zeros(1, 1, 1, 1), cache)
+        except Exception as error:
+            raise _unlike_llama(self.config, error) from error
 
     def attach(self, target: Target) -> EagleHead:
         """Use the target's embedding and output projection, and move to the target's device.
@@ -161,6 +175,11 @@ class EagleHead(nn.Module):
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), features.to(self.dtype)], -1))
+        return self._run_layer(hidden, positions, mask, cache)
+
+    def _run_layer(
+        self, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None
+    ) -> Tensor:
         rotary = self.rotary(hidden, position_ids=positions, **self._rotary_options)
         predicted: Tensor = self.layers[0](
             hidden,
@@ -206,7 +225,7 @@ def _decoder_layer(
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     config.vocab_size = 1  # the embedding is discarded
-    config.pad_token_id = None
+    config.pad_token_id = 0
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"]
     # By default, a family may choose an implementation that takes no mask.
@@ -214,19 +233,24 @@ def _decoder_layer(
         try:
             base = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
             break
-        except ValueError:
+        except Exception as error:
             if attention == "eager":
-                raise
+                raise _unlike_llama(config, error) from error
     layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
     needed = {"past_key_values", "position_embeddings"}
     if (
-        layers is None
+        not layers
         or rotary is None
         or not needed <= set(inspect.signature(layers[0].forward).parameters)
     ):
-        raise ValueError(
-            f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not have"
-            " the interface of Llama's"
-        )
+        raise _unlike_llama(config)
     layers[0].input_layernorm = nn.Identity()
     return layers[0], rotary, attention
+
+
+def _unlike_llama(config: PreTrainedConfig, error: Exception | None = None) -> ValueError:
+    detail = f" ({type(error).__name__}: {one_line(error)})" if error else ""
+    return ValueError(
+        f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not have the"
+        f" interface of Llama's{detail}"
+    )
