@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEEPSPEED := $(VENV)/.deepspeed
+TORCHAO := $(VENV)/torchao
 INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
@@ -20,7 +22,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-slow: $(INSTALLED)
+slow: $(DEEPSPEED) $(TORCHAO)
 	$(PYTEST) -m slow
 
 quality: $(INSTALLED)
@@ -38,6 +40,21 @@ $(INSTALLED): requirements.txt pyproject.toml
 		$(RUN)/python -m pip install -r requirements.txt && \
 		$(RUN)/python -m pip install --no-deps --editable . ; \
 	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
+	@touch $@
+
+# Two slow tests train with DeepSpeed, which takes some seconds to install; nothing else needs it.
+$(DEEPSPEED): $(INSTALLED) requirements-deepspeed.txt
+	@echo "installing DeepSpeed"
+	@$(RUN)/python -m pip install --no-build-isolation -r requirements-deepspeed.txt \
+		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
+	@touch $@
+
+# One slow test decodes with int8 weights of torchao. It is not installed beside the other packages,
+# because transformers would import it in every process, which takes seconds and prints warnings.
+$(TORCHAO): $(INSTALLED) requirements-torchao.txt
+	@echo "installing torchao"
+	@$(RUN)/python -m pip install --no-deps --upgrade --target $@ -r requirements-torchao.txt \
+		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
 # Train the bundled pair from scratch; see eagle_fsd/train/recipes/bundled.py.

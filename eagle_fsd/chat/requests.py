@@ -21,8 +21,6 @@ from eagle_fsd.utils.options import OptionsError
 MAX_ALTERNATIVES = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
-#: Lower temperatures become greedy decoding: dividing the logits by them would overflow.
-MIN_TEMPERATURE = 1e-3
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +89,7 @@ class WorkerParams(AnswerOptions):
         """
         names = set(AnswerOptions.model_fields)
         options = AnswerOptions.from_dict(self.model_dump(include=names))
-        greedy = options.temperature < MIN_TEMPERATURE
-        return options.updated(
-            max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens),
-            temperature=0.0 if greedy else options.temperature,
-        )
+        return options.updated(max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens))
 
 
 def read_request(

@@ -25,6 +25,8 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "TreeConfig.top_k": ("--tree-top-k",),  # --top-k is sampling's, as in Hugging Face
     "binary": ("--bin",),
     "chat_template": ("--conv-template",),
+    "device": ("--device", "--device-map"),
+    "device_map": ("--device-map", "--device"),
     "divergences": ("--divergence", "-d"),
     "min_ratios": ("--min-ratio", "-r"),
     "names": ("--name",),
@@ -33,7 +35,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (
-    *("Server", "Training", "Features", "Chats", "Export", "Evaluation", "Loss of quality"),
+    *("Training", "Features", "Chats", "Export", "Server", "Evaluation", "Loss of quality"),
     *("Grid", "Model", "Draft tree", "Acceptance", "Answers", "Sampling", "Decoding"),
     *("Hyperparameters", "Limits"),
 )

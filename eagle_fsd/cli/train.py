@@ -17,6 +17,7 @@ from eagle_fsd.train.config import (
     FeaturesRequest,
     RegenerateConfig,
     RegenerateRequest,
+    RegenerateServer,
     TrainConfig,
     TrainRequest,
     read_config,
@@ -85,23 +86,26 @@ def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> Non
         )
 
     store = store_features(request, progress=progress, on_estimate=print_estimate)
-    out.print(f"{len(store)} chats are in {request.out}.", soft_wrap=True)
+    if store is not None:
+        out.print(f"{len(store)} chats are in {request.out}.", soft_wrap=True)
 
 
 def regenerate(
     *,
     request: Annotated[RegenerateRequest, options("Chats")],
+    server: Annotated[RegenerateServer, options("Server")] = RegenerateServer(),
     config: Annotated[RegenerateConfig, options("Sampling")] = RegenerateConfig(),
 ) -> None:
     """Rewrite every assistant turn with the target. An interrupted run resumes.
 
     Args:
         request: Which chats, and where the rewritten ones go.
+        server: A server that rewrites them.
         config: How the turns are sampled.
     """
     from eagle_fsd.train.regenerate import regenerate as run
 
-    written = run(request, config, progress=progress)
+    written = run(request, config, server, progress=progress)
     err.print(f"{len(written)} rewritten chats are in {request.out}", soft_wrap=True)
 
 
@@ -152,11 +156,13 @@ class TrainingProgress:
         """
         step, steps = metrics["step"], metrics["steps"]
         if metrics["kind"] == "validation":
-            tau = f"tau {metrics['tau']:.2f}" if metrics["tau"] else "no tau"
-            depths = " ".join(f"{value:.3f}" for value in metrics["js_by_depth"])
+            decoded = ""
+            if metrics["tau"]:
+                depths = " ".join(f"{value:.3f}" for value in metrics["js_by_depth"])
+                decoded = f", tau {metrics['tau']:.2f}, JS by depth {depths}"
             err.print(
                 f"step {step}: held-out loss {metrics['loss']:.4f}, top-1 {metrics['top1']:.1%},"
-                f" top-3 {metrics['top3']:.1%}, {tau}, JS by depth {depths}",
+                f" top-3 {metrics['top3']:.1%}{decoded}",
                 soft_wrap=True,
             )
             return

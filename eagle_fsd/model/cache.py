@@ -32,10 +32,19 @@ Layout = Counter[PlaneKind]
 
 
 class _Plane(NamedTuple):
-    """The keys or the values of one layer."""
+    """The keys or the values of one layer.
 
-    rows: Tensor  # [rows, length, heads, head size]: a slot is contiguous
-    flat: Tensor  # the same memory as [rows * length, heads, head size]
+    Views of the store are taken in every pass: compiled code cannot write to one of two tensors
+    that share memory.
+    """
+
+    store: Tensor  # [planes, rows, length, heads, head size]
+    number: int
+
+    @property
+    def rows(self) -> Tensor:
+        """``[rows, length, heads, head size]``: a slot is contiguous."""
+        return self.store[self.number]
 
 
 class TreeCache(Cache):
@@ -64,7 +73,7 @@ class TreeCache(Cache):
         self.view = 0
         self._planes: dict[int, tuple[_Plane, _Plane]] = {}  # keys and values of each layer
         self._stores: list[Tensor] = []  # [planes, rows, length, heads, head size]
-        self._free: dict[PlaneKind, list[Tensor]] = {}
+        self._free: dict[PlaneKind, list[_Plane]] = {}
         self._used = Layout()
         self._slots: dict[torch.device, Tensor] = {}
 
@@ -140,11 +149,15 @@ class TreeCache(Cache):
         if slots is None:
             slots = next(iter(self._slots.values())).to(key_states.device)
             self._slots[key_states.device] = slots
-        batch = key_states.shape[0]
-        for plane, states in zip(planes, (key_states, value_states), strict=True):
-            plane.flat.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        keys, values = (plane.rows[:batch, : self.view].transpose(1, 2) for plane in planes)
-        return keys, values
+        return self._write(planes[0], slots, key_states), self._write(
+            planes[1], slots, value_states
+        )
+
+    def _write(self, plane: _Plane, slots: Tensor, states: Tensor) -> Tensor:
+        """Write ``[B, heads, S, head size]``, and return all ``[B, heads, view, head size]``."""
+        rows = plane.rows
+        rows.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        return rows[: states.shape[0], : self.view].transpose(1, 2)
 
     def _allocate(self, kind: PlaneKind) -> _Plane:
         """Return an unused plane."""
@@ -152,12 +165,12 @@ class TreeCache(Cache):
         if not free:
             count = max(1, self.layout[kind] - self._used[kind])
             shape = (count, self.rows, self.length, kind.heads, kind.head_size)
-            self._stores.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
-            free.extend(self._stores[-1].unbind())
+            store = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+            self._stores.append(store)
+            free.extend(_Plane(store, number) for number in range(count))
         self._used[kind] += 1
         self.layout[kind] = max(self.layout[kind], self._used[kind])
-        plane = free.pop(0)
-        return _Plane(plane, plane.flatten(0, 1))
+        return free.pop(0)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row, in every layer. All slots are read before any is written.
@@ -207,12 +220,12 @@ class TreeCache(Cache):
         return self.view, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of visible slots; see ``Cache``.
+        """Return 0, because callers pass positions, which do not follow from slots; see ``Cache``.
 
         Args:
             layer_idx: Ignored.
         """
-        return self.view
+        return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the number of slots; see ``Cache``.

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder or a Hub repository with ``config.json`` and ``model.safetensors`` or
 ``pytorch_model.bin``. The weights are ``fc.weight``, ``fc.bias`` if ``config.bias`` is true (the
-default when absent), ``layers.0.*`` without an input norm, and in most checkpoints a copy of the
-target's ``embed_tokens.weight``.
+default when absent) and in heads for SGLang, ``layers.0.*`` without an input norm, and in most
+checkpoints a copy of the target's ``embed_tokens.weight``. RoPE settings and data type are saved
+under their names in transformers 5 and in transformers 4.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import errors as hub_errors
@@ -31,6 +33,10 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
+FC_BIAS = "fc.bias"
+#: RoPE scaling that EAGLE's own code reads. It requires the older name, ``type``, and rejects other
+#: entries beside ``factor``.
+EAGLE_SCALING = ("linear", "dynamic")
 #: Buffers in older checkpoints that are computed from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
 #: Exceptions that configuration classes raise for a field with a wrong type or value.
@@ -63,13 +69,17 @@ def load_head(
         for name, tensor in _read_weights(path, token).items()
         if not name.endswith(_COMPUTED)
     }
+    bias = getattr(config, "bias", True) or FC_BIAS in weights
     try:
-        head = EagleHead(config, getattr(config, "bias", True), dtype or target.dtype)
+        head = EagleHead(config, bias, dtype or target.dtype)
     except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: cannot build a head from its {CONFIG_FILE}: {error}"
         ) from error
-    head.attach(target)
+    try:
+        head.attach(target)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; pass its own target (--target)") from error
     embedding = weights.pop(EMBEDDING, None)
     _check(path, head.state_dict(), weights)
     head.load_state_dict(weights)
@@ -91,12 +101,7 @@ def save_head(
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = head.config.to_diff_dict()
-    config.pop("_name_or_path", None)  # a local path of the target
-    saved = str(dtype or head.dtype).removeprefix("torch.")
-    config.update(num_hidden_layers=1, bias=head.fc.bias is not None, dtype=saved)
-    if config.get("layer_types"):  # one for each of the target's layers
-        config["layer_types"] = ["full_attention"]
+    config = head_config(head, dtype or head.dtype)
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
@@ -106,6 +111,56 @@ def save_head(
         torch.save(state, path / WEIGHT_FILES[1])
     else:
         save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+
+
+def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of a head's ``config.json``.
+
+    Args:
+        head: The head.
+        dtype: Data type of its saved weights.
+    """
+    config = head.config.to_diff_dict()
+    for name in ("_name_or_path", "quantization_config"):  # a local path, and how the target's
+        config.pop(name, None)  # weights are stored
+    config.update(
+        num_hidden_layers=1,
+        bias=head.fc.bias is not None,
+        dtype=str(dtype).removeprefix("torch."),
+        **transformers4_fields(head.config, dtype),
+    )
+    if config.get("layer_types"):  # one for each of the target's layers
+        config["layer_types"] = ["full_attention"]
+    return config
+
+
+def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return RoPE settings and data type under their names in transformers 4.
+
+    Readers that know only those names would otherwise use defaults without an error.
+
+    Args:
+        config: A configuration. If it has a RoPE for each layer type, that of full attention is
+            returned.
+        dtype: Data type of the saved weights.
+
+    Returns:
+        ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only
+        a part of each attention head is rotated, ``partial_rotary_factor``.
+    """
+    fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaling = dict(rope.get("full_attention") or rope)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in scaling:
+            fields[name] = scaling.pop(name)
+    if "rope_theta" not in fields:
+        return fields
+    kind = scaling.pop("rope_type")
+    scaling.pop("type", None)
+    scaling["type" if kind in EAGLE_SCALING else "rope_type"] = kind
+    fields["rope_scaling"] = None if kind == "default" else scaling
+    return fields
 
 
 def settings_file(path: str | Path, token: str | None = None) -> Path | None:
@@ -145,6 +200,11 @@ def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
         values = json.loads(Path(found).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
+        scaling = values.get("rope_scaling")
+        if values.get("rope_parameters"):
+            values.pop("rope_scaling", None)  # the same settings, of a single layer type
+        elif isinstance(scaling, dict) and "type" in scaling:
+            scaling.setdefault("rope_type", scaling["type"])  # Gemma 3 knows only the new name
         config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
         raise CheckpointError(

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from eagle_fsd.utils.options import Options
 
 #: File beside a draft head with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
+#: Lower temperatures become 0. At this one, tokens whose float32 logits differ in the last digits
+#: are far apart, and much lower ones would overflow when logits are divided by them.
+MIN_TEMPERATURE = 1e-5
 
 DivergenceName = Literal[
     "js",
@@ -102,7 +105,11 @@ class AcceptanceConfig(Options):
 
 
 class SamplingConfig(Options):
-    """Sampling options, with the same meaning as in Hugging Face."""
+    """Sampling options, with the same meaning as in Hugging Face.
+
+    ``None`` stands for the default of ``temperature``, ``top_p`` and ``top_k``. Temperatures below
+    :data:`MIN_TEMPERATURE` become 0.
+    """
 
     temperature: float = Field(
         default=0.0, ge=0.0, allow_inf_nan=False, description="Sampling temperature; 0 is greedy."
@@ -119,6 +126,16 @@ class SamplingConfig(Options):
     seed: int | None = Field(
         default=None, ge=0, le=2**63 - 1, description="Seed that makes sampling reproducible."
     )
+
+    @field_validator("temperature", "top_p", "top_k", mode="before")
+    @classmethod
+    def _replace_none(cls, value: Any, info: ValidationInfo) -> Any:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("temperature")
+    @classmethod
+    def _round_to_greedy(cls, temperature: float) -> float:
+        return temperature if temperature >= MIN_TEMPERATURE else 0.0
 
 
 #: A folder or a Hub name; a ``Path`` is converted to a string.

@@ -19,8 +19,10 @@ not carry over to ``js``. ``kl_div`` in that code is ``kl`` here.
 
 Each divergence also exists as ``top_k_<name>``, over the target's 50 most likely tokens plus one
 bucket for all others, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 plus one
-bucket.
-Merging tokens into a bucket can only lower a divergence (data-processing inequality).
+bucket. Of tokens that are equally likely under the target, the 50 include those that are likelier
+under the draft, and the nucleus includes all or none, so that no divergence depends on the order of
+the vocabulary. Merging tokens into a bucket can only lower a divergence (data-processing
+inequality).
 """
 
 from __future__ import annotations
@@ -107,8 +109,15 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``."""
-    index = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1).indices
+    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``.
+
+    Which of several equally likely tokens ``topk`` returns is not defined, so these are ranked by
+    the draft, below the likelier ones.
+    """
+    count = min(TOP_K, log_p.shape[-1])
+    least = log_p.topk(count, dim=-1).values[..., -1:]
+    rank = torch.where(log_p > least, torch.inf, log_q).masked_fill_(log_p < least, -torch.inf)
+    index = rank.topk(count, dim=-1).indices
 
     def bucketed(log_x: Tensor) -> Tensor:
         rest = log_x.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
@@ -119,10 +128,10 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Move the mass outside the target's nucleus to a bucket: ``[..., V + 1]``."""
-    ordered, index = log_p.sort(-1, descending=True)
+    ordered = log_p.sort(-1, descending=True).values
     mass = ordered.exp()
-    outside = torch.zeros_like(log_p, dtype=torch.bool)
-    outside.scatter_(-1, index, mass.cumsum(-1) - mass >= TOP_P)
+    beyond = mass.cumsum(-1) - mass >= TOP_P
+    outside = log_p < ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
 
     def bucketed(log_x: Tensor) -> Tensor:
         rest = log_x.masked_fill(~outside, -torch.inf).logsumexp(-1, keepdim=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import cached_file
 
 from eagle_fsd.utils.text import one_line
 
@@ -20,6 +29,16 @@ DTYPES: dict[str, str | torch.dtype] = {
     "float16": torch.float16,
     "auto": "auto",
 }
+
+#: Device maps that spread a model over the devices of the machine.
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+#: Files with the weights of a checkpoint or the list of its shards, in the order of preference.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 #: Exceptions that transformers raises for files with unexpected content.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
@@ -49,16 +68,7 @@ def load_target(
         ValueError: The dtype or the device does not exist.
         TypeError: An option does not exist.
     """
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        dtype = DTYPES[dtype]
-    if device_map is None:
-        device_map = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype is None:
-        dtype = "auto" if _uses_gpu(device_map) else torch.float32
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        raise LoadError(f"cannot load the target: {name} is not a folder")
+    dtype, device_map = _check_placement(name, dtype, device_map)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
@@ -72,6 +82,140 @@ def load_target(
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise LoadError(f"the target {name} lacks {len(missing)} tensors: {shown}")
     return model
+
+
+def load_embeddings(
+    name: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    token: str | None = None,
+) -> PreTrainedModel:
+    """Load only the embedding and the output projection of a causal language model.
+
+    The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
+    Such a model cannot decode.
+
+    Args:
+        name: A folder or a Hub name.
+        dtype: As for :func:`load_target`.
+        device: The device of the two. A device map that spreads a model stands for the default: the
+            GPU if there is one, else the CPU.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        LoadError: The files are missing or damaged, or do not hold the two as plain tensors (with
+            an adapter, or if they are quantized).
+        ValueError: The dtype or the device does not exist.
+    """
+    dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
+    try:
+        return _load_embeddings(str(name), dtype, device, token)
+    except (*DAMAGED, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise LoadError(
+            f"cannot load the embedding and the output projection of {name}: {one_line(error)}"
+        ) from error
+
+
+def _load_embeddings(
+    name: str, dtype: str | torch.dtype, device: Any, token: str | None
+) -> PreTrainedModel:
+    if _cached_file(name, "adapter_config.json", token) is not None:
+        raise ValueError("it has an adapter")
+    config = AutoConfig.from_pretrained(name, token=token)
+    with init_empty_weights():  # buffers, such as Gemma's embedding scale, get their values
+        options = {} if dtype == "auto" else {"dtype": dtype}
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    if model.config.dtype is None:
+        raise ValueError("its configuration has no dtype")
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    parts = [part for part in both if part is not None]
+    prefixes = tuple(f"{path}." for path, module in model.named_modules() if module in parts)
+    expected = model.state_dict()
+    wanted = {key for key in expected if key.startswith(prefixes)}
+    files = _tensor_files(name, token)
+    keys = _checkpoint_keys(model, expected, wanted, files)
+    found: dict[str, Tensor] = {}
+    for file in sorted({files[key] for key in keys.values()}):
+        names = {key: target for target, key in keys.items() if files[key] == file}
+        path = _cached_file(name, file, token)
+        if path is None:
+            raise FileNotFoundError(f"there is no {file}")
+        for key, tensor in _read_tensors(path, names).items():
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"{key} is quantized")
+            found[names[key]] = tensor.to(expected[names[key]].dtype)
+    model.load_state_dict(found, strict=False, assign=True)
+    model.tie_weights(missing_keys=wanted - found.keys(), recompute_mapping=False)
+    for part in parts:
+        for key, tensor in part.named_parameters():
+            if tensor.is_meta:
+                raise ValueError(f"there is no {key} of {type(part).__name__}")
+        part.to(device)
+    return model.eval()
+
+
+def _tensor_files(name: str, token: str | None) -> dict[str, str]:
+    """Return the name of the file of every tensor of a checkpoint."""
+    for file in WEIGHT_FILES:
+        path = _cached_file(name, file, token)
+        if path is not None and file.endswith(".index.json"):
+            files: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+            return files
+        if path is not None:
+            return dict.fromkeys(_tensor_names(path), file)
+    raise FileNotFoundError(f"there is none of {', '.join(WEIGHT_FILES)}")
+
+
+def _checkpoint_keys(
+    model: PreTrainedModel,
+    expected: dict[str, Tensor],
+    wanted: Collection[str],
+    available: Collection[str],
+) -> dict[str, str]:
+    """Return the name in the checkpoint of each wanted tensor, as Hugging Face would find it."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    prefix = model.base_model_prefix
+    found = {}
+    for key in sorted(available):
+        renamed, converter = rename_source_key(key, renamings, converters, prefix, expected)
+        if renamed not in expected and key in expected:
+            renamed, converter = key, None
+        if renamed in wanted and converter is None:
+            found[renamed] = key
+    return found
+
+
+def _cached_file(name: str, file: str, token: str | None) -> str | None:
+    """Return the local path of a file of a folder or a Hub repository; None if there is none."""
+    path: str | None = cached_file(
+        name, file, token=token, _raise_exceptions_for_missing_entries=False
+    )
+    return path
+
+
+def _tensor_names(path: str) -> list[str]:
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    return list(_open_pickle(path))
+
+
+def _read_tensors(path: str, names: Collection[str]) -> dict[str, Tensor]:
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    tensors = _open_pickle(path)
+    return {name: tensors[name] for name in names}
+
+
+def _open_pickle(path: str) -> dict[str, Tensor]:
+    """Open a ``.bin`` file; tensors are read when they are accessed, except from old files."""
+    tensors: dict[str, Tensor] = torch.load(
+        path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+    )
+    return tensors
 
 
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
@@ -98,6 +242,29 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
     return tokenizer
 
 
+def _check_placement(
+    name: str | Path, dtype: str | torch.dtype | None, device_map: Any
+) -> tuple[str | torch.dtype, Any]:
+    """Return dtype and device map, with their defaults.
+
+    Raises:
+        LoadError: ``name`` is an absolute path, and not that of a folder.
+        ValueError: The dtype or the device does not exist.
+    """
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        dtype = DTYPES[dtype]
+    if device_map is None:
+        device_map = "cuda" if torch.cuda.is_available() else "cpu"
+    uses_gpu = _uses_gpu(device_map)
+    if dtype is None:
+        dtype = "auto" if uses_gpu else torch.float32
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise LoadError(f"cannot load the target: {name} is not a folder")
+    return dtype, device_map
+
+
 def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
     """Whether a device map uses any device other than the CPU.
 
@@ -107,7 +274,7 @@ def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     used = False
     for place in places:
-        if isinstance(place, str) and place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        if isinstance(place, str) and place in SPREAD:
             used = used or torch.cuda.is_available()
             continue
         if place == "disk":

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from pydantic import Field
+from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
@@ -19,9 +21,11 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
@@ -45,12 +49,15 @@ from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
+from eagle_fsd.model.wrappers import unwrap_model
 from eagle_fsd.utils.options import Options
 
 log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
+#: Inputs of the target's forward call that change no token.
+NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
 Config = TypeVar("Config", bound=Options)
 
@@ -78,13 +85,21 @@ class DecodeOptions(TypedDict, total=False):
     details: int | None
 
 
+class _CallOptions(Options):
+    """Numeric options of a call that belong to no other set of options."""
+
+    max_new_tokens: int = Field(ge=1, description="Maximum number of new tokens per row.")
+    details: int | None = Field(ge=0, description="Alternatives to report for every token.")
+
+
 class EagleFSD:
     """A target and its draft head, ready to decode.
 
     Use :meth:`from_pretrained`, or pass a loaded Hugging Face model and head.
 
     Args:
-        model: An unmodified Hugging Face causal LM with full attention.
+        model: An unmodified Hugging Face causal LM. The model inside is used if it is a PEFT model
+            or was compiled by ``torch.compile``.
         head: A head for this target. None permits plain decoding (``method="ar"``) only.
         tree: Shape of the draft tree; default: :meth:`TreeConfig.for_device`.
         acceptance: Acceptance options of calls that pass none; default: lossless.
@@ -92,20 +107,24 @@ class EagleFSD:
             and does not need it.
 
     Raises:
-        ValueError: The model's architecture or attention implementation is not supported, or the
-            head belongs to another target.
+        ValueError: The model's architecture, attention implementation or PEFT adapter is not
+            supported, or the head belongs to another target.
+        TypeError: ``model`` is not a Hugging Face model.
+
+    Attributes:
+        model: The target as a Hugging Face model, without wrappers.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         head: EagleHead | None,
         tree: TreeConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.model = model.eval()
-        self.target = Target(model)
+        self.model = unwrap_model(model).eval()
+        self.target = Target(self.model)
         self.head = head.attach(self.target).eval() if head is not None else None
         self.tree = tree or TreeConfig.for_device(self.target.device.type)
         self.acceptance = acceptance or AcceptanceConfig()
@@ -117,7 +136,7 @@ class EagleFSD:
     @classmethod
     def from_pretrained(
         cls,
-        target: str | Path | PreTrainedModel | None = None,
+        target: str | Path | nn.Module | None = None,
         head: str | Path | EagleHead | None = None,
         *,
         dtype: str | torch.dtype | None = None,
@@ -134,8 +153,10 @@ class EagleFSD:
         """Load a target and a head; the bundled pair if neither is given.
 
         Args:
-            target: A folder, a Hub name, or a loaded model.
-            head: A folder or Hub name in the published EAGLE-1/2 layout, or a loaded head.
+            target: A folder, a Hub name, or a loaded model, which may be a PEFT or compiled model.
+                Default: the bundled target.
+            head: A folder or Hub name in the published EAGLE-1/2 layout, or a loaded head. Default
+                with the bundled target: the bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
@@ -151,16 +172,21 @@ class EagleFSD:
         Raises:
             LoadError: The target's files are missing or damaged.
             CheckpointError: The head's files are missing or damaged.
-            ValueError: Only one of target and head is given, they do not match, the architecture is
-                not supported, or an option is invalid.
-            TypeError: An option does not apply to a target that is already loaded.
+            ValueError: A target is given without a head, they do not match, the architecture is not
+                supported, or an option is invalid.
+            TypeError: An option does not apply to a target that is already loaded, or ``target`` is
+                neither a name nor a Hugging Face model.
         """
-        if target is None and head is None:
-            target, head = BUNDLED_TARGET, BUNDLED_HEAD
-        if target is None or head is None:
-            raise ValueError("pass both a target and a head, or neither for the bundled pair")
+        if target is None:
+            target = BUNDLED_TARGET
+            head = BUNDLED_HEAD if head is None else head
+        if head is None:
+            raise ValueError(
+                "pass both a target and a head (--head): the bundled head fits the bundled target"
+                " only, and eagle-fsd train trains one for yours"
+            )
         name = None
-        if not isinstance(target, PreTrainedModel):
+        if isinstance(target, (str, Path)):
             name = str(target)
             target = load_target(name, dtype, device_map, token=token, **target_options)
         elif dtype is not None or device_map is not None or target_options:
@@ -168,6 +194,7 @@ class EagleFSD:
             names = [option for option, value in given.items() if value is not None]
             names += target_options
             raise TypeError(f"{', '.join(names)} cannot be set on a target that is already loaded")
+        target = unwrap_model(target)
         wrapped = Target(target)
         if settings is None and not isinstance(head, EagleHead):
             settings = settings_file(head, token)
@@ -227,8 +254,8 @@ class EagleFSD:
             **options: Further keyword arguments:
 
                 - ``temperature``, ``top_p``, ``top_k``, ``seed``: the fields of
-                  :class:`SamplingConfig`; or pass ``sampling`` instead. Default: greedy. (The
-                  tree's ``top_k`` is set in :meth:`from_pretrained`.)
+                  :class:`SamplingConfig`; or pass ``sampling`` instead. Default, also for ``None``:
+                  greedy. (The tree's ``top_k`` is set in :meth:`from_pretrained`.)
                 - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
                   :attr:`acceptance`; or pass ``acceptance`` to replace all of it.
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without the draft head.
@@ -238,10 +265,10 @@ class EagleFSD:
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
                   the first of ``eos_token_id``, else 0.
                 - ``stopping_criteria``: Hugging Face stopping criteria, checked after every token.
-                - ``logits_processor``: Hugging Face logits processors; each tree node is processed
-                  with its own prefix. Processors from the target's generation configuration, such
-                  as a repetition penalty, are not applied: for those, call ``target.generate``
-                  with :meth:`custom_generate`.
+                - ``logits_processor``: Hugging Face logits processors. Each tree node is processed
+                  with its own prefix, so they must not keep state. Processors from the target's
+                  generation configuration, such as a repetition penalty, are not applied: for
+                  those, call ``target.generate`` with :meth:`custom_generate`.
                 - ``logits_warper``: Hugging Face logits processors that replace ``temperature``,
                   ``top_p`` and ``top_k``; a ``temperature`` above 0 then only enables sampling.
                   They must not read previous tokens.
@@ -257,11 +284,7 @@ class EagleFSD:
             FloatingPointError: The target produced NaN or infinite logits.
         """
         generation = self._prepare(input_ids, attention_mask, max_new_tokens, **options)
-        if streamer is not None:
-            if input_ids.shape[0] != 1:
-                raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
-            streamer.put(input_ids[0].cpu())
-        return generation.finish(streamer)
+        return _finish(generation, input_ids, streamer)
 
     def stream(
         self,
@@ -310,7 +333,8 @@ class EagleFSD:
         """Decoding loop for ``target.generate(..., custom_generate=fsd.custom_generate)``.
 
         Sampling options come from Hugging Face's generation configuration, FSD's options from the
-        call. (Hugging Face passes on only named parameters, so all of them are in the signature.)
+        call. (Hugging Face passes on only named parameters, so all of them are in the signature. It
+        drops ``streamer``, which ``functools.partial(fsd.custom_generate, streamer=...)`` binds.)
 
         Args:
             model: The target, passed by Hugging Face.
@@ -318,8 +342,8 @@ class EagleFSD:
             logits_processor: Built by Hugging Face from its generation configuration.
             stopping_criteria: Built by Hugging Face from its generation configuration.
             generation_config: Hugging Face's generation configuration.
-            synced_gpus: Ignored.
-            streamer: A Hugging Face streamer.
+            synced_gpus: Must be False: ranks take different numbers of passes.
+            streamer: See :meth:`generate`.
             threshold: Overrides this field of :attr:`acceptance`.
             divergence: Overrides this field of :attr:`acceptance`.
             min_ratio: Overrides this field of :attr:`acceptance`.
@@ -328,32 +352,50 @@ class EagleFSD:
             divergence_on: Overrides this field of :attr:`acceptance`.
             method: ``"fsd"`` or ``"ar"``.
             seed: Seed that makes sampling reproducible.
-            **model_kwargs: Ignored except for ``attention_mask``.
+            **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
+                cache, the positions that follow from the mask, :data:`NEUTRAL_INPUTS`.
 
         Returns:
             ``[B, S + new]`` token ids, as Hugging Face's ``generate`` returns them.
 
         Raises:
-            ValueError: ``model`` is not this target, an option is invalid, or the generation
-                configuration requests beam search or ``return_dict_in_generate``.
+            ValueError: ``model`` is not this target, an option is invalid, the generation
+                configuration requests beam search, another decoding method or
+                ``return_dict_in_generate``, or there are further model inputs.
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        if model is not self.model:
+        if unwrap_model(model) is not self.model:
             raise ValueError("custom_generate was called on a model other than its target")
+        if synced_gpus:
+            raise ValueError("custom_generate does not support synced_gpus")
         config = generation_config
-        if config.num_beams != 1:
+        if config.num_beams not in (None, 1):
             raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
+        mode = config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                "custom_generate replaces greedy search and sampling only, but the options select"
+                f" {mode.value.replace('_', ' ')}"
+            )
         if config.return_dict_in_generate:
             raise ValueError(
                 "custom_generate returns sequences only: leave return_dict_in_generate out, or"
                 " call EagleFSD.generate for origins and statistics"
             )
-        processors, warpers = _split_warpers(logits_processor)
+        attention_mask = model_kwargs.pop("attention_mask", None)
+        if attention_mask is None:  # also if it was all ones
+            attention_mask = torch.ones_like(input_ids)
+        _check_inputs(model_kwargs, attention_mask)
+        processors, warpers = list(logits_processor), None
+        temperature = 0.0
+        if config.do_sample:
+            processors, warpers = _split_warpers(logits_processor)
+            temperature = 1.0 if config.temperature is None else config.temperature
         generation = self._prepare(
             input_ids,
-            model_kwargs.get("attention_mask"),
+            attention_mask,
             config.max_length - input_ids.shape[1],
-            temperature=1.0 if config.do_sample else 0.0,
+            temperature=temperature,
             logits_processor=processors,
             logits_warper=warpers,
             # The generation loop checks length and end-of-sequence tokens at no extra cost.
@@ -375,7 +417,7 @@ class EagleFSD:
             method=method,
             seed=seed,
         )
-        return generation.finish(streamer).sequences
+        return _finish(generation, input_ids, streamer).sequences
 
     def _prepare(
         self,
@@ -427,8 +469,8 @@ class EagleFSD:
                 f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
                 f" got {sampling.top_k}"
             )
-        if details is not None and details < 0:
-            raise ValueError(f"details must be an integer of at least 0; got {details}")
+        options = _CallOptions.from_dict({"max_new_tokens": max_new_tokens, "details": details})
+        max_new_tokens, details = options.max_new_tokens, options.details
         eos = self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id)
         pad = self.model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
@@ -459,7 +501,7 @@ class EagleFSD:
         head = self.head if method == "fsd" else None
         clock = PhaseClock(target.device)
         engine = Engine(target, head, sampler, self.tree, acceptance, rule, clock, details)
-        check_target(target)
+        check_target(target, drafted=head is not None)
         return Generation(engine, input_ids, prompts, ends, prefix_cache)
 
     def _check_method(self, method: str) -> None:
@@ -476,14 +518,6 @@ class EagleFSD:
     def _limit_new_tokens(self, lengths: list[int], max_new_tokens: int) -> list[int]:
         """Return ``max_new_tokens`` of each row, reduced to fit the context after its prompt."""
         target = self.target
-        if (
-            not isinstance(max_new_tokens, int)
-            or isinstance(max_new_tokens, bool)
-            or max_new_tokens < 1
-        ):
-            raise ValueError(
-                f"max_new_tokens must be an integer of at least 1; got {max_new_tokens!r}"
-            )
         if max(lengths) >= target.context_length:
             raise ValueError(
                 f"the prompt has {max(lengths)} tokens, which leaves no room for an answer in the"
@@ -510,6 +544,47 @@ def _override(default: Config, name: str, given: Config | None, **fields: Any) -
     return given
 
 
+def _finish(
+    generation: Generation, input_ids: Tensor, streamer: BaseStreamer | None
+) -> GenerateOutput:
+    """Decode until every row has ended; the streamer receives the prompt first."""
+    if streamer is not None:
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
+        streamer.put(input_ids[0].cpu())
+    return generation.finish(streamer)
+
+
+def _check_inputs(inputs: dict[str, Any], attention_mask: Tensor) -> None:
+    """Reject inputs of the target's forward call, unless the target would ignore them."""
+    for name, value in inputs.items():
+        if name in NEUTRAL_INPUTS or value is None or (isinstance(value, dict) and not value):
+            continue
+        if name == "past_key_values":
+            if isinstance(value, (DynamicCache, StaticCache)) and not value.get_seq_length():
+                continue
+            raise ValueError(
+                "custom_generate does not support past_key_values other than an empty DynamicCache"
+                " or StaticCache; to keep tokens, pass a prefix_cache to EagleFSD.generate"
+            )
+        if name == "position_ids" and _follow_from_mask(value, attention_mask):
+            continue
+        if name == "mm_encoder_outputs":  # Hugging Face has encoded the images already
+            name = "pixel_values"
+        raise ValueError(
+            f"custom_generate does not support {name}: the target reads only input_ids and"
+            " attention_mask"
+        )
+
+
+def _follow_from_mask(position_ids: Tensor, attention_mask: Tensor) -> bool:
+    """Whether positions, ``[B, S]`` or ``[..., B, S]``, count the tokens of each row."""
+    expected = attention_mask.cumsum(-1) - 1
+    if position_ids.shape[-2:] not in (expected.shape, expected[:1].shape):
+        return False
+    return bool(((position_ids == expected) | (attention_mask == 0)).all())
+
+
 def _token_ids(ids: int | Sequence[int]) -> list[int]:
     flat: list[int] = torch.as_tensor(ids).flatten().tolist()
     return flat
@@ -531,9 +606,9 @@ def _prompts(
     """Return each row's tokens without padding, on the target's device."""
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
-    if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            "input_ids must be integers of shape [B, S]; got"
+            "input_ids must be integers (int32 or int64) of shape [B, S]; got"
             f" {str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
         )
     if attention_mask is not None and not isinstance(attention_mask, Tensor):

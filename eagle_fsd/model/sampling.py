@@ -40,6 +40,19 @@ WARPERS = (
 )
 #: Processors that never read previous tokens, so that one call serves all nodes.
 PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
+#: Processors that keep state from call to call.
+STATEFUL = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    hf.SynthIDTextWatermarkLogitsProcessor,
+    hf.DiaEOSDelayPatternLogitsProcessor,
+    hf.WhisperNoSpeechDetection,
+)
+#: Processors that combine the rows of a batch.
+ACROSS_ROWS = (
+    hf.ClassifierFreeGuidanceLogitsProcessor,
+    hf.DiaClassifierFreeGuidanceLogitsProcessor,
+    hf.DiaEOSChannelFilterLogitsProcessor,
+)
 
 
 class History:
@@ -100,6 +113,9 @@ class Sampler:
         warp_draft: Also warp the draft's distributions.
         draw_uniform: Also draw a uniform random number at every node.
         generator: Source of all randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: A processor or warper keeps state or combines rows.
     """
 
     def __init__(
@@ -113,6 +129,8 @@ class Sampler:
         generator: torch.Generator | None = None,
     ) -> None:
         sampling = sampling or SamplingConfig()
+        for item in (*processors, *(warpers or ())):
+            _check_processor(item)
         self.greedy = sampling.temperature == 0.0
         self.processors = list(processors)
         self.warpers: list[LogitsProcessor] = []
@@ -199,7 +217,8 @@ class Sampler:
         The processors are Python code that reads tokens, so each level synchronizes with the host.
         """
         assert history is not None, "processors that read prefixes need the history"
-        processors = [_for_row(item, history.rows[row]) for item in self.processors]
+        prompt, prompts = history.rows[row], history.tokens.shape[0]
+        processors = [_for_row(item, prompt, prompts) for item in self.processors]
         before = history.tokens[row, : history.lengths[row]]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
@@ -219,6 +238,18 @@ class Sampler:
         return result
 
 
+def _check_processor(processor: LogitsProcessor) -> None:
+    for kinds, problem in (
+        (STATEFUL, "keeps state from call to call"),
+        (ACROSS_ROWS, "combines the rows of a batch"),
+    ):
+        if isinstance(processor, kinds):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported, because it {problem}: a draft tree"
+                " has several prefixes per step, which are processed in any order"
+            )
+
+
 def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
     """Build Hugging Face's warpers for temperature, top-k and top-p, in the order it uses."""
     found: list[LogitsProcessor] = []
@@ -231,8 +262,11 @@ def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
     return found
 
 
-def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """Return a processor for one prompt, given one that may hold values for every prompt."""
+def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor:
+    """Return a processor for one of ``rows`` prompts, given one that may hold values for each.
+
+    It holds them once for all copies of a prompt if the call asks for several answers to it.
+    """
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return type(processor)(lambda _node, ids: allowed(row, ids), num_beams=1)
@@ -242,9 +276,11 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         if isinstance(ignored, Tensor):
             own.prompt_ignore_length = int(ignored[row])
     elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
-        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        first = row * len(processor.encoder_input_ids) // rows
+        own.encoder_input_ids = processor.encoder_input_ids[first : first + 1]
     elif isinstance(processor, hf.EncoderNoRepeatNGramLogitsProcessor):
-        own.generated_ngrams, own.batch_size = [processor.generated_ngrams[row]], 1
+        first = row * processor.batch_size // rows
+        own.generated_ngrams, own.batch_size = [processor.generated_ngrams[first]], 1
     return own
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.model.target import WINDOW_FIELDS, Target
@@ -33,50 +34,62 @@ WINDOW = 4
 MAX_ERROR = 0.01
 MAX_ERROR_SHORT = 0.1
 
-_passed: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+#: Whether the output projection turns the features of each model that passed into its logits.
+_passed: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def check_target(target: Target) -> None:
+def check_target(target: Target, drafted: bool = True) -> None:
     """Check a target when it is first used; later calls return at once.
 
     The windows in the model's configuration are shorter for the duration of the check.
 
     Args:
         target: The target, in evaluation mode.
+        drafted: Whether a draft head is to share its output projection.
 
     Raises:
-        ValueError: The target cannot be decoded in trees, or parts of it are offloaded.
+        ValueError: The target cannot be decoded in trees, or cannot have a draft head, or parts of
+            it are offloaded.
     """
+    name = type(target.model).__name__
     with _lock:
-        if target.model in _passed:
-            return
-        name = type(target.model).__name__
-        if any(parameter.is_meta for parameter in target.model.parameters()):
-            raise ValueError(
-                "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
-                " all layers on their devices: use a smaller dtype or more devices"
-            )
-        try:
-            with _short_windows(target.config), torch.inference_mode():
-                error = _error(target)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as cause:
-            raise ValueError(
-                f"{name} is not supported: a pass over a draft tree fails"
-                f" ({type(cause).__name__}: {one_line(cause)})"
-            ) from cause
-        if math.isnan(error):
-            return  # decoding reports broken logits itself
-        exact = target.dtype == torch.float32 and not torch.is_autocast_enabled(target.device.type)
-        if error > (MAX_ERROR if exact else MAX_ERROR_SHORT):
-            raise ValueError(
-                f"{name} is not supported: a pass over a draft tree differs from plain passes over"
-                " its paths, so the model ignores the attention mask, the position ids or the cache"
-                f" that it is given (relative error {error:.2g})"
-            )
-        _passed.add(target.model)
+        if target.model not in _passed:
+            _run_check(target, name)
+    if drafted and not _passed.get(target.model, True):
+        raise ValueError(
+            f"{name} cannot have a draft head: its logits are not the output projection of its last"
+            " hidden states"
+        )
+
+
+def _run_check(target: Target, name: str) -> None:
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        raise ValueError(
+            "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
+            " all layers on their devices: use a smaller dtype or more devices"
+        )
+    try:
+        with _short_windows(target.config), torch.inference_mode():
+            tree_error, projection_error = _errors(target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        raise ValueError(
+            f"{name} is not supported: a pass over a draft tree fails"
+            f" ({type(cause).__name__}: {one_line(cause)})"
+        ) from cause
+    if math.isnan(tree_error):
+        return  # decoding reports broken logits itself
+    exact = target.dtype == torch.float32 and not torch.is_autocast_enabled(target.device.type)
+    limit = MAX_ERROR if exact else MAX_ERROR_SHORT
+    if tree_error > limit:
+        raise ValueError(
+            f"{name} is not supported: a pass over a draft tree differs from plain passes over"
+            " its paths, so the model ignores the attention mask, the position ids or the cache"
+            f" that it is given (relative error {tree_error:.2g})"
+        )
+    _passed[target.model] = projection_error <= limit
 
 
 @contextmanager
@@ -96,8 +109,13 @@ def _short_windows(config: PreTrainedConfig) -> Iterator[None]:
             setattr(config, field, size)
 
 
-def _error(target: Target) -> float:
-    """Return the relative error of the logits at the tree's median node; NaN if not finite."""
+def _errors(target: Target) -> tuple[float, float]:
+    """Return the relative errors of logits, NaN if they are not finite.
+
+    Returns:
+        The error of a tree pass at the tree's median node, and that of the output projection
+        applied to the features of the prompts.
+    """
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])
     shape = (len(PREFIXES), max(PREFIXES) + len(PARENTS))
@@ -114,22 +132,28 @@ def _error(target: Target) -> float:
         max_depth=max(DEPTHS),
     )
     cache = target.new_cache(*shape)
-    target.prefill(prefixes, 0, cache)
+    features = target.prefill(prefixes, 0, cache)
     lengths = torch.tensor(PREFIXES, device=device)
     scored = target.forward_tree(tree, lengths, max(PREFIXES), cache).logits
-    sequences, found = [], []
-    for row, length in enumerate(PREFIXES):
-        for branch in BRANCHES:
-            # Padding on the right does not affect the tokens before it.
-            path = [prefixes[row, :length], nodes[row, [0, *branch]], prefixes[row, length:]]
-            sequences.append(torch.cat(path))
-            found.append(scored[row, list(branch)])
-    logits = target.model(input_ids=torch.stack(sequences), use_cache=False).logits
-    starts = [length + 1 for length in PREFIXES for _ in BRANCHES]
-    plain = [
-        row[start : start + len(BRANCHES[0])] for row, start in zip(logits, starts, strict=True)
+    sequences = [
+        # Padding on the right does not affect the tokens before it.
+        torch.cat([prefixes[row, :length], nodes[row, [0, *branch]], prefixes[row, length:]])
+        for row, length in enumerate(PREFIXES)
+        for branch in BRANCHES
     ]
-    expected = torch.cat(plain).to(device).float()
-    # Relative to the spread of the logits, because a constant added to all of them is no error.
+    logits = target.model(input_ids=torch.stack(sequences), use_cache=False).logits
+    plain = logits.to(device).float().unflatten(0, (len(PREFIXES), len(BRANCHES)))
+    tree_errors, projection_errors = [], []
+    for row, length in enumerate(PREFIXES):
+        for number, branch in enumerate(BRANCHES):
+            expected = plain[row, number, length + 1 : length + 1 + len(branch)]
+            tree_errors.append(_relative_error(scored[row, list(branch)], expected))
+        found = target.project(features[row, :length])
+        projection_errors.append(_relative_error(found, plain[row, 0, :length]))
+    return float(torch.cat(tree_errors).median()), float(torch.cat(projection_errors).median())
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Compare logits ``[S, V]`` relative to their spread: a constant added to all is no error."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((torch.cat(found) - expected).norm(dim=-1) / spread).median())
+    return (found - expected).norm(dim=-1) / spread

@@ -141,16 +141,22 @@ class Target:
 
     @cached_property
     def stable_rope_length(self) -> int:
-        """Sequence length up to which RoPE does not change keys that are already cached."""
+        """Sequence length up to which attention does not depend on the length of the sequence.
+
+        Beyond it some kinds of RoPE change keys that are already cached, and Llama 4 scales queries
+        by positions that it counts itself.
+        """
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
             for rope in _rope_parameters(self.config)
             if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
         ]
+        if getattr(self.config, "attn_temperature_tuning", False):
+            limits.append(int(self.config.floor_scale) - 1)
         return min([self.context_length, *limits])
 
     def check_length(self, length: int) -> None:
-        """Reject lengths at which RoPE changes keys that are already cached.
+        """Reject lengths at which attention depends on the length of the sequence.
 
         Args:
             length: Maximum number of tokens in a sequence.
@@ -161,8 +167,8 @@ class Target:
         if length > self.stable_rope_length:
             raise ValueError(
                 f"this call may reach {length} tokens, but beyond {self.stable_rope_length} the"
-                " target's RoPE changes keys that are already cached: shorten the prompt or reduce"
-                " max_new_tokens"
+                " target's RoPE or attention scale depends on the length, which cached keys cannot"
+                " follow: shorten the prompt or reduce max_new_tokens"
             )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:

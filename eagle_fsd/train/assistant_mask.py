@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.train.chat_file import Chat
+from eagle_fsd.train.chat_file import Chat, is_answer
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
 
@@ -68,7 +68,7 @@ def encode_chat(
 def assistant_spans(
     chat: Chat, chat_template: ChatTemplate, bos_token: str | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Format a chat and locate the assistant's turns in the text.
+    """Format a chat and locate the assistant's answers in the text.
 
     A span starts after the generation prompt and includes the end-of-turn token. It excludes
     whitespace and beginning-of-sequence tokens that some templates add after a turn.
@@ -79,15 +79,17 @@ def assistant_spans(
         bos_token: The tokenizer's beginning-of-sequence token, if it has one.
 
     Returns:
-        The text, and the (start, end) character offsets of each assistant turn.
+        The text, and the (start, end) character offsets of each answer.
 
     Raises:
-        ValueError: The template rejects the chat, or changes a turn so that it cannot be located.
+        ValueError: The template rejects the chat, omits a tool's call or result, or changes an
+            answer so that it cannot be located.
     """
     text = chat_template.render(chat)
     spans = []
     for index, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if not is_answer(message):
+            _check_rendered(chat, index, text, chat_template)
             continue
         prompt = chat_template.render(chat[:index], add_generation_prompt=True)
         prefix = chat_template.render(chat[: index + 1])
@@ -102,19 +104,37 @@ def assistant_spans(
     return text, spans
 
 
+def _check_rendered(chat: Chat, index: int, text: str, chat_template: ChatTemplate) -> None:
+    """Reject a template that omits a tool's call or result: the answers after it depend on it."""
+    message = chat[index]
+    if "tool_calls" in message:
+        changed = {"role": message["role"], "content": message["content"]}
+    elif message["role"] == "tool" and message["content"]:
+        changed = {**message, "content": ""}
+    else:
+        return
+    try:
+        omitted = chat_template.render([*chat[:index], changed, *chat[index + 1 :]]) == text
+    except ValueError:  # the template needs what was removed
+        return
+    if omitted:
+        raise ValueError(f"the chat template omits the tool's part in turn {index + 1}")
+
+
 def _find_rewritten_turn(
     chat: Chat, index: int, text: str, prefix: str, chat_template: ChatTemplate
 ) -> tuple[int, int]:
     """Locate a turn that the template formats differently if other turns follow.
 
     The turn's content is searched for after the text of the earlier turns and before the content of
-    the next turn.
+    the next turn that has any.
     """
     content = chat[index]["content"].strip()
     before = chat_template.render(chat[:index])
     pairs = enumerate(zip(text, before, strict=False))
     begin = next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
-    limit = text.find(chat[index + 1]["content"], begin) if index + 1 < len(chat) else len(text)
+    following = [message["content"] for message in chat[index + 1 :] if message["content"]]
+    limit = text.find(following[0], begin) if following else len(text)
     start = text.find(content, begin, limit if limit >= 0 else len(text))
     if not content or start < 0:
         raise ValueError(f"turn {index + 1} cannot be located in the formatted chat")

@@ -3,6 +3,9 @@
 Opening a file reads it once to validate every record and to note its position. A chat is then read
 from disk when it is accessed, in any order. Memory use is about 24 bytes per chat, whatever the
 file size.
+
+A malformed turn ends its chat: the exchanges before it are kept, and a record without any is
+skipped. Only the assistant's answers are trained on; see :func:`is_answer`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 MAX_DESCRIBED = 20
 #: Keys of a turn's role and content, by the key of the turns: ShareGPT's layout, then OpenAI's.
 LAYOUTS = {"conversations": ("from", "value"), "messages": ("role", "content")}
+#: A message's role, by the name of the turn's. A ``function_call`` is a tool call of the assistant.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -32,10 +37,46 @@ ROLES = {
     "bard": "assistant",
     "bing": "assistant",
     "assistant": "assistant",
+    "function_call": "assistant",
     "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
-#: Messages with a "role" (system, user or assistant) and a "content".
-Chat = list[dict[str, str]]
+#: Keys that a template may need to render the result of a tool call.
+TOOL_KEYS = ("name", "tool_call_id")
+#: Messages with a "role" (system, user, assistant or tool) and a "content"; an assistant's may have
+#: "tool_calls".
+Chat = list[dict[str, Any]]
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer of the assistant, which the loss covers.
+
+    All other messages are context. So are tool calls, which depend on definitions of tools that the
+    target is not shown.
+
+    Args:
+        message: A message of a :data:`Chat`.
+    """
+    return message["role"] == "assistant" and "tool_calls" not in message
+
+
+class RecordError(ValueError):
+    """A record, or a turn, is malformed.
+
+    Args:
+        reason: What is wrong, without the particulars: records are counted by reason.
+        details: What is wrong, with the particulars; default: ``reason``.
+
+    Attributes:
+        reason: What is wrong, without the particulars.
+    """
+
+    def __init__(self, reason: str, details: str | None = None) -> None:
+        super().__init__(details or reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -63,8 +104,10 @@ class ChatFile(Sequence[Chat]):
         progress: Called with the bytes read and the size of the file, about once per megabyte.
 
     Attributes:
-        skipped: Number of invalid records.
-        skipped_records: The first :data:`MAX_DESCRIBED` invalid records.
+        records: Number of records.
+        skip_reasons: Number of skipped records by reason.
+        shorten_reasons: Number of records whose chat ends before a malformed turn, by reason.
+        skipped_records: The first :data:`MAX_DESCRIBED` skipped records.
 
     Raises:
         ValueError: No record is valid; the message describes the first one.
@@ -73,21 +116,26 @@ class ChatFile(Sequence[Chat]):
 
     def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
         self.path = Path(path)
+        self.records = 0
+        self.skip_reasons: Counter[str] = Counter()
+        self.shorten_reasons: Counter[str] = Counter()
         self.skipped_records: list[SkippedRecord] = []
-        self.skipped = 0
         self._offsets, self._sizes, self._lines = array("Q"), array("Q"), array("Q")
         self._file: BinaryIO | None = None
         self._owner = -1
         total, reported = self.path.stat().st_size, 0
         with self.path.open("rb") as file:
             for offset, line, text in _records(file):
+                self.records += 1
                 try:
-                    parse_chat(text)
-                except ValueError as error:
-                    self.skipped += 1
+                    _, problem = parse_chat(text)
+                except RecordError as error:
+                    self.skip_reasons[error.reason] += 1
                     if self.skipped <= MAX_DESCRIBED:
                         self.skipped_records.append(SkippedRecord(line, str(error)))
                 else:
+                    if problem is not None:
+                        self.shorten_reasons[problem.reason] += 1
                     self._offsets.append(offset)
                     self._sizes.append(len(text))
                     self._lines.append(line)
@@ -107,10 +155,40 @@ class ChatFile(Sequence[Chat]):
         if self._file is None or self._owner != os.getpid():
             self._file, self._owner = self.path.open("rb"), os.getpid()
         self._file.seek(self._offsets[index])
-        return parse_chat(self._file.read(self._sizes[index]))
+        chat, _ = parse_chat(self._file.read(self._sizes[index]))
+        return chat
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_owner": -1}
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped records."""
+        return self.skip_reasons.total()
+
+    @property
+    def shortened(self) -> int:
+        """Number of records whose chat ends before a malformed turn."""
+        return self.shorten_reasons.total()
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers of records, and of skipped and shortened ones by reason."""
+        return {
+            "records": self.records,
+            "skipped": dict(self.skip_reasons),
+            "shortened": dict(self.shorten_reasons),
+        }
+
+    def summary(self) -> str | None:
+        """Describe skipped and shortened records by reason, in one line; None if there are none."""
+        parts = []
+        for verb, reasons in (("shortened", self.shorten_reasons), ("skipped", self.skip_reasons)):
+            if reasons:
+                counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+                parts.append(f"{verb} {reasons.total():,} of {self.records:,} records: {counts}")
+        if self.skipped:
+            parts.append(f"first skipped: {', '.join(map(str, self.skipped_records[:3]))}")
+        return "; ".join(parts) or None
 
     def size(self, index: int) -> int:
         """Return a chat's size in bytes, which estimates its length without reading it.
@@ -129,63 +207,123 @@ class ChatFile(Sequence[Chat]):
         return self._lines[index]
 
 
-def parse_chat(text: bytes) -> Chat:
-    """Parse one record: an optional system turn, then alternating user and assistant turns.
+def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
+    """Parse one record: user and assistant turns in alternation, with context between them.
 
-    Assistant turns before the first user turn (ShareGPT splits long chats) and a final user turn
-    are dropped.
+    System turns are context and may stand anywhere, results of tools anywhere after the first user
+    turn. What precedes the first user turn (ShareGPT splits long chats) is dropped, apart from
+    system turns. So is what follows the last answer. A malformed turn ends the chat.
 
     Args:
         text: The record, a JSON object in UTF-8.
 
+    Returns:
+        The chat, and what is wrong with the turn that ended it, if it was malformed.
+
     Raises:
-        ValueError: The record is malformed or has no assistant turn.
+        RecordError: The record is malformed, or has no answer before its first malformed turn.
     """
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or "not UTF-8 or nested too deeply"
-        raise ValueError(f"not JSON: {reason}") from None
+        details = getattr(error, "msg", None) or "not UTF-8 or nested too deeply"
+        raise RecordError("not JSON", f"not JSON: {details}") from None
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise RecordError("not a JSON object")
     key = next((name for name in LAYOUTS if name in record), None)
     if key is None:
-        raise ValueError('neither "conversations" nor "messages" is present')
+        raise RecordError('neither "conversations" nor "messages" is present')
     if not isinstance(record[key], list):
-        raise ValueError(f'"{key}" is not a list')
+        raise RecordError("turns are not a list", f'"{key}" is not a list')
     chat: Chat = []
+    problem: RecordError | None = None
+    previous: str | None = None  # the role before; that of a tool call is "tool"
     for number, turn in enumerate(record[key], 1):
-        message = _parse_turn(number, turn, *LAYOUTS[key])
-        if message["role"] == "assistant" and (not chat or chat[-1]["role"] == "system"):
-            continue
-        expected = "user" if not chat or chat[-1]["role"] != "user" else "assistant"
-        if message["role"] != expected and (message["role"] != "system" or chat):
-            raise ValueError(f"turn {number} has the role {message['role']}, not {expected}")
+        try:
+            message = _parse_turn(number, turn, *LAYOUTS[key])
+            role = message["role"]
+            if previous is None and role not in ("system", "user"):
+                continue
+            if role == previous != "tool":
+                expected = "assistant" if role == "user" else "user"
+                raise RecordError(
+                    "roles out of order", f"turn {number} has the role {role}, not {expected}"
+                )
+        except RecordError as error:
+            problem = error
+            break
         chat.append(message)
-    if chat and chat[-1]["role"] == "user":
+        if role != "system":
+            previous = "tool" if "tool_calls" in message else role
+    while chat and not is_answer(chat[-1]):
         chat.pop()
-    if not any(message["role"] == "assistant" for message in chat):
-        raise ValueError("no assistant turn")
-    return chat
+    if not chat:
+        raise problem or RecordError("no assistant turn")
+    return chat, problem
 
 
-def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict[str, str]:
+def _parse_turn(number: int, turn: Any, role_key: str, content_key: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise ValueError(f"turn {number} is not an object")
-    content, role = turn.get(content_key), turn.get(role_key)
+        raise RecordError("turn is not an object", f"turn {number} is not an object")
+    content, name = turn.get(content_key), turn.get(role_key)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    calls = _parse_tool_calls(number, turn, name, content) if role == "assistant" else []
+    if calls and (content is None or name == "function_call"):
+        content = ""
     if isinstance(content, list):  # OpenAI's content parts
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
-        raise ValueError(f'turn {number} has no string "{content_key}"')
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise ValueError(f"turn {number} contains a lone surrogate")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f'turn {number} has the unknown "{role_key}" {role!r}')
-    if not content.strip() and ROLES[role] == "assistant":
-        raise ValueError(f"turn {number} is an empty assistant turn")
-    return {"role": ROLES[role], "content": content}
+        raise RecordError("turn without text", f'turn {number} has no string "{content_key}"')
+    if role is None:
+        raise RecordError("unknown role", f'turn {number} has the unknown "{role_key}" {name!r}')
+    message: dict[str, Any] = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    elif role == "assistant" and not content.strip():
+        raise RecordError("empty assistant turn", f"turn {number} is an empty assistant turn")
+    if role == "tool":
+        message |= {key: turn[key] for key in TOOL_KEYS if isinstance(turn.get(key), str)}
+    try:
+        json.dumps(message, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        details = f"turn {number} contains a lone surrogate"
+        raise RecordError("lone surrogate", details) from None
+    return message
+
+
+def _parse_tool_calls(
+    number: int, turn: dict[str, Any], name: Any, content: Any
+) -> list[dict[str, Any]]:
+    """Return an assistant turn's tool calls in OpenAI's layout, with decoded arguments.
+
+    They are in ``tool_calls``, in ``function_call`` (OpenAI's earlier layout), or, as JSON, the
+    content of a ``function_call`` turn.
+    """
+    try:
+        if name == "function_call":
+            functions = json.loads(content)
+            functions = functions if isinstance(functions, list) else [functions]
+            calls = [{"function": function} for function in functions]
+        elif turn.get("function_call"):
+            calls = [{"function": turn["function_call"]}]
+        else:
+            calls = turn.get("tool_calls") or []
+        parsed = []
+        for call in calls:
+            function, arguments = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments or "{}")
+            if not isinstance(function, str) or not isinstance(arguments, dict):
+                raise TypeError
+            identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+            function = {"name": function, "arguments": arguments}
+            parsed.append({**identifier, "type": "function", "function": function})
+        return parsed
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        details = f"turn {number} has a malformed tool call"
+        raise RecordError("malformed tool call", details) from None
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

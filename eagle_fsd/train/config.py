@@ -32,6 +32,13 @@ CHATS_DESCRIPTION = "Chats in ShareGPT's or OpenAI's layout, JSON or JSON Lines.
 MaxLength = Annotated[
     int, Field(ge=8, le=1_048_576, description="Tokens per chat; longer chats are truncated.")
 ]
+DeviceMap = Annotated[
+    str | None,
+    Field(
+        description="Where the target goes, as in Hugging Face: cpu, cuda:1, auto, balanced, ...;"
+        " default: the GPU if there is one."
+    ),
+]
 
 ExportFormat = Literal["eagle", "sglang", "vllm"]
 EXPORT_FORMATS: tuple[str, ...] = get_args(ExportFormat)
@@ -50,6 +57,12 @@ class TrainConfig(Options):
         None, ge=1, description="Stop after this many optimizer steps; default: no limit."
     )
     batch_size: int = Field(4, ge=1, le=4096, description="Chats per batch and process.")
+    tokens_per_batch: int | None = Field(
+        None,
+        ge=8,
+        le=2**31,
+        description="Tokens per batch and process, padding included; replaces --batch-size.",
+    )
     accumulate: int = Field(1, ge=1, le=4096, description="Batches per optimizer step.")
     max_length: MaxLength = 2048
     lr: float | None = Field(
@@ -86,7 +99,8 @@ class TrainConfig(Options):
         1,
         ge=1,
         le=8,
-        description="Runs of the head over each chat; later runs read the head's own features.",
+        description="Runs of the head over each chat. Each reads the features that the one before"
+        " predicted; gradients flow back through all of them.",
     )
     unroll_decay: float = Field(
         1.0, ge=0.0, le=1.0, description="Weight of each run relative to the one before."
@@ -161,6 +175,7 @@ class TrainRequest(TargetOptions):
     features: ExistingPath | None = Field(
         None, description="Instead of --data: a folder written by eagle-fsd train features."
     )
+    device_map: DeviceMap = None
     out: Path = Field(description="Folder for the head, its checkpoints and metrics.")
     head: ModelName | None = Field(
         None, description="Head to start from: a folder or a Hub name; default: random weights."
@@ -187,6 +202,7 @@ class FeaturesRequest(TargetOptions):
     """Features to store: the chats, the target and the output folder."""
 
     data: ExistingPath = Field(description=CHATS_DESCRIPTION)
+    device_map: DeviceMap = None
     out: Path = Field(description="Folder for the features; an interrupted run resumes there.")
     max_length: MaxLength = 2048
     batch_size: int = Field(4, ge=1, le=4096, description="Chats per forward pass.")
@@ -196,7 +212,37 @@ class RegenerateRequest(TargetOptions):
     """Chats to rewrite: the input file, the target and the output file."""
 
     data: ExistingPath = Field(description=CHATS_DESCRIPTION)
+    device_map: DeviceMap = None
     out: Path = Field(description="JSON Lines file to write; an interrupted run resumes there.")
+
+
+class RegenerateServer(Options):
+    """An OpenAI-compatible server of the target, which rewrites chats without loading it here."""
+
+    base_url: str | None = Field(
+        None,
+        description="Have an OpenAI-compatible server rewrite the chats, instead of loading the"
+        " target: its URL up to and including /v1.",
+    )
+    model: str | None = Field(None, description="With --base-url: the target's name there.")
+    api_key_env: str = Field(
+        "OPENAI_API_KEY", description="Environment variable with the server's key, if it needs one."
+    )
+    concurrency: int = Field(16, ge=1, le=1024, description="Chats rewritten at once by a server.")
+    timeout: float = Field(600.0, gt=0.0, description="Seconds to wait for a server's reply.")
+    retries: int = Field(
+        5,
+        ge=0,
+        le=1000,
+        description="Retries of a request that fails with status 429 or 5xx, or that a server does"
+        " not answer.",
+    )
+
+    @model_validator(mode="after")
+    def _check_model(self) -> RegenerateServer:
+        if (self.base_url is None) != (self.model is None):
+            raise ValueError("--base-url and --model require each other")
+        return self
 
 
 class RegenerateConfig(SamplingConfig):
@@ -209,19 +255,21 @@ class RegenerateConfig(SamplingConfig):
         description="Sampling temperature; 0 is greedy decoding.",
     )
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
-    batch_size: int = Field(16, ge=1, le=4096, description="Chats rewritten at once.")
+    batch_size: int = Field(
+        16, ge=1, le=4096, description="Chats that the loaded target rewrites at once."
+    )
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
 
 
-class ExportRequest(Options):
+class ExportRequest(TargetOptions):
     """A trained head to convert, the engine to convert it for, and the output folder."""
 
     head: ExistingPath = Field(description="Folder of the trained head.")
     out: Path = Field(description="Folder to write, empty or new.")
     format: ExportFormat = Field(description="Engine that will read the head.")
-    target: ModelName | None = Field(
-        None, description="The head's target: a folder or a Hub name; default: the bundled target."
-    )
     dtype: str | None = Field(
         None, description="Data type that the target is loaded in; the head keeps its own."
+    )
+    chat_template: str | None = Field(
+        None, description="Accepted as in the other commands; no chat is formatted."
     )

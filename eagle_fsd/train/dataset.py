@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.train.assistant_mask import encode_chat
@@ -40,6 +41,11 @@ class Example:
     features: Tensor | None = None
     error: str | None = None
 
+    @property
+    def contributes(self) -> bool:
+        """Whether the loss covers a token of the chat; see :attr:`Batch.loss_mask`."""
+        return any(self.assistant_mask[2:])
+
 
 @dataclass
 class Batch:
@@ -52,6 +58,7 @@ class Batch:
         lengths: Number of tokens in each row, without padding.
         truncated: Number of chats that were longer than the limit.
         errors: Why chats could not be encoded, one string for each.
+        unused: Number of other chats of which the loss covers no token.
         features: ``[B, S, H]`` stored hidden states of the target; None if they must be computed.
     """
 
@@ -61,6 +68,7 @@ class Batch:
     lengths: list[int]
     truncated: int = 0
     errors: tuple[str, ...] = ()
+    unused: int = 0
     features: Tensor | None = None
 
     @property
@@ -141,6 +149,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         examples: Examples of which all or none have stored features.
     """
     width = max(2, *(len(item.ids) for item in examples))
+    silent = [item for item in examples if item.index != FILLER and not item.contributes]
     ids = torch.zeros(len(examples), width, dtype=torch.long)
     mask = torch.zeros(len(examples), width, dtype=torch.bool)
     stored = [item.features for item in examples if item.features is not None]
@@ -159,6 +168,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         lengths=[len(item.ids) for item in examples],
         truncated=sum(item.truncated for item in examples),
         errors=tuple(item.error for item in examples if item.error),
+        unused=sum(item.error is None for item in silent),
         features=features,
     )
 
@@ -216,12 +226,134 @@ class DistributedBatchSampler(Sampler[list[int]]):
             yield chats[start : start + self.batch_size]
 
 
+class TokenBatchSampler(Sampler[list[int]]):
+    """Yield one process's batches of an epoch, each with a limited number of tokens.
+
+    The batches are the same in every epoch, only their order differs, so that every epoch has the
+    same number of them. Of every ``processes`` consecutive ones each process takes one: several
+    processes see the batches that one process accumulates. :data:`FILLER` completes the last group.
+
+    Args:
+        batches: Indices of the chats of each batch; see :func:`pack_batches`.
+        seed: Seed of the order.
+        epoch: The epoch, counted from 0.
+        process: Rank of this process.
+        processes: Number of processes.
+        skip: Batches of this process to skip at the beginning, when training resumes.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[list[int]],
+        seed: int,
+        epoch: int,
+        process: int = 0,
+        processes: int = 1,
+        skip: int = 0,
+    ) -> None:
+        self.batches, self.seed, self.epoch = batches, seed, epoch
+        self.process, self.processes, self.skip = process, processes, skip
+
+    def __len__(self) -> int:
+        return count_batches(len(self.batches), self.processes) - self.skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.batches), generator=generator).tolist()
+        for start in range(self.skip * self.processes, len(order), self.processes):
+            own = order[start : start + self.processes][self.process :]
+            yield self.batches[own[0]] if own else [FILLER]
+
+
+def pack_batches(
+    chats: Sequence[int], lengths: Sequence[int], tokens: int, seed: int
+) -> list[list[int]]:
+    """Pack chats of similar length into batches of at most ``tokens`` tokens, padding included.
+
+    Args:
+        chats: Indices of the chats.
+        lengths: Number of tokens of each chat.
+        tokens: Maximum of a batch's rows times its longest chat.
+        seed: Decides which of several equally long chats share a batch.
+
+    Raises:
+        ValueError: A chat is longer than ``tokens``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(chats), generator=generator).tolist()
+    order.sort(key=lengths.__getitem__)
+    if order and lengths[order[-1]] > tokens:
+        raise ValueError(
+            f"tokens_per_batch is {tokens}, and a chat has {lengths[order[-1]]} tokens; raise it or"
+            " lower max_length"
+        )
+    batches: list[list[int]] = []
+    for position in order:  # by length, so this chat is the longest of its batch
+        if not batches or (len(batches[-1]) + 1) * lengths[position] > tokens:
+            batches.append([])
+        batches[-1].append(chats[position])
+    return batches
+
+
+def measure_lengths(data: Dataset[Example], chats: Sequence[int], workers: int) -> Iterator[int]:
+    """Yield the number of tokens of chats.
+
+    Args:
+        data: The data.
+        chats: Indices of the chats.
+        workers: Number of processes that encode chats; 0 encodes them in this one.
+    """
+    yield from DataLoader(
+        data, sampler=chats, batch_size=None, collate_fn=_length, num_workers=workers
+    )
+
+
+def _length(example: Any) -> int:
+    return max(2, len(example.ids))  # a batch is at least as wide
+
+
+def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) -> None:
+    """Check that the loss covers a token of some chat.
+
+    Chats are encoded in random order up to the first one that contributes, so the check is fast
+    unless there is none.
+
+    Args:
+        data: The data.
+        chats: Indices of the chats to train on.
+        seed: Seed of the order.
+
+    Raises:
+        ValueError: No chat contributes; the message counts them by reason.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    truncated = rejected = 0
+    error: str | None = None
+    for position in torch.randperm(len(chats), generator=generator).tolist():
+        example = data[chats[position]]
+        if example.contributes:
+            return
+        truncated += example.truncated
+        rejected += example.error is not None
+        error = error or example.error
+    others = len(chats) - truncated - rejected
+    reasons = [
+        f"{truncated:,} are truncated before an answer (raise max_length)" if truncated else "",
+        f"{rejected:,} cannot be encoded ({error})" if rejected else "",
+        f"{others:,} have no answer tokens" if others else "",
+    ]
+    raise ValueError(
+        f"no token of the {len(chats):,} chats contributes to the loss:"
+        f" {', '.join(filter(None, reasons))}"
+    )
+
+
 def count_batches(chats: int, batch_size: int) -> int:
     """Return the number of batches; the last one may be smaller.
 
     Args:
         chats: Number of chats.
-        batch_size: Chats per batch.
+        batch_size: Chats per batch and all processes.
     """
     return -(-chats // batch_size)
 

@@ -3,32 +3,54 @@
 ========  ==========================================================================
 engine    requirements
 ========  ==========================================================================
-eagle     ``pytorch_model.bin`` with ``embed_tokens.weight``; ``bias`` in ``config.json``
+eagle     ``pytorch_model.bin`` with ``embed_tokens.weight``; ``bias`` and, for biases
+          of the attention, ``qkv_bias`` in ``config.json``; a layer with the tensors of
+          Llama's or Qwen2's; RoPE scaling linear or dynamic (it rejects others)
 sglang    its own ``architectures``; ``fc.bias`` always (its layer has one, which stays
-          random if the file lacks it); ``embed_tokens.weight``
+          random if the file lacks it); ``bias`` false in ``config.json`` (it means
+          biases of the attention there); ``embed_tokens.weight``
 vllm      the target's architecture; no ``fc.bias`` (its layer has none and ignores the
-          file's); ``embed_tokens.weight``
+          file's); ``bias`` as for SGLang; ``embed_tokens.weight``
 ========  ==========================================================================
 
-Sources: EAGLE's ``cnets.py``; SGLang's ``models/llama_eagle.py`` and ``models/qwen2_eagle.py``;
-vLLM's ``models/llama_eagle.py``.
+All of them read RoPE settings and data type under their names in transformers 4.
+
+Sources: EAGLE's ``cnets1.py`` and ``configs.py``; SGLang's ``models/llama.py``, ``llama_eagle.py``
+and ``qwen2_eagle.py``; vLLM's ``models/llama.py`` and ``llama_eagle.py``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_fsd.model.checkpoint import CONFIG_FILE, EMBEDDING, WEIGHT_FILES, load_head
-from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.checkpoint import (
+    CONFIG_FILE,
+    EMBEDDING,
+    FC_BIAS,
+    WEIGHT_FILES,
+    head_config,
+    load_head,
+)
+from eagle_fsd.model.loading import LoadError, load_embeddings, load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
-from eagle_fsd.train.loaded_target import LoadedTarget
 
+log = logging.getLogger(__name__)
+
+#: Tensors of EAGLE's own code, which ignores others.
+EAGLE_TENSORS = re.compile(
+    r"embed_tokens\.weight|fc\..*|layers\.0\.(self_attn\.[qkvo]_proj\.weight|self_attn\.[qkv]_proj"
+    r"\.bias|mlp\.(gate|up|down)_proj\.weight|post_attention_layernorm\.weight)"
+)
 #: Architectures of EAGLE heads, by engine and model family.
 ARCHITECTURES = {
     "sglang": {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"},
@@ -52,9 +74,12 @@ def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
         ValueError: The engine has no EAGLE head for this family, the output folder is not empty, or
             the head has a bias that vLLM would ignore.
     """
-    options = TargetOptions(target=request.target, dtype=request.dtype)
-    target = LoadedTarget.load(options, token=token).target
-    return convert_head(request.head, target, request.out, request.format)
+    path = request.target or BUNDLED_TARGET
+    try:
+        model = load_embeddings(path, request.dtype, token=token)
+    except LoadError:  # they cannot be loaded alone
+        model = load_target(path, request.dtype, token=token)
+    return convert_head(request.head, Target(model), request.out, request.format)
 
 
 def convert_head(
@@ -79,21 +104,23 @@ def convert_head(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; choose another folder")
     loaded = load_head(head, target, dtype=_stored_dtype(Path(head)))
-    config = json.loads((Path(head) / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = head_config(loaded, loaded.dtype)
     state: dict[str, Tensor] = dict(loaded.state_dict())
     own_embedding = loaded.embed_tokens
     embedding = target.embed.weight if own_embedding is None else own_embedding.weight
     state[EMBEDDING] = embedding.detach().to(dtype=loaded.dtype)
-    if export_format != "eagle":
-        family = config.get("model_type", "llama")
-        config["architectures"] = [_architecture(export_format, family)]
+    if export_format == "eagle":
+        config.update(_eagle_fields(config, state))
+    else:
+        config.update(
+            architectures=[_architecture(export_format, loaded.config.model_type)], bias=False
+        )
     if export_format == "sglang":
-        state.setdefault("fc.bias", torch.zeros(target.hidden_size, dtype=loaded.dtype))
-    elif export_format == "vllm" and state.pop("fc.bias", torch.zeros(1)).any():
+        state.setdefault(FC_BIAS, torch.zeros(target.hidden_size, dtype=loaded.dtype))
+    elif export_format == "vllm" and state.pop(FC_BIAS, torch.zeros(1)).any():
         raise ValueError(
             "the head was trained with a bias in fc, which vLLM ignores; train it with --no-bias"
         )
-    config["bias"] = "fc.bias" in state
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
@@ -102,6 +129,17 @@ def convert_head(
     else:
         save_file(state, out / WEIGHT_FILES[0], metadata={"format": "pt"})
     return out
+
+
+def _eagle_fields(config: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the fields that only EAGLE's own code reads; warn of what it cannot read."""
+    scaling = config.get("rope_scaling")
+    if scaling is not None and "type" not in scaling:
+        kind = scaling["rope_type"]
+        log.warning("EAGLE's own code rejects this head: its RoPE scaling is %s", kind)
+    if ignored := sorted(name for name in state if not EAGLE_TENSORS.fullmatch(name)):
+        log.warning("EAGLE's own code ignores tensors of this head: %s", ", ".join(ignored))
+    return {"qkv_bias": True} if "layers.0.self_attn.q_proj.bias" in state else {}
 
 
 def _architecture(export_format: str, family: str) -> str:

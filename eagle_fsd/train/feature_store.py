@@ -1,13 +1,15 @@
 """Features stored once for several trainings, as safetensors shards with an index beside them.
 
 Features take ``hidden_size`` numbers per token, so :func:`store_features` estimates their size
-before it writes anything.
+before it writes anything. Several processes share the work: each computes consecutive chats and
+writes shards of its own, and the main process writes the index.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, parse_flag_from_env
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
@@ -23,11 +27,13 @@ from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
 from eagle_fsd.train.features import compute_features
-from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 
 INDEX_FILE = "index.json"
+#: Names of shards, and of those that an interrupted process was writing.
+SHARD_NAME = re.compile(r"features-\d+\.safetensors(\.\w+\.tmp)?")
 STORAGE_DTYPE = torch.bfloat16
 #: Number of chats that are encoded to estimate the size of all.
 SAMPLE_CHATS = 512
@@ -61,6 +67,9 @@ class _Location:
 class FeatureStore(Dataset[Example]):
     """Stored features, one example per chat in the order of the chat file.
 
+    While the store is incomplete, chats may be missing between others; those after them then have
+    smaller indices than in the chat file.
+
     Args:
         folder: A folder that :func:`write_features` wrote.
         fingerprint: Fingerprint that the features must have; default: any. See
@@ -83,12 +92,16 @@ class FeatureStore(Dataset[Example]):
             content = json.loads(index.read_text(encoding="utf-8"))
             self.fingerprint, self.complete = content["made_from"], content["complete"]
             self.shards = content["shards"]
+            chats = 0
+            for shard in self.shards:
+                shard.setdefault("first", chats)  # absent in stores of earlier versions
+                chats = shard["first"] + len(shard["chats"])
             self._locations = [
                 _Location(number, start, tokens, truncated)
                 for number, shard in enumerate(self.shards)
                 for start, tokens, truncated in shard["chats"]
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of features: {error}") from error
         if fingerprint is not None and fingerprint != self.fingerprint:
             difference = _describe_difference(self.fingerprint, fingerprint)
@@ -140,28 +153,39 @@ def store_features(
     token: str | None = None,
     progress: ProgressFactory = no_progress,
     on_estimate: Callable[[int, int, int], None] | None = None,
-) -> FeatureStore:
+) -> FeatureStore | None:
     """Compute and store the target's features of a chat file.
+
+    Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
+    see the same output folder.
 
     Args:
         request: The chats, the target and the output folder.
         token: Access token for the Hub.
-        progress: Reports ``reading`` (in bytes) and ``features`` (in chats).
-        on_estimate: Called before anything is written, with the estimated bytes, the free bytes and
-            the number of chats.
+        progress: Reports ``reading`` (in bytes) and ``features`` (in chats) on the main process.
+        on_estimate: Called on the main process before anything is written, with the estimated
+            bytes, the free bytes and the number of chats.
+
+    Returns:
+        The features; None on processes other than the main one.
 
     Raises:
+        OptionsError: ``request.device_map`` is set and there are several processes.
         ValueError: No chat is valid, or the folder holds features of other data.
         OSError: There is too little space, or a file cannot be read or written.
         LoadError: The target cannot be loaded.
     """
-    loaded = LoadedTarget.load(request, token=token)
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    check_device_map(request.device_map, state.num_processes)
+    is_main = state.is_main_process
+    progress = progress if is_main else no_progress
+    loaded = LoadedTarget.load(request, request.device_map or state.device, token)
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, request.max_length, report)
     needed = estimate_bytes(chats, loaded.target.hidden_size)
     request.out.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(request.out).free
-    if on_estimate is not None:
+    if on_estimate is not None and is_main:
         on_estimate(needed, free, len(chats))
     if needed > free:
         raise OSError(
@@ -169,9 +193,17 @@ def store_features(
         )
     fingerprint = loaded.fingerprint(request.data, request.max_length)
     with progress("features") as report:
-        return write_features(
-            chats, loaded.target, request.out, fingerprint, request.batch_size, progress=report
+        store = write_features(
+            chats,
+            loaded.target,
+            request.out,
+            fingerprint,
+            request.batch_size,
+            progress=report,
+            state=state,
         )
+    state.destroy_process_group()
+    return store if is_main else None
 
 
 def write_features(
@@ -182,8 +214,12 @@ def write_features(
     batch_size: int = 4,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
+    state: PartialState | None = None,
 ) -> FeatureStore:
-    """Store the features of every chat, resuming after the last complete shard.
+    """Store the features of every chat that is not in a complete shard yet.
+
+    The result has the same examples whatever the number of processes, of this run and of earlier
+    ones that were interrupted.
 
     Args:
         data: The chats.
@@ -192,7 +228,9 @@ def write_features(
         fingerprint: Fingerprint of the features, which those in the folder must share.
         batch_size: Chats per forward pass.
         shard_bytes: Approximate size of a shard in bytes.
-        progress: Called after every shard with the chats stored and the number of chats.
+        progress: Called after every shard, or one of each process, with the chats stored and the
+            number of chats.
+        state: The processes that share the work, all of which call this; default: only this one.
 
     Raises:
         ValueError: The folder holds features with another fingerprint.
@@ -203,52 +241,104 @@ def write_features(
     shards: list[dict[str, Any]] = []
     if (folder / INDEX_FILE).exists():
         shards = FeatureStore(folder, fingerprint).shards
-    done = sum(len(shard["chats"]) for shard in shards)
+    if state is None or state.is_main_process:
+        _remove_unlisted(folder, shards)
+    if state is not None:
+        state.wait_for_everyone()  # before the index and the files change
+    batches = _missing_batches(shards, len(data), batch_size)
+    if state is not None:
+        batches = _share(batches, data, state.process_index, state.num_processes)
     tokens_per_shard = max(1, shard_bytes // (target.hidden_size * STORAGE_DTYPE.itemsize))
-    for examples in _compute_shards(data, target, done, batch_size, tokens_per_shard):
-        file = f"features-{len(shards):05d}.safetensors"
-        tensors = {  # "spoken" is the assistant mask in the file format
-            "ids": torch.cat([torch.tensor(item.ids, dtype=torch.int32) for item in examples]),
-            "spoken": torch.cat(
-                [torch.tensor(item.assistant_mask, dtype=torch.uint8) for item in examples]
-            ),
-            "features": torch.cat(
-                [item.features for item in examples if item.features is not None]
-            ),
-        }
-        with atomic_path(folder / file) as temporary:
-            save_file(tensors, temporary)
-        chats, start = [], 0
-        for item in examples:
-            chats.append((start, len(item.ids), item.truncated))
-            start += len(item.ids)
-        shards.append({"file": file, "chats": chats})
-        done += len(examples)
-        index = {"made_from": fingerprint, "complete": done == len(data), "shards": shards}
-        atomic_write(folder / INDEX_FILE, json.dumps(index))
+    work = _compute_shards(data, target, batches, tokens_per_shard)
+    while True:
+        examples = next(work, None)
+        written = [] if examples is None else [_write_shard(folder, examples)]
+        if state is not None:
+            written = gather_object(written)  # of all processes
+        if not written:
+            return FeatureStore(folder)
+        shards = sorted([*shards, *written], key=lambda shard: int(shard["first"]))
+        done = sum(len(shard["chats"]) for shard in shards)
+        if state is None or state.is_main_process:
+            index = {"made_from": fingerprint, "complete": done == len(data), "shards": shards}
+            atomic_write(folder / INDEX_FILE, json.dumps(index))
         if progress is not None:
             progress(done, len(data))
-    return FeatureStore(folder)
+
+
+def _remove_unlisted(folder: Path, shards: Sequence[dict[str, Any]]) -> None:
+    """Remove shards that an interrupted run wrote without listing them in the index."""
+    listed = {shard["file"] for shard in shards}
+    for file in folder.glob("features-*"):
+        if SHARD_NAME.fullmatch(file.name) and file.name not in listed:
+            file.unlink()
+
+
+def _missing_batches(shards: Sequence[dict[str, Any]], count: int, batch_size: int) -> list[range]:
+    """Divide the chats that are in no shard into batches of consecutive ones."""
+    batches: list[range] = []
+    start = 0
+    for stop, resume in [
+        *((shard["first"], shard["first"] + len(shard["chats"])) for shard in shards),
+        (count, count),
+    ]:
+        batches += [range(at, min(at + batch_size, stop)) for at in range(start, stop, batch_size)]
+        start = resume
+    return batches
+
+
+def _share(
+    batches: Sequence[range], data: ChatDataset, process: int, processes: int
+) -> list[range]:
+    """Return a process's part of the batches: consecutive ones, with a fair number of bytes."""
+    sizes = [sum(data.size(index) for index in batch) for batch in batches]
+    total, before = sum(sizes), 0
+    share = []
+    for batch, size in zip(batches, sizes, strict=True):
+        if (2 * before + size) * processes // (2 * total) == process:  # by the batch's middle
+            share.append(batch)
+        before += size
+    return share
 
 
 def _compute_shards(
-    data: ChatDataset, target: Target, first: int, batch_size: int, tokens_per_shard: int
+    data: ChatDataset, target: Target, batches: Sequence[range], tokens_per_shard: int
 ) -> Iterator[Sequence[Example]]:
-    """Yield groups of about ``tokens_per_shard`` tokens, from chat ``first`` on, with features."""
+    """Yield groups of consecutive chats of about ``tokens_per_shard`` tokens, with features."""
     shard: list[Example] = []
     tokens = 0
-    for start in range(first, len(data), batch_size):
-        examples = [data[index] for index in range(start, min(start + batch_size, len(data)))]
-        ids = collate(examples).ids.to(target.device)
-        for item, features in zip(examples, compute_features(target, ids), strict=True):
+    for batch in batches:
+        if tokens >= tokens_per_shard or (shard and shard[-1].index + 1 != batch.start):
+            yield shard
+            shard, tokens = [], 0
+        examples = [data[index] for index in batch]
+        computed = compute_features(target, collate(examples).ids)
+        for item, features in zip(examples, computed, strict=True):
             item.features = features[: len(item.ids)].to("cpu", STORAGE_DTYPE)
             shard.append(item)
             tokens += len(item.ids)
-        if tokens >= tokens_per_shard:
-            yield shard
-            shard, tokens = [], 0
     if shard:
         yield shard
+
+
+def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
+    """Write a shard, and return its entry in the index."""
+    first = examples[0].index
+    file = f"features-{first:05d}.safetensors"
+    tensors = {  # "spoken" is the assistant mask in the file format
+        "ids": torch.cat([torch.tensor(item.ids, dtype=torch.int32) for item in examples]),
+        "spoken": torch.cat(
+            [torch.tensor(item.assistant_mask, dtype=torch.uint8) for item in examples]
+        ),
+        "features": torch.cat([item.features for item in examples if item.features is not None]),
+    }
+    with atomic_path(folder / file) as temporary:
+        save_file(tensors, temporary)
+    chats, start = [], 0
+    for item in examples:
+        chats.append((start, len(item.ids), item.truncated))
+        start += len(item.ids)
+    return {"file": file, "first": first, "chats": chats}
 
 
 def _describe_difference(stored: dict[str, Any], fingerprint: dict[str, Any]) -> str:

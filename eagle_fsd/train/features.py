@@ -14,14 +14,18 @@ def compute_features(target: Target, ids: Tensor) -> Tensor:
     """Compute the target's last hidden states, after the final norm.
 
     Args:
-        target: The target.
-        ids: ``[B, S]`` token ids, padded on the right.
+        target: The target. Its parts may be spread over devices, or offloaded to CPU memory or
+            disk: Hugging Face's hooks move the inputs.
+        ids: ``[B, S]`` token ids, padded on the right, on any device.
 
     Returns:
-        ``[B, S, H]`` in the target's dtype.
+        ``[B, S, H]`` in the target's dtype, on the target's device unless that part is offloaded.
     """
-    features: Tensor = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return features
+    model = target.model.base_model
+    if not target.embed.weight.is_meta:
+        ids = ids.to(target.embed.weight.device)
+    features: Tensor = model(input_ids=ids, use_cache=False).last_hidden_state
+    return features if target.lm_head.weight.is_meta else features.to(target.device)
 
 
 def batch_features(target: Target, batch: Batch) -> Tensor:
@@ -39,6 +43,9 @@ def batch_features(target: Target, batch: Batch) -> Tensor:
 
 def add_noise(features: Tensor, batch: Batch, half_width: float, seed: int) -> Tensor:
     """Add uniform noise that depends on the chat, not on its row or batch.
+
+    Its half-width is the same for every chat. EAGLE's training script (``eagle/train/main.py``)
+    divides by the chat's length ``n``: its half-width is ``0.1 * 512 / n``.
 
     Args:
         features: ``[B, S - 1, H]``, the head's input.

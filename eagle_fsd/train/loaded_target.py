@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.config import TargetOptions
-from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.loading import LoadError, load_embeddings, load_target, load_tokenizer
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.dataset import ChatDataset
 from eagle_fsd.utils.chat_templates import ChatTemplate, load_chat_template
+from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -47,15 +48,20 @@ class LoadedTarget:
     def load(
         cls,
         options: TargetOptions,
-        device: str | torch.device | None = None,
+        device_map: str | torch.device | None = None,
         token: str | None = None,
+        layers: bool = True,
     ) -> LoadedTarget:
         """Load a target and its tokenizer.
 
         Args:
             options: The target, its dtype and the chat template.
-            device: Device to load the target on; default: the GPU if there is one.
+            device_map: Where to load the target, as in Hugging Face; default: the GPU if there is
+                one.
             token: Access token for the Hub.
+            layers: Whether to load the decoder layers. Training on stored features needs only the
+                embedding and the output projection; where these cannot be loaded alone, the layers
+                are loaded too.
 
         Raises:
             LoadError: Files are missing or damaged.
@@ -65,7 +71,14 @@ class LoadedTarget:
         tokenizer = load_tokenizer(path, token)
         # Before the weights, so that an unknown template is reported at once.
         chat_template = load_chat_template(tokenizer, options.chat_template)
-        model = load_target(path, options.dtype, device, token=token)
+        model = None
+        if not layers:
+            try:
+                model = load_embeddings(path, options.dtype, device_map, token)
+            except LoadError as error:
+                log.warning("loading the whole target: %s", error)
+        if model is None:
+            model = load_target(path, options.dtype, device_map, token=token)
         target = Target(model.requires_grad_(False).eval())
         name = "bundled" if str(path) == str(BUNDLED_TARGET) else str(path)
         return cls(name, target, tokenizer, chat_template, options.chat_template)
@@ -88,10 +101,7 @@ class LoadedTarget:
             ValueError: No chat is valid, or the template rejects the first :data:`TRIAL_CHATS`.
             OSError: The file cannot be read.
         """
-        file = ChatFile(path, progress)
-        if file.skipped:
-            first = "; ".join(map(str, file.skipped_records[:3]))
-            log.warning("%s: skipped %d malformed records (%s)", path, file.skipped, first)
+        file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
         data = ChatDataset(file, self.tokenizer, self.chat_template, length)
         errors = [data[index].error for index in range(min(TRIAL_CHATS, len(data)))]
@@ -120,3 +130,38 @@ class LoadedTarget:
     def _clamp_length(self, max_length: int | None) -> int:
         context_length = self.target.context_length
         return context_length if max_length is None else min(max_length, context_length)
+
+
+def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:
+    """Open a chat file, and report the records that are skipped or shortened.
+
+    Args:
+        path: The chat file.
+        progress: Called with the bytes read and the size of the file.
+
+    Raises:
+        ValueError: No chat is valid.
+        OSError: The file cannot be read.
+    """
+    file = ChatFile(path, progress)
+    summary = file.summary()
+    if summary is not None:
+        log.warning("%s: %s", path, summary)
+    return file
+
+
+def check_device_map(device_map: str | None, processes: int) -> None:
+    """Reject a device map if there are several processes, which have a device each.
+
+    Args:
+        device_map: The ``device_map`` of a request.
+        processes: Number of processes.
+
+    Raises:
+        OptionsError: There is a device map, and several processes.
+    """
+    if device_map is not None and processes > 1:
+        raise OptionsError(
+            "--device-map requires a single process; with several, each has the whole target on its"
+            " own device"
+        )

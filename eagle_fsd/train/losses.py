@@ -4,10 +4,14 @@ EAGLE's losses (arXiv 2401.15077, section 3.2) compare the head's predicted feat
 target's feature (smooth L1), and the distributions that the target's output projection computes
 from both (cross-entropy). Uniform noise is added to the input features.
 
-Unrolled training (HASS, arXiv 2408.15766; training-time test in EAGLE-3, arXiv 2503.01840): during
-decoding, the head reads the target's features up to the root of the tree and its own predictions
-below. Training therefore runs the head over the chat several times, each time on the features
-predicted by the previous run, and compares the predictions of every run with the target.
+Unrolled training: during decoding, the head reads the target's features up to the root of the tree
+and its own predictions below. Training therefore runs the head over the chat several times, each
+time on the features predicted by the previous run, and compares the predictions of every run with
+the target. The loss is the weighted mean over the runs, and its gradient flows through predicted
+features into all earlier runs. The training-time test of EAGLE-3 (arXiv 2503.01840) does this with
+a weighted sum and no loss on features. HASS (arXiv 2408.15766) runs the head in the same way, but
+detaches the features between runs, sums the losses of the runs, and adds the cross-entropy on the
+target's ten most likely tokens.
 
 Divergence: FSD accepts a token where ``Div(target, draft)`` is small, so training can minimize it.
 
@@ -113,6 +117,8 @@ class HeadLosses(nn.Module):
 
 def unroll(head: EagleHead, features: Tensor, tokens: Tensor, runs: int) -> list[Tensor]:
     """Run the head over chats several times, each time on the features of the previous run.
+
+    The features are not detached: the gradient of a run's loss reaches all earlier runs.
 
     In run ``j`` (from 1) pair ``t`` holds the feature that run ``j - 1`` predicted at ``t - 1``. It
     attends as it would in a draft tree: to the target's features up to ``t - j + 1`` (the keys of

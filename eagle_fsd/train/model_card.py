@@ -79,11 +79,14 @@ def _describe_results(metrics: Sequence[dict[str, Any]]) -> str:
     last = next((line for line in reversed(metrics) if line["kind"] == "validation"), None)
     if last is None:
         return "No chats were held out, so there is no validation result."
+    text = (
+        f"On held-out chats: the head's most likely token is the target's {last['top1']:.1%} of the"
+        f" time, and among its three most likely {last['top3']:.1%}"
+    )
+    if not last["tau"]:  # the target's layers were not loaded
+        return text + "."
     depths = ", ".join(f"{value:.3f}" for value in last["js_by_depth"])
-    tau = f"{last['tau']:.2f}" if last["tau"] else "unknown"
     return (
-        f"On held-out chats: tau {tau} (tokens emitted per target pass, exact greedy decoding);"
-        f" the head's most likely token is the target's {last['top1']:.1%} of the time, and among"
-        f" its three most likely {last['top3']:.1%}; mean Jensen-Shannon divergence at accepted"
-        f" nodes by depth, in nats: {depths}."
+        f"{text}; tau {last['tau']:.2f} (tokens emitted per target pass, exact greedy decoding);"
+        f" mean Jensen-Shannon divergence at accepted nodes by depth, in nats: {depths}."
     )

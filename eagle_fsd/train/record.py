@@ -13,7 +13,12 @@ RECORD_FILE = "training.json"
 
 
 def write_record(
-    folder: Path, settings: dict[str, Any], steps: int, tokens: int, seconds: float
+    folder: Path,
+    settings: dict[str, Any],
+    steps: int,
+    tokens: int,
+    seconds: float,
+    data: dict[str, Any] | None = None,
 ) -> None:
     """Write a training's settings, steps, duration, machine and versions.
 
@@ -23,6 +28,7 @@ def write_record(
         steps: Optimizer steps.
         tokens: Tokens read.
         seconds: Time spent on training steps.
+        data: What was read, and how much of it was dropped; default: not recorded.
     """
     environment = describe_environment()
     machine = environment["machine"]
@@ -31,6 +37,7 @@ def write_record(
         "steps": steps,
         "tokens": tokens,
         "seconds": round(seconds),
+        **({} if data is None else {"data": data}),
         "machine": machine.get("gpu") or f"{machine['threads']} threads of {machine['cpu']}",
         "date": environment["date"][:10],
         "versions": environment["versions"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from accelerate import Accelerator
 
 from eagle_fsd.model.checkpoint import load_head, save_head
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
-from eagle_fsd.train.dataset import ChatDataset
+from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
 from eagle_fsd.train.feature_store import FeatureStore
-from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
 from eagle_fsd.train.trainer import MetricsCallback, Trainer
 from eagle_fsd.train.training_folder import TrainingFolder
+from eagle_fsd.train.validation import can_decode
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -44,16 +47,18 @@ def train(
         config: The hyperparameters.
         token: Access token for the Hub.
         accelerator: Devices and processes; default: the result of :func:`make_accelerator`.
-        progress: Reports ``reading`` (in bytes) and ``rewriting`` (in chats) on the main process.
+        progress: Reports ``reading`` (in bytes), ``rewriting`` and ``measuring`` (in chats) on the
+            main process.
         on_metrics: Called on the main process with the metrics of every logged step and validation.
 
     Returns:
         The head's folder; None on processes other than the main one.
 
     Raises:
-        OptionsError: ``request.regenerate`` is set and there are several processes.
-        ValueError: A file or an option is invalid, the target does not support ``max_length``, or
-            the folder holds another training.
+        OptionsError: ``request.regenerate`` or ``request.device_map`` is set and there are several
+            processes, or ``tokens_per_batch`` is less than ``max_length``.
+        ValueError: A file or an option is invalid, the target is not supported or not for
+            ``max_length``, no token contributes to the loss, or the folder holds another training.
         OSError: A file cannot be read or written.
         LoadError: The target cannot be loaded.
         CheckpointError: The head to start from cannot be loaded.
@@ -61,38 +66,62 @@ def train(
         KeyboardInterrupt: A signal stopped the training.
     """
     config = config or TrainConfig()
-    accelerator = accelerator or make_accelerator(request.out)
+    accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
     is_main = accelerator.is_main_process
     if request.regenerate and accelerator.num_processes > 1:
         raise OptionsError(
             "--regenerate requires a single process; run eagle-fsd train regenerate first"
         )
-    loaded = LoadedTarget.load(request, accelerator.device, token)
+    check_device_map(request.device_map, accelerator.num_processes)
+    loaded = LoadedTarget.load(
+        request, request.device_map or accelerator.device, token, layers=request.features is None
+    )
     target = loaded.target
-    target.check_length(min(config.max_length, target.context_length))
-    data, fingerprint = _open_data(request, config, loaded, progress if is_main else no_progress)
+    if target.device.type == "meta":
+        raise ValueError(
+            "the target's output projection is offloaded to CPU memory or disk, but the head trains"
+            " beside it: use a smaller dtype or more devices, or train on stored features"
+        )
+    if can_decode(target):
+        check_target(target)
+    if request.device_map is not None:
+        accelerator.state.device = target.device
+    length = min(config.max_length, target.context_length)
+    target.check_length(length)
+    tokens = config.tokens_per_batch
+    if request.data is not None and tokens is not None and tokens < length:
+        raise OptionsError(f"tokens_per_batch must be at least max_length ({length}); got {tokens}")
+    progress = progress if is_main else no_progress
+    data, fingerprint = _open_data(request, config, loaded, progress)
+    chats, _ = split_validation(len(data), config.validation, config.seed)
+    check_contribution(data, chats, config.seed)
     head = None
     if request.head is not None:
         head = load_head(request.head, target, torch.float32, token)
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     folder = TrainingFolder(request.out)
+    if is_main and config.validation and not can_decode(target):
+        log.warning(
+            "validation reports losses and no tau, because the target's layers are not loaded"
+        )
     with accelerator.main_process_first():
         if is_main:
             folder.prepare(config, fingerprint, request.resume, request.overwrite)
     accelerator.init_trackers("tensorboard")
     start = time.monotonic()
-    trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head)
+    trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress)
     trained = trainer.run()
-    if trainer.truncated:
-        log.warning("chats were truncated %d times", trainer.truncated)
-    if trainer.rejected:
-        log.warning("chats that the template rejects were skipped %d times", trainer.rejected)
     if is_main:
+        summary = trainer.counts.summary()
+        if summary is not None:
+            log.warning("%s", summary)
         dtype = None if target.dtype == torch.float32 else target.dtype
         save_head(trained, folder.path, dtype, binary=request.binary)
         log.info("trained in %.0f s", time.monotonic() - start)
+        counts = trainer.counts
+        read = {**(data.file.counts() if isinstance(data, ChatDataset) else {}), **asdict(counts)}
         settings = config.model_dump()
-        write_record(folder.path, settings, trainer.step, trainer.tokens, trainer.seconds)
+        write_record(folder.path, settings, trainer.step, counts.tokens, trainer.seconds, read)
         metrics = folder.metrics()
         draw_curves(metrics, folder.path / CURVES_FILE)
         write_card(folder.path, metrics, fingerprint)
@@ -101,19 +130,22 @@ def train(
     return folder.path if is_main else None
 
 
-def make_accelerator(out: str | Path) -> Accelerator:
+def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     """Create an accelerator, with mixed precision in bfloat16 on GPUs that support it.
 
     A precision set by ``accelerate launch`` takes precedence.
 
     Args:
         out: Folder for TensorBoard's files.
+        cpu: Use the CPU even if there is a GPU.
     """
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        capable = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        capable = not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         precision = "bf16" if capable else "no"
-    return Accelerator(mixed_precision=precision, log_with="tensorboard", project_dir=str(out))
+    return Accelerator(
+        mixed_precision=precision, cpu=cpu, log_with="tensorboard", project_dir=str(out)
+    )
 
 
 def _open_data(

@@ -11,12 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from eagle_fsd.model.checkpoint import EMBEDDING
 from eagle_fsd.model.drafters.eagle import EagleHead
@@ -28,8 +30,11 @@ from eagle_fsd.train.dataset import (
     Batch,
     ChatDataset,
     DistributedBatchSampler,
+    TokenBatchSampler,
     collate,
     count_batches,
+    measure_lengths,
+    pack_batches,
     split_validation,
 )
 from eagle_fsd.train.feature_store import FeatureStore
@@ -37,7 +42,8 @@ from eagle_fsd.train.features import add_noise, batch_features
 from eagle_fsd.train.losses import HeadLosses
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
-from eagle_fsd.utils.signals import StopSignals
+from eagle_fsd.utils.progress import ProgressFactory, no_progress
+from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +51,37 @@ log = logging.getLogger(__name__)
 MAX_DECODED_PROMPTS = 16
 
 MetricsCallback = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class ReadCounts:
+    """What all processes have read. A chat counts once in every epoch.
+
+    Attributes:
+        chats: Chats.
+        tokens: Their tokens.
+        loss_tokens: Tokens that the loss covers.
+        truncated: Chats that were longer than the limit.
+        rejected: Chats that could not be encoded.
+        unused: Other chats of which the loss covers no token.
+    """
+
+    chats: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    truncated: int = 0
+    rejected: int = 0
+    unused: int = 0
+
+    def summary(self) -> str | None:
+        """Describe chats that were not used in full, in one line; None if there are none."""
+        parts = [
+            f"{self.truncated:,} were truncated" if self.truncated else "",
+            f"{self.rejected:,} were rejected by the chat template" if self.rejected else "",
+            f"{self.unused:,} had no token that the loss covers" if self.unused else "",
+        ]
+        found = ", ".join(filter(None, parts))
+        return f"of {self.chats:,} chats read in all epochs, {found}" if found else None
 
 
 class Trainer:
@@ -58,14 +95,16 @@ class Trainer:
         accelerator: Devices, processes and mixed precision.
         on_metrics: Called on the main process with the metrics of every logged step and validation.
         head: The head to start from, attached to ``target``; default: random weights.
+        progress: Reports ``measuring`` (in chats), which ``tokens_per_batch`` requires.
 
     Attributes:
         step: Optimizer steps done.
         steps: Optimizer steps in total.
-        tokens: Tokens read by all processes.
+        counts: What was read so far.
         seconds: Time spent on training steps.
-        truncated: Chats read by this process that were longer than the limit.
-        rejected: Chats read by this process that could not be encoded.
+
+    Raises:
+        ValueError: A chat is longer than ``tokens_per_batch``.
     """
 
     def __init__(
@@ -77,18 +116,26 @@ class Trainer:
         accelerator: Accelerator,
         on_metrics: MetricsCallback | None = None,
         head: EagleHead | None = None,
+        progress: ProgressFactory = no_progress,
     ) -> None:
         self.config, self.target, self.data, self.folder = config, target, data, folder
         self.accelerator = accelerator
         self.on_metrics = on_metrics
         self.chats, self.held_out = split_validation(len(data), config.validation, config.seed)
-        self.sizes = [data.size(index) for index in self.chats]
-        chats_per_batch = config.batch_size * accelerator.num_processes
-        self.batches_per_epoch = count_batches(len(self.chats), chats_per_batch)
+        self.packed: list[list[int]] = []
+        if config.tokens_per_batch is None:
+            self.sizes = [data.size(index) for index in self.chats]
+            chats_per_batch = config.batch_size * accelerator.num_processes
+            self.batches_per_epoch = count_batches(len(self.chats), chats_per_batch)
+        else:
+            self.sizes = self._measure_lengths(progress)
+            self.packed = pack_batches(self.chats, self.sizes, config.tokens_per_batch, config.seed)
+            self.batches_per_epoch = count_batches(len(self.packed), accelerator.num_processes)
         self.steps = -(-config.epochs * self.batches_per_epoch // config.accumulate)
         self.steps = min(self.steps, config.max_steps or self.steps)
-        self.step = self.tokens = self.truncated = self.rejected = 0
-        self.seconds = 0.0
+        self.step, self.seconds = 0, 0.0
+        self.counts = ReadCounts()
+        self._described = 0
 
         torch.manual_seed(config.seed)
         if head is None:
@@ -111,6 +158,10 @@ class Trainer:
         if plugin is not None:  # without a prepared data loader it cannot infer these
             plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.batch_size
             plugin.deepspeed_config["gradient_accumulation_steps"] = config.accumulate
+            plugin.deepspeed_config["gradient_clipping"] = config.clip
+        if accelerator.distributed_type == DistributedType.FSDP:
+            # Autocast sets the precision, as without FSDP. FSDP's policy would round the losses.
+            accelerator.state.fsdp_plugin.mixed_precision_policy = None
         self.losses, self.optimizer = accelerator.prepare(HeadLosses(head, config), optimizer)
         accelerator.register_for_checkpointing(self)
 
@@ -118,10 +169,13 @@ class Trainer:
         """Return the counters that a checkpoint stores in addition to weights and optimizer."""
         return {  # the keys are part of the checkpoint format
             "step": self.step,
-            "tokens": self.tokens,
-            "cut": self.truncated,
-            "refused": self.rejected,
+            "tokens": self.counts.tokens,
+            "cut": self.counts.truncated,
+            "refused": self.counts.rejected,
             "seconds": self.seconds,
+            "chats": self.counts.chats,
+            "loss_tokens": self.counts.loss_tokens,
+            "unused": self.counts.unused,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,8 +184,15 @@ class Trainer:
         Args:
             state: A result of :meth:`state_dict`.
         """
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.truncated, self.rejected = state["cut"], state["refused"]
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.counts = ReadCounts(
+            chats=state.get("chats", 0),  # checkpoints of version 0.1.0 lack it, and the last two
+            tokens=state["tokens"],
+            truncated=state["cut"],
+            rejected=state["refused"],
+            loss_tokens=state.get("loss_tokens", 0),
+            unused=state.get("unused", 0),
+        )
 
     def run(self) -> EagleHead:
         """Train to the last step, resuming from the folder's newest checkpoint if there is one.
@@ -154,7 +215,7 @@ class Trainer:
             log.info("resuming from step %d", self.step)
         if self.accelerator.is_main_process:
             self.folder.rewind_metrics(self.step)
-        with StopSignals(_interrupt_on_second_signal()) as signals:
+        with StopSignals(interrupt_on_second_signal("this step")) as signals:
             batches = self._batches()
             while self.step < self.steps:
                 start = time.monotonic()
@@ -205,8 +266,7 @@ class Trainer:
         """
         accelerator, config = self.accelerator, self.config
         group = [next(batches) for _ in range(config.accumulate)]
-        positions, tokens = self._count(batch for _, batch in group)
-        self.tokens += tokens
+        positions = self._count(batch for _, batch in group)
         lr = config.learning_rate(self.target.hidden_size)
         lr *= config.learning_rate_factor(self.step, self.steps)
         for parameters in self.optimizer.param_groups:
@@ -215,15 +275,17 @@ class Trainer:
         # numbers of positions. The result must be the mean over all positions.
         scale = accelerator.num_processes * config.accumulate / max(1, positions)
         sums: dict[str, Tensor] = {}
-        norm: Tensor | None = None
+        norm: float | None = None
         try:
             for epoch, batch in group:
                 with accelerator.accumulate(self.losses):
                     losses = self._compute_losses(epoch, batch.to(accelerator.device))
                     accelerator.backward(losses["loss"] * scale)
                     if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(self.losses.parameters(), config.clip)
-                        if norm is not None and not norm.isfinite():
+                        # A tensor; DeepSpeed returns a float, or None before its first step.
+                        found = accelerator.clip_grad_norm_(self.losses.parameters(), config.clip)
+                        norm = None if found is None else float(found)
+                        if norm is not None and not math.isfinite(norm):
                             self._fail("the loss is not finite")
                     self.optimizer.step()
                     self.optimizer.zero_grad()
@@ -231,7 +293,8 @@ class Trainer:
                     sums[name] = sums.get(name, 0.0) + value.detach()
         except torch.OutOfMemoryError as error:
             self._fail(
-                "out of memory; lower batch_size (and raise accumulate accordingly) or max_length",
+                "out of memory; lower batch_size or tokens_per_batch (and raise accumulate"
+                " accordingly), or max_length",
                 error,
             )
         stop = torch.tensor(float(stop_requested()), device=accelerator.device)
@@ -241,22 +304,32 @@ class Trainer:
         }
         if not math.isfinite(metrics["loss"]):
             self._fail("the loss is not finite")
-        metrics |= {"lr": lr, "gradient_norm": None if norm is None else float(norm)}
+        metrics |= {"lr": lr, "gradient_norm": norm}
         return metrics, stops > 0
 
-    def _count(self, batches: Iterator[Batch]) -> tuple[int, int]:
-        """Count positions and tokens of all processes, and update this process's chat counters."""
-        counts = torch.zeros(2, dtype=torch.long)
+    def _count(self, batches: Iterator[Batch]) -> int:
+        """Count what all processes read in a step, and return the positions of its loss."""
+        counts = torch.zeros(6, dtype=torch.long)
         for batch in batches:
-            counts += torch.tensor([int(batch.loss_mask.sum()), sum(batch.lengths)])
-            self.truncated += batch.truncated
+            counts += torch.tensor(
+                [
+                    sum(index != FILLER for index in batch.indices),
+                    sum(batch.lengths),
+                    int(batch.loss_mask.sum()),
+                    batch.truncated,
+                    len(batch.errors),
+                    batch.unused,
+                ]
+            )
             for error in batch.errors:
-                self.rejected += 1
-                if self.rejected <= MAX_DESCRIBED:
+                self._described += 1
+                if self._described <= MAX_DESCRIBED:
                     log.warning("skipped a chat: %s", error)
-        totals = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
-        positions, tokens = totals.tolist()
-        return positions, tokens
+        totals = self.accelerator.reduce(counts.to(self.accelerator.device), "sum").tolist()
+        before = astuple(self.counts)
+        self.counts = ReadCounts(*(old + new for old, new in zip(before, totals, strict=True)))
+        positions: int = totals[2]
+        return positions
 
     def _compute_losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
         features = batch_features(self.target, batch)
@@ -270,28 +343,41 @@ class Trainer:
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield (epoch, batch) from the current step on; after the last epoch, empty batches."""
-        config, accelerator = self.config, self.accelerator
+        config = self.config
         epoch, skip = divmod(self.step * config.accumulate, self.batches_per_epoch)
         while epoch < config.epochs:
-            sampler = DistributedBatchSampler(
-                self.chats,
-                self.sizes,
-                config.batch_size,
-                config.seed,
-                epoch,
-                accelerator.process_index,
-                accelerator.num_processes,
-                skip,
-            )
-            for batch in self._data_loader(sampler):
+            for batch in self._data_loader(self._sampler(epoch, skip)):
                 yield epoch, batch
             epoch, skip = epoch + 1, 0
         while True:
             yield epoch, collate([self.data[FILLER]])
 
-    def _data_loader(
-        self, batch_sampler: DistributedBatchSampler | list[list[int]]
-    ) -> DataLoader[Any]:
+    def _sampler(self, epoch: int, skip: int) -> Sampler[list[int]]:
+        config = self.config
+        part = self.accelerator.process_index, self.accelerator.num_processes, skip
+        if config.tokens_per_batch is not None:
+            return TokenBatchSampler(self.packed, config.seed, epoch, *part)
+        return DistributedBatchSampler(
+            self.chats, self.sizes, config.batch_size, config.seed, epoch, *part
+        )
+
+    def _measure_lengths(self, progress: ProgressFactory) -> list[int]:
+        """Return the number of tokens of each training chat; processes share the encoding."""
+        if isinstance(self.data, FeatureStore):
+            return [self.data.size(index) for index in self.chats]
+        accelerator = self.accelerator
+        part = slice(accelerator.process_index, None, accelerator.num_processes)
+        own: list[int] = []
+        with progress("measuring") as report:
+            for length in measure_lengths(self.data, self.chats[part], self.config.workers):
+                own.append(length)
+                report(len(own), len(self.chats[part]))
+        lengths = torch.zeros(len(self.chats), dtype=torch.long)
+        lengths[part] = torch.tensor(own, dtype=torch.long)
+        total: list[int] = accelerator.reduce(lengths.to(accelerator.device), "sum").tolist()
+        return total
+
+    def _data_loader(self, batch_sampler: Sampler[list[int]] | list[list[int]]) -> DataLoader[Any]:
         on_gpu = self.accelerator.device.type == "cuda"
         return DataLoader(
             self.data,
@@ -311,8 +397,8 @@ class Trainer:
                 "step": self.step,
                 "epoch": round(epoch, 4),
                 **metrics,
-                "tokens": self.tokens,
-                "tokens_per_second": self.tokens / self.seconds,
+                "tokens": self.counts.tokens,
+                "tokens_per_second": self.counts.tokens / self.seconds,
                 "seconds_left": self.seconds / self.step * (self.steps - self.step),
             },
         )
@@ -358,16 +444,3 @@ class Trainer:
     def _fail(self, reason: str, error: BaseException | None = None) -> NoReturn:
         kept = self.folder.describe_newest_checkpoint()
         raise TrainingError(f"step {self.step + 1}: {reason}; {kept}") from error
-
-
-def _interrupt_on_second_signal() -> Callable[[int], None]:
-    """Return a signal handler that warns at the first signal and stops at the second."""
-    signals: list[int] = []
-
-    def handle(number: int) -> None:
-        signals.append(number)
-        if len(signals) > 1:
-            raise KeyboardInterrupt
-        log.warning("stopping after this step; press Ctrl-C again to stop at once")
-
-    return handle

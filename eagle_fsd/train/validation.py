@@ -65,6 +65,15 @@ def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:
     return prompts
 
 
+def can_decode(target: Target) -> bool:
+    """Whether all layers of the target are loaded; training on stored features leaves them out.
+
+    Args:
+        target: The target.
+    """
+    return not any(parameter.is_meta for parameter in target.model.parameters())
+
+
 def decode_validation(head: EagleHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
     """Measure accepted length and divergences of exact greedy decoding.
 
@@ -74,9 +83,12 @@ def decode_validation(head: EagleHead, target: Target, prompts: Sequence[Tensor]
         prompts: For each prompt, ``[S]`` token ids.
 
     Returns:
-        ``tau``, the mean accepted length (tokens emitted per target pass; None without prompts),
-        and ``js_by_depth``, the mean Jensen-Shannon divergence at accepted nodes by depth, in nats.
+        ``tau``, the mean accepted length (tokens emitted per target pass; None without prompts, or
+        if the target cannot decode), and ``js_by_depth``, the mean Jensen-Shannon divergence at
+        accepted nodes by depth, in nats.
     """
+    if not can_decode(target):
+        return {"tau": None, "js_by_depth": []}
     model = EagleFSD(target.model, head)
     probe = DivergenceProbe()
     tokens = steps = 0

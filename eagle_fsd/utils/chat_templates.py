@@ -6,7 +6,7 @@ A template is never guessed from a model's name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-#: Messages with a "role" (system, user or assistant) and a "content".
-Chat = Sequence[Mapping[str, str]]
+#: Messages with a "role" (system, user or assistant) and a "content". In training data, a role may
+#: also be tool, and an assistant's message may have "tool_calls".
+Chat = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate(Protocol):
@@ -71,7 +72,7 @@ class TokenizerTemplate:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a template may fail on a turn's type
             raise ValueError(f"the chat template rejects the chat: {error}") from error
         return str(text)
 
@@ -104,12 +105,18 @@ class FastChatTemplate:
         conversation = self.template.copy()
         conversation.messages = []
         user, assistant = conversation.roles[:2]
-        for message in chat:
-            if message["role"] == "system":
+        for index, message in enumerate(chat):
+            role = message["role"]
+            if role == "system" and index == 0:
                 conversation.set_system_message(message["content"])
+            elif role not in ("user", "assistant") or "tool_calls" in message:
+                raise ValueError(
+                    "a FastChat template has no place for tool calls, their results, or system"
+                    " turns after the first turn"
+                )
             else:
-                role = user if message["role"] == "user" else assistant
-                conversation.append_message(role, message["content"])
+                speaker = user if role == "user" else assistant
+                conversation.append_message(speaker, message["content"])
         if add_generation_prompt:
             conversation.append_message(assistant, None)
         prompt: str = conversation.get_prompt()

@@ -34,8 +34,8 @@ class Options(BaseModel):
         """Validate options from a file or a request body, without converting types.
 
         Args:
-            values: Options by name; NumPy scalars count as numbers. Missing options keep their
-                defaults.
+            values: Options by name; NumPy scalars and tensors without dimensions count as numbers.
+                Missing options keep their defaults.
 
         Raises:
             OptionsError: A name is unknown, or a value has the wrong type or is out of bounds.
@@ -136,8 +136,8 @@ def validation_message(error: ValidationError, options: type[BaseModel] | None =
 
 
 def _unwrapped(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python number, without importing NumPy."""
-    return value.item() if type(value).__module__ == "numpy" else value
+    """Convert a NumPy scalar or a tensor without dimensions to a Python number."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _without_none(annotation: Any) -> Any:

@@ -48,6 +48,23 @@ class StopSignals:
             self._on_request(number)
 
 
+def interrupt_on_second_signal(work: str) -> Callable[[int], None]:
+    """Return a handler for :class:`StopSignals` that raises KeyboardInterrupt at the second signal.
+
+    Args:
+        work: What is completed after the first signal, for the message.
+    """
+    signals: list[int] = []
+
+    def handle(number: int) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt
+        log.warning("stopping after %s; press Ctrl-C again to stop at once", work)
+
+    return handle
+
+
 def exit_with_parent(patience: float = 4.0) -> None:
     """Terminate this process once its standard input is closed.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from safetensors.torch import load_file
 from transformers import BatchEncoding
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.bundled import BUNDLED, BUNDLED_HEAD
+from eagle_fsd.bundled import BUNDLED, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import Problem, problems
 from eagle_fsd.evaluation.scoring import final_number, same_number
 from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.train.recipes.target import save_target
 
 UNSEEN = problems("test", 500, seed=0)
 
@@ -99,6 +102,34 @@ def test_tokenizer_round_trip(model: EagleFSD) -> None:
         assert tokenizer.decode(ids) == text
     digits = tokenizer.convert_ids_to_tokens(tokenizer.encode("2024", add_special_tokens=False))
     assert digits == ["2", "0", "2", "4"]
+
+
+@pytest.mark.parametrize("part", ["target", "head"])
+def test_transformers_4_finds_the_settings_by_its_names(part: str) -> None:
+    config = json.loads((BUNDLED / part / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["rope_scaling"] is None
+    assert config["torch_dtype"] == "float16"
+
+
+def test_transformers_4_can_load_the_tokenizer(model: EagleFSD, tmp_path: Path) -> None:
+    """It does not know the name that transformers 5 gives the class. The recipe saves the target
+    as it is committed."""
+    save_target(copy.deepcopy(model.model), model.tokenizer, tmp_path)
+    for folder in (tmp_path, BUNDLED_TARGET):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    contents = [
+        {**json.loads((folder / "config.json").read_text()), "transformers_version": None}
+        for folder in (tmp_path, BUNDLED_TARGET)
+    ]
+    assert contents[0] == contents[1]
+    for file in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / file).read_text() == (BUNDLED_TARGET / file).read_text()
+    saved = load_file(tmp_path / "model.safetensors")
+    committed = load_file(BUNDLED_TARGET / "model.safetensors")
+    assert saved.keys() == committed.keys()
+    assert all(torch.equal(saved[name], committed[name]) for name in saved)
 
 
 def test_chat_template(model: EagleFSD) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import THREAD_NAME, JudgeEndpoint
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import THREAD_NAME
 
 #: Seconds until a wait for an event fails.
 TIMEOUT = 100

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import (
@@ -48,12 +49,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.0, "top_k": 97}, "top_k must be at most the vocabulary of 96 tokens"),
     ({"seed": -1}, r"seed must be an integer in \[0, "),
     ({"details": -1}, "details must be an integer of at least 0; got -1"),
+    ({"details": 2.5}, "details must be an integer of at least 0; got 2.5"),
+    ({"threshold": np.float32(-1)}, "threshold must be a number of at least 0; got -1.0"),
+    ({"top_k": np.array([1, 2])}, r"top_k must be an integer of at least 0; got array\(\[1, 2"),
+    ({"max_new_tokens": np.int64(0)}, "max_new_tokens must be an integer of at least 1; got 0"),
     ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "empty prompt"),
     ({"input_ids": torch.empty(0, 3, dtype=torch.long)}, "empty prompt"),
     ({"input_ids": torch.tensor([3, 4, 5])}, r"shape \[B, S\]; got int64 of shape \(3,\)"),
     ({"input_ids": torch.tensor([[[3, 4]]])}, r"shape \[B, S\]; got int64 of shape \(1, 1, 2\)"),
     ({"input_ids": torch.tensor([[3.0, 4.0]])}, "input_ids must be integers .*; got float32"),
     ({"input_ids": torch.ones(1, 4, dtype=torch.bool)}, "input_ids must be integers .*; got bool"),
+    ({"input_ids": prompt(4).to(torch.uint8)}, r"\(int32 or int64\) of shape .*; got uint8"),
+    ({"input_ids": prompt(4).to(torch.int8)}, r"\(int32 or int64\) of shape .*; got int8"),
+    ({"input_ids": prompt(4).to(torch.int16)}, r"\(int32 or int64\) of shape .*; got int16"),
+    ({"input_ids": prompt(4).to(torch.uint32)}, r"\(int32 or int64\) of shape .*; got uint32"),
     ({"input_ids": [[3, 4, 5]]}, r"input_ids must be a tensor \[B, S\]; got a list"),
     ({"input_ids": "three"}, r"input_ids must be a tensor \[B, S\]; got a str"),
     ({"input_ids": None}, r"input_ids must be a tensor \[B, S\]; got a NoneType"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from pairs import (
     ACCEPT_ALL,
     ARCHITECTURES,
+    MODEL_SIZES,
     VOCAB_SIZE,
     aligned_pair,
     prompt,
@@ -24,7 +26,14 @@ from pairs import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GlmConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from eagle_fsd import AcceptanceConfig, CheckpointError, EagleFSD, EagleHead, TreeConfig
 from eagle_fsd.model import checkpoint
@@ -153,6 +162,15 @@ def test_bias_defaults_to_true(file: str, model: PreTrainedModel, tmp_path: Path
     assert same_state(load_head(tmp_path, Target(model)), expected)
 
 
+def test_bias_in_the_weights_needs_none_in_the_configuration(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """As in heads for SGLang."""
+    bias = torch.randn(32)
+    expected = published(tmp_path, model, bias=False, fc__bias=bias)
+    assert same_state(load_head(tmp_path, Target(model)), {**expected, "fc.bias": bias})
+
+
 @pytest.mark.parametrize("file", FORMATS)
 def test_copy_of_the_target_embedding_is_not_kept(
     file: str, model: PreTrainedModel, tmp_path: Path
@@ -274,6 +292,86 @@ def test_configurations_of_published_heads_are_understood(
         assert torch.equal(loaded(*inputs), built(*inputs))
 
 
+#: RoPE settings of a layer, by the names of transformers 5 and of transformers 4.
+ROPE_NAMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": (
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+    ),
+    "linear": (
+        {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}},
+    ),
+    "llama3": (
+        {**LLAMA3, "rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    ),
+}
+SLIDING_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+FAMILIES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "glm": GlmConfig,  # which rotates half of each attention head
+    "gemma3_text": Gemma3TextConfig,  # with a RoPE for each layer type
+}
+
+
+def head_with_rope(family: str, rope: dict[str, Any]) -> EagleHead:
+    """Create a head of a family, attached to a target, whose layer has these RoPE settings."""
+    parameters = {"glm": {**rope, "partial_rotary_factor": 0.5}}.get(family, rope)
+    if family == "gemma3_text":
+        parameters = {"full_attention": rope, "sliding_attention": SLIDING_ROPE}
+    sizes = {**MODEL_SIZES, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(
+        FAMILIES[family](**sizes, rope_parameters=copy.deepcopy(parameters))
+    )
+    return untrained_head(model).attach(Target(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ROPE_NAMES)
+def test_rope_is_saved_by_the_names_of_transformers_4_too(
+    kind: str, family: str, tmp_path: Path
+) -> None:
+    rope, old = ROPE_NAMES[kind]
+    head = head_with_rope(family, rope)
+    save_head(head, tmp_path, torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_parameters"] == head.config.rope_parameters
+    expected = {"torch_dtype": "bfloat16", "dtype": "bfloat16", **old}
+    if family == "glm":
+        expected["partial_rotary_factor"] = 0.5
+    assert {name: config[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("names", ["old", "new", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ROPE_NAMES)
+def test_rope_is_read_by_either_names(kind: str, family: str, names: str, tmp_path: Path) -> None:
+    rope, old = ROPE_NAMES[kind]
+    head = head_with_rope(family, rope)
+    save_head(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if names == "old":
+        del config["rope_parameters"], config["dtype"]
+        if family == "gemma3_text":
+            config["rope_local_base_freq"] = SLIDING_ROPE["rope_theta"]
+    elif names == "new":
+        for name in ("torch_dtype", "partial_rotary_factor", *old):
+            config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_head(tmp_path, head.target)
+    inputs = torch.randn(1, 4, 32), prompt(4), torch.tensor([[0, 3, 40, 200]])
+    with torch.no_grad():
+        assert torch.equal(loaded(*inputs), head(*inputs))
+
+
+def test_quantization_of_the_target_is_not_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    """The head's weights are plain tensors."""
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    save_head(untrained_head(model).attach(Target(model)), tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_tensor_names_and_shapes_match_a_published_7b_head(bias: bool) -> None:
     """EAGLE's head for Llama-2-Chat 7B, on the meta device. (Its ``embed_tokens.weight`` is a copy
@@ -303,6 +401,41 @@ def test_tensor_names_and_shapes_match_a_published_7b_head(bias: bool) -> None:
     with torch.device("meta"):
         head = EagleHead(config, bias=bias, dtype=torch.float16)
     assert {name: tuple(item.shape) for name, item in head.state_dict().items()} == shapes
+
+
+# -- heads without a target ------------------------------------------------------------------------
+
+
+def test_head_that_fits_the_bundled_target_needs_no_other(tmp_path: Path) -> None:
+    """Given as files, or loaded; its own ``fsd.json`` counts, not the bundled head's."""
+    bundled = EagleFSD.from_pretrained(device_map="cpu")
+    save_head(bundled.head, tmp_path)
+    (tmp_path / "fsd.json").write_text('{"threshold": 0.25}')
+    from_files = EagleFSD.from_pretrained(head=tmp_path, device_map="cpu")
+    from_memory = EagleFSD.from_pretrained(head=load_head(tmp_path, bundled.target))
+    assert [pair.acceptance.threshold for pair in (from_files, from_memory)] == [0.25, 0.0]
+    ids = prompt(8, vocab_size=1024)
+    expected = bundled.generate(ids, max_new_tokens=20, threshold=0.1)
+    for pair in (from_files, from_memory):
+        out = pair.generate(ids, max_new_tokens=20, threshold=0.1, min_ratio=0.3)
+        assert torch.equal(out.sequences, expected.sequences)
+
+
+def test_head_that_does_not_fit_the_bundled_target_needs_its_own(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    published(tmp_path, model)
+    with pytest.raises(ValueError, match=r"belongs to another target: .*--target") as error:
+        EagleFSD.from_pretrained(head=tmp_path)
+    assert not isinstance(error.value, CheckpointError)
+    one_line(error)
+    with pytest.raises(ValueError, match="belongs to another target"):
+        EagleFSD.from_pretrained(head=untrained_head(model))
+
+
+def test_target_needs_a_head(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"pass both a target and a head .*eagle-fsd train"):
+        EagleFSD.from_pretrained(model)
 
 
 # -- fsd.json -------------------------------------------------------------------------------------
@@ -397,13 +530,6 @@ def test_unexpected_tensor_is_named(
 ) -> None:
     published(tmp_path, model, file=file, **{name.replace(".", "__"): torch.ones(2)})
     assert f"unexpected {name}" in rejected(tmp_path, model)
-
-
-def test_bias_is_unexpected_if_the_configuration_has_none(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, bias=False, fc__bias=torch.ones(32))
-    assert "unexpected fc.bias" in rejected(tmp_path, model)
 
 
 @pytest.mark.parametrize("file", FORMATS)

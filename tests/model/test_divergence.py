@@ -70,17 +70,25 @@ def _softmax(logits: Array) -> Array:
 
 
 def _top_k_bucket(p: Array, q: Array) -> tuple[Array, Array]:
-    """The target's best ``TOP_K`` tokens, then everything else as one event."""
-    order = sorted(range(len(p)), key=lambda token: -p[token])
+    """The target's best ``TOP_K`` tokens, then everything else as one event.
+
+    The draft decides between tokens that the target ranks equally.
+    """
+    order = sorted(range(len(p)), key=lambda token: (-p[token], -q[token]))
     return tuple(np.append(x[order[:TOP_K]], x[order[TOP_K:]].sum()) for x in (p, q))
 
 
 def _top_p_bucket(p: Array, q: Array) -> tuple[Array, Array]:
-    """The fewest best tokens whose mass reaches ``TOP_P``, then everything else as one event."""
+    """The fewest best tokens whose mass reaches ``TOP_P``, then everything else as one event.
+
+    Tokens that the target ranks equally are inside together.
+    """
     order = sorted(range(len(p)), key=lambda token: -p[token])
     size, mass = 0, 0.0
     while mass < TOP_P:
         mass += p[order[size]]
+        size += 1
+    while size < len(p) and p[order[size]] == p[order[size - 1]]:
         size += 1
     return tuple(np.append(x[order[:size]], x[order[size:]].sum()) for x in (p, q))
 
@@ -241,3 +249,33 @@ def test_buckets_never_raise_a_divergence(seed: int, size: int, scale: float) ->
         full = _measure(name, p, q)
         for prefix in ("top_k_", "top_p_"):
             assert _measure(prefix + name, p, q) <= full * (1 + 1e-5) + 2e-6, prefix + name
+
+
+def _tied_pair(seed: int, size: int, levels: int) -> tuple[Array, Array]:
+    """Logits of which the target's take few values: ties lie on every boundary."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, levels, size).astype(np.float64), random.normal(0, 2, size)
+
+
+@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_buckets_of_tied_tokens_match_their_definition(name: str, levels: int) -> None:
+    for seed in range(10):
+        p, q = _tied_pair(seed, 200, levels)
+        for prefix, bucket in (("top_k_", _top_k_bucket), ("top_p_", _top_p_bucket)):
+            expected = EXPECTED[name](*bucket(_softmax(p), _softmax(q)))
+            assert _measure(prefix + name, p, q) == pytest.approx(expected, rel=5e-5, abs=2e-6)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([3, 52, 200]), st.integers(1, 6), st.booleans())
+def test_divergence_does_not_depend_on_the_order_of_the_vocabulary(
+    seed: int, size: int, levels: int, masked: bool
+) -> None:
+    """Whichever of several tied tokens ``topk`` and ``sort`` put first, also masked ones."""
+    p, q = _tied_pair(seed, size, levels)
+    if masked:
+        p[p < p.max()] = -np.inf
+    order = np.random.default_rng(seed).permutation(size)
+    for name in DIVERGENCES:
+        expected = _measure(name, p, q)
+        assert _measure(name, p[order], q[order]) == pytest.approx(expected, rel=1e-4, abs=1e-6)

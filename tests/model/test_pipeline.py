@@ -1,4 +1,4 @@
-"""EagleFSD: what its steps see, what it returns, and Hugging Face's interface to it."""
+"""EagleFSD: what its steps see, its options, and what it returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import (
@@ -23,23 +24,13 @@ from pairs import (
     prompt,
     random_pair,
     reference,
-    tiny_target,
+    small_tree,
 )
 from torch import Tensor
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from eagle_fsd import (
-    AcceptanceConfig,
-    EagleFSD,
-    Origin,
-    SamplingConfig,
-)
-from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.verify import VerificationInputs
+from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, SamplingConfig
+from eagle_fsd.model.config import MIN_TEMPERATURE
+from eagle_fsd.model.engine import TokenDetail
 
 # -- what a step sees -----------------------------------------------------------------------------
 
@@ -108,194 +99,6 @@ def test_origin_is_fuzzy_exactly_where_the_target_prefers_another_token() -> Non
     agrees = best == text[6:]
     assert torch.equal(agrees, out.origins[0] != Origin.FUZZY)
     assert not agrees.all()
-
-
-# -- custom_generate ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("eos", [False, True])
-def test_custom_generate_output_matches_hugging_face(rows: int, eos: bool) -> None:
-    """Including the call's padding token behind rows that ended."""
-    pair = aligned_pair()
-    ids, mask = batch()
-    ids, mask = ids[:rows], mask[:rows]
-    options: dict[str, Any] = {"pad_token_id": 77}
-    if eos:
-        free = reference(aligned=True)
-        options["eos_token_id"] = [int(free[0, ids.shape[1] + 5]), int(free[-1, -9])]
-    expected = greedy_reference(pair.model, ids, mask, new=NEW_TOKENS, **options)
-    found = greedy_reference(
-        pair.model, ids, mask, new=NEW_TOKENS, custom_generate=pair.custom_generate, **options
-    )
-    assert torch.equal(found, expected)
-
-
-def test_custom_generate_pads_with_the_first_eos_token_by_default() -> None:
-    """As Hugging Face does, also when the first of several is not the smallest."""
-    pair = aligned_pair()
-    ids, mask = batch()
-    free = reference(aligned=True)
-    eos = [int(free[0, ids.shape[1] + 5]), int(free[2, ids.shape[1] + 8])]
-    for ends in (eos, eos[::-1]):
-        options = {"eos_token_id": ends, "pad_token_id": None}
-        expected = greedy_reference(pair.model, ids, mask, new=NEW_TOKENS, **options)
-        assert (expected[:, -1] == ends[0]).any()
-        found = greedy_reference(
-            pair.model, ids, mask, new=NEW_TOKENS, custom_generate=pair.custom_generate, **options
-        )
-        assert torch.equal(found, expected)
-
-
-def test_custom_generate_accepts_threshold_and_method() -> None:
-    pair, ids = random_pair(), prompt(6, 3)
-    fuzzy = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL).sequences
-    assert not torch.equal(fuzzy, pair.generate(ids, max_new_tokens=20).sequences)
-    found = greedy_reference(
-        pair.model, ids, new=20, custom_generate=pair.custom_generate, threshold=ACCEPT_ALL
-    )
-    assert torch.equal(found, fuzzy)
-    plain = greedy_reference(
-        pair.model, ids, new=20, custom_generate=pair.custom_generate, method="ar"
-    )
-    assert torch.equal(plain, greedy_reference(pair.model, ids, new=20))
-
-
-def test_custom_generate_samples_with_the_options_of_the_call() -> None:
-    """Equal seeds give equal outputs, top-k of 1 is greedy, and without a seed torch's decides."""
-    pair, ids = aligned_pair(), prompt(6, 3)
-
-    def sample(**options: Any) -> Tensor:
-        return pair.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=16,
-            do_sample=True,
-            pad_token_id=0,
-            custom_generate=pair.custom_generate,
-            **options,
-        )
-
-    first, again, other = (sample(temperature=0.8, top_p=0.9, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(sample(top_k=1, seed=3), greedy_reference(pair.model, ids, new=16))
-    torch.manual_seed(11)
-    first = sample()
-    torch.manual_seed(11)
-    assert torch.equal(first, sample())
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[VerificationInputs]:
-    """The inputs of every verification from here on."""
-    recorded: list[VerificationInputs] = []
-    original = Sampler.__call__
-
-    def record(*arguments: Any) -> VerificationInputs:
-        recorded.append(original(*arguments))
-        return recorded[-1]
-
-    monkeypatch.setattr(Sampler, "__call__", record)
-    return recorded
-
-
-def _penalty(penalty: float, mask: Tensor) -> RepetitionPenaltyLogitsProcessor:
-    """As ``generate`` builds it: since transformers 5.21 it ignores the padding on the left."""
-    try:
-        return RepetitionPenaltyLogitsProcessor(penalty, (mask == 0).sum(1))
-    except ValueError:
-        return RepetitionPenaltyLogitsProcessor(penalty)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "selection", "divergence_on", "penalty"),
-    [
-        (0.0, "longest", "raw", None),
-        (0.5, "longest", "raw", 1.3),
-        (0.5, "longest", "warped", 1.3),
-        (0.5, "sample", "raw", None),
-        (0.5, "sample", "warped", 1.3),
-    ],
-)
-def test_custom_generate_warps_target_and_draft_like_generate(
-    threshold: float,
-    selection: str,
-    divergence_on: str,
-    penalty: float | None,
-    steps: list[VerificationInputs],
-) -> None:
-    """Hugging Face passes temperature and top-p among the logits processors, of which those before
-    them apply to the target only."""
-    pair = aligned_pair(context=0.3)
-    ids, mask = batch()
-    # Hugging Face's default of top_k is 50.
-    options = {
-        "temperature": 0.5,
-        "top_p": 0.8,
-        "top_k": 0,
-        "seed": 5,
-        "max_new_tokens": NEW_TOKENS,
-    }
-    relaxed = {"threshold": threshold, "selection": selection, "divergence_on": divergence_on}
-    own = pair.generate(
-        ids,
-        attention_mask=mask,
-        logits_processor=[_penalty(penalty, mask)] if penalty else [],
-        acceptance=AcceptanceConfig(**relaxed),
-        **options,
-    )
-    count = len(steps)
-    found = pair.model.generate(
-        ids,
-        attention_mask=mask,
-        do_sample=True,
-        pad_token_id=0,
-        repetition_penalty=penalty,
-        custom_generate=pair.custom_generate,
-        **options,
-        **relaxed,
-    )
-    assert torch.equal(found, own.sequences)
-    assert len(steps) == 2 * count
-    for first, second in zip(steps[:count], steps[count:], strict=True):
-        assert torch.equal(first.log_probs, second.log_probs)
-        assert torch.equal(first.warped_log_probs, second.warped_log_probs)
-        if threshold == 0.0 or (divergence_on, selection) == ("raw", "longest"):
-            continue  # the draft's distributions are not warped
-        draft = second.tree.draft_log_probs.flatten(0, 1)
-        expected = TopPLogitsWarper(0.8)(None, TemperatureLogitsWarper(0.5)(None, draft))
-        expected = expected.log_softmax(-1).view_as(second.warped_draft_log_probs)
-        assert (expected == -torch.inf).any()
-        assert torch.equal(second.warped_draft_log_probs, expected)
-        assert torch.equal(first.warped_draft_log_probs, expected)
-
-
-def test_custom_generate_with_eos_token_none_runs_to_max_new_tokens() -> None:
-    """None in the call overrides the target's generation configuration."""
-    pair, ids = aligned_pair(), prompt(6, 3)
-    free = greedy_reference(pair.model, ids, new=NEW_TOKENS)
-    model = copy.deepcopy(pair.model)
-    model.generation_config.eos_token_id = int(free[0, ids.shape[1] + 5])
-    ending = EagleFSD(model, copy.deepcopy(pair.head), pair.tree)
-    options = {"custom_generate": ending.custom_generate}
-    ended = greedy_reference(model, ids, new=NEW_TOKENS, **options)
-    assert torch.equal(ended, free[:, : ids.shape[1] + 6])
-    found = greedy_reference(model, ids, new=NEW_TOKENS, eos_token_id=None, **options)
-    assert torch.equal(found, free)
-    assert torch.equal(greedy_reference(model, ids, new=NEW_TOKENS, eos_token_id=None), free)
-
-
-def test_custom_generate_rejects_unsupported_options() -> None:
-    pair, ids = random_pair(), prompt(6, 3)
-    options = {"max_new_tokens": 4, "custom_generate": pair.custom_generate}
-    with pytest.raises(ValueError, match="num_beams must be 1"):
-        pair.model.generate(ids, num_beams=2, **options)
-    with pytest.raises(ValueError, match="leave return_dict_in_generate out") as error:
-        pair.model.generate(ids, return_dict_in_generate=True, **options)
-    assert str(error.value).isprintable()
-    with pytest.raises(ValueError, match="a model other than its target"):
-        tiny_target().generate(ids, **options)
 
 
 # -- options and results --------------------------------------------------------------------------
@@ -426,3 +229,80 @@ def test_output_starts_with_the_prompts_unchanged() -> None:
     assert torch.equal(out.sequences[:, : ids.shape[1]], ids)
     assert out.sequences.dtype == ids.dtype
     assert out.origins.dtype == torch.uint8
+
+
+def test_numpy_scalars_and_tensors_count_as_numbers() -> None:
+    """For every numeric option of a call and of the tree.
+
+    The numbers are exact in half precision.
+    """
+    pair, ids = aligned_pair(), prompt(6, 3)
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 20,
+        "seed": 7,
+        "threshold": 0.25,
+        "min_ratio": 0.125,
+        "eos_token_id": 95,
+        "pad_token_id": 94,
+        "details": 2,
+    }
+
+    def decode(pair: EagleFSD, **options: Any) -> list[tuple[list[int], list[TokenDetail] | None]]:
+        return [(chunk.tokens, chunk.details) for chunk in pair.stream(ids, **options)]
+
+    expected = decode(pair, **options)
+    for integer, number in ((np.int64, np.float32), (np.uint16, np.float16), (torch.tensor,) * 2):
+        scalars = {
+            name: number(value) if isinstance(value, float) else integer(value)
+            for name, value in options.items()
+        }
+        tree = pair.tree.updated(total_tokens=integer(12), depth=integer(3), top_k=integer(3))
+        assert tree == pair.tree
+        assert decode(EagleFSD(pair.model, pair.head, tree), **scalars) == expected
+    listed = {**options, "eos_token_id": np.array([95, 93])}
+    assert decode(pair, **listed) == expected
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+def test_none_leaves_a_sampling_option_at_its_default(name: str) -> None:
+    """Both as an argument and as a field of SamplingConfig."""
+    given: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "seed": 3, name: None}
+    without = {key: value for key, value in given.items() if value is not None}
+    assert SamplingConfig(**given) == SamplingConfig(**without)
+    pair, ids = aligned_pair(context=0.3), prompt(6, 3)
+    expected = pair.generate(ids, None, 20, **without).sequences
+    assert torch.equal(pair.generate(ids, None, 20, **given).sequences, expected)
+    sampling = SamplingConfig(**given)
+    assert torch.equal(pair.generate(ids, None, 20, sampling=sampling).sequences, expected)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 0.99 * MIN_TEMPERATURE])
+@pytest.mark.parametrize("options", [{}, {"method": "ar"}, {"top_p": 0.5, "top_k": 3}])
+def test_temperature_below_the_minimum_is_greedy(
+    temperature: float, options: dict[str, Any]
+) -> None:
+    assert SamplingConfig(temperature=temperature).temperature == 0.0
+    pair, ids = aligned_pair(), prompt(6, 3)
+    found = pair.generate(ids, None, 16, temperature=temperature, **options).sequences
+    assert torch.equal(found, greedy_reference(pair.model, ids, new=16))
+
+
+def test_minimum_temperature_decodes() -> None:
+    """Also where logits are huge: dividing them by the temperature overflows to minus infinity."""
+    model = copy.deepcopy(aligned_pair().model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+    pair, ids = EagleFSD(model, aligned_pair().head, small_tree()), prompt(6, 3)
+    found = pair.generate(ids, None, 16, temperature=MIN_TEMPERATURE, seed=0).sequences
+    assert torch.equal(found, greedy_reference(model, ids, new=16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integer_dtypes_of_prompts(dtype: torch.dtype) -> None:
+    pair, (ids, mask) = aligned_pair(), batch()
+    found = pair.generate(ids.to(dtype), mask, NEW_TOKENS).sequences
+    assert found.dtype == dtype
+    assert torch.equal(found.long(), reference(aligned=True))

@@ -21,10 +21,12 @@ from pairs import (
     hand_made_tree,
     path_to,
     prompt,
+    random_pair,
     reference,
 )
 from torch import Tensor
 from transformers import (
+    ClassifierFreeGuidanceLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     ExponentialDecayLengthPenalty,
@@ -38,13 +40,17 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+    SynthIDTextWatermarkLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
     WatermarkLogitsProcessor,
 )
+from transformers.generation import logits_process
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.model.sampling import History, Sampler
+from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL, History, Sampler
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
@@ -275,3 +281,92 @@ def test_top_k_of_one_is_greedy_at_any_threshold(selection: str) -> None:
     acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, selection=selection)
     out = pair.generate(ids, None, 16, temperature=1.0, top_k=1, acceptance=acceptance)
     assert torch.equal(out.sequences, greedy_reference(pair.model, ids, new=16))
+
+
+# -- unsupported processors -----------------------------------------------------------------------
+
+WATERMARK_KEYS = [654, 400, 836, 123]
+UNSUPPORTED: list[tuple[LogitsProcessor, str]] = [
+    (
+        UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, random_pair().model),
+        "keeps state from call to call",
+    ),
+    (
+        SynthIDTextWatermarkLogitsProcessor(5, WATERMARK_KEYS, 2**8, 0, 16, torch.device("cpu")),
+        "keeps state from call to call",
+    ),
+    (ClassifierFreeGuidanceLogitsProcessor(1.5), "combines the rows of a batch"),
+]
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "logits_warper"])
+@pytest.mark.parametrize(("processor", "reason"), UNSUPPORTED)
+def test_unsupported_processor_raises_one_line(
+    processor: LogitsProcessor, reason: str, option: str
+) -> None:
+    name = type(processor).__name__
+    for method in ("fsd", "ar"):
+        with pytest.raises(ValueError, match=f"^{name} is not supported, .* {reason}") as error:
+            random_pair().stream(prompt(5), method=method, temperature=0.5, **{option: [processor]})
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(5, WATERMARK_KEYS)},
+            "SynthIDTextWatermarkLogitsProcessor",
+        ),
+    ],
+)
+def test_unsupported_processor_of_a_generation_config_raises(
+    options: dict[str, Any], name: str
+) -> None:
+    pair = random_pair()
+    with pytest.raises(ValueError, match=f"^{name} is not supported"):
+        greedy_reference(pair.model, prompt(5), custom_generate=pair.custom_generate, **options)
+
+
+#: Processors whose result depends on nothing but a row's prefix and logits.
+PURE = {
+    "AlternatingCodebooks",
+    "BarkEosPrioritizer",
+    "EncoderNoRepeatNGram",
+    "EncoderRepetitionPenalty",
+    "Epsilon",
+    "Eta",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSToken",
+    "ForcedEOSToken",
+    "InfNanRemove",
+    "LogitNormalization",
+    "MinLength",
+    "MinNewTokensLength",
+    "MinP",
+    "NoBadWords",
+    "NoRepeatNGram",
+    "PrefixConstrained",
+    "RepetitionPenalty",
+    "SequenceBias",
+    "SuppressTokens",
+    "SuppressTokensAtBegin",
+    "Temperature",
+    "TopH",
+    "TopK",
+    "TopP",
+    "Typical",
+    "Watermark",
+    "WhisperTimeStamp",
+}
+
+
+def test_every_processor_of_transformers_is_classified() -> None:
+    """A new processor must be added to one of the lists, after reading how it works."""
+    rejected = {*STATEFUL, *ACROSS_ROWS}
+    for name, item in vars(logits_process).items():
+        if isinstance(item, type) and issubclass(item, LogitsProcessor):
+            short = name.removesuffix("LogitsProcessor").removesuffix("LogitsWarper")
+            if item is not LogitsProcessor:
+                assert (item in rejected) != (short in PURE), name

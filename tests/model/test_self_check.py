@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import greedy_reference, new_random_pair, prompt, tiny_target
+from pairs import (
+    greedy_reference,
+    new_random_pair,
+    prompt,
+    small_tree,
+    tiny_target,
+    untrained_head,
+)
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -53,6 +60,23 @@ def test_target_that_ignores_the_window_is_rejected() -> None:
     model.config.sliding_window = 4096
     _reject(model, "differs from plain passes over its paths")
     assert model.config.sliding_window == 4096
+
+
+def test_head_needs_a_target_whose_logits_are_a_projection() -> None:
+    """Plain decoding does not."""
+    model, ids = tiny_target(), prompt(5)
+
+    def cube(_module: nn.Module, _inputs: object, output: object) -> object:
+        output.logits = output.logits**3
+        return output
+
+    model.register_forward_hook(cube)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="LlamaForCausalLM cannot have a draft head"):
+            pair.generate(ids, max_new_tokens=4)
+    plain = pair.generate(ids, max_new_tokens=4, method="ar")
+    assert torch.equal(plain.sequences, greedy_reference(model, ids, new=4))
 
 
 def test_exception_in_a_pass_is_reported_in_one_line() -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -252,24 +251,6 @@ def test_streamer_receives_the_prompt_and_then_each_step() -> None:
     assert collector.puts[0] == ids[0].tolist()
     assert joined(collector.puts[1:]) == answers(out)[0].tolist()
     assert [len(item) for item in collector.puts[1:]] == out.stats.accepted[0]
-
-
-def test_custom_generate_accepts_a_streamer() -> None:
-    """transformers 5.23 puts the prompt but does not pass the streamer on, so it can be bound to
-    the callable instead."""
-    pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
-    expected = greedy_reference(pair.model, ids, new=15)
-    bound = partial(pair.custom_generate, streamer=collector)
-    found = greedy_reference(pair.model, ids, new=15, custom_generate=bound)
-    assert torch.equal(found, expected)
-    assert joined(collector.puts) == expected[0, 6:].tolist()
-    assert collector.ended == 1
-    passed = Collector()
-    found = greedy_reference(
-        pair.model, ids, new=15, custom_generate=pair.custom_generate, streamer=passed
-    )
-    assert torch.equal(found, expected)
-    assert passed.puts[0] == ids[0].tolist()
 
 
 def test_hugging_face_text_streamer_prints_the_answer(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import tokenizer as plain_tokenizer
-from templates import CASES, CHATML_TOKENS, OMITTING, case, templated
+from templates import CASES, CHATML, CHATML_TOKENS, OMITTING, case, templated
 from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.train.assistant_mask import EncodedChat, assistant_spans, encode_chat
@@ -174,6 +174,74 @@ def test_chat_that_the_template_rejects_raises() -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
     with pytest.raises(ValueError, match="rejects the chat: no system"):
+        encode_chat(CHAT, tokenizer, chat_template)
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL_CHAT: Chat = [
+    {"role": "system", "content": "Use tools."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "Let me add.", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"sum": "4"}', "name": "add"},
+    {"role": "assistant", "content": ANSWERS[0]},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Again?"},
+    {"role": "assistant", "content": ANSWERS[1]},
+]
+#: Writes calls, and results as JSON strings, as Llama 3.1's does.
+TOOLS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}",
+)
+
+
+def test_loss_covers_neither_tool_calls_nor_their_results() -> None:
+    tokenizer, chat_template, end = templated(TOOLS, CHATML_TOKENS, "<|im_end|>")
+    encoded = encode_chat(TOOL_CHAT, tokenizer, chat_template)
+    text = tokenizer.decode(encoded.ids, skip_special_tokens=False)
+    for part in ("Let me add.<call>", '"arguments"', "sum", "<|im_start|>tool", "Be brief."):
+        assert part in text
+    assert masked_texts(tokenizer, encoded) == [answer + end for answer in ANSWERS[:2]]
+
+
+def test_answer_before_a_tool_call_without_text_is_located() -> None:
+    """The empty content of a call does not limit the search for a rewritten turn."""
+    template = TOOLS.replace("{% for m", "{{ messages | length }}{% for m", 1)
+    tokenizer, chat_template, end = templated(template, CHATML_TOKENS, "<|im_end|>")
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    chat = [*TOOL_CHAT[:2], TOOL_CHAT[4], TOOL_CHAT[6], call, TOOL_CHAT[3], TOOL_CHAT[7]]
+    encoded = encode_chat(chat, tokenizer, chat_template)
+    assert masked_texts(tokenizer, encoded) == [answer + end for answer in ANSWERS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (CHATML, "omits the tool's part in turn 3"),
+        (TOOLS.replace("m.content | tojson", "''"), "omits the tool's part in turn 4"),
+    ],
+    ids=["calls", "results"],
+)
+def test_template_that_omits_calls_or_results_is_rejected(template: str, reason: str) -> None:
+    tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
+    with pytest.raises(ValueError, match=reason):
+        encode_chat(TOOL_CHAT, tokenizer, chat_template)
+
+
+@pytest.mark.parametrize("chat", [TOOL_CHAT[:5], [*TOOL_CHAT[:2], TOOL_CHAT[4], *TOOL_CHAT[5:]]])
+def test_fastchat_template_rejects_tools_and_late_system_turns(chat: Chat) -> None:
+    tokenizer, chat_template, _ = case("vicuna_v1.1 bytes")
+    with pytest.raises(ValueError, match="FastChat template has no place for tool calls"):
+        encode_chat(chat, tokenizer, chat_template)
+
+
+def test_template_that_fails_on_a_type_rejects_the_chat() -> None:
+    template = CHATML + "{{ messages[0].content + 1 }}"
+    tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
+    with pytest.raises(ValueError, match="the chat template rejects the chat"):
         encode_chat(CHAT, tokenizer, chat_template)
 
 

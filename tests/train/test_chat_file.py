@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainings import TIMEOUT, command, start
 
 from eagle_fsd.train import chat_file
-from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, parse_chat
+from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
 
 MEGABYTE = 1 << 20
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -29,6 +29,13 @@ ANSWERS = TEXTS.filter(str.strip)
 NOISE = st.recursive(TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=2), max_leaves=4)
 CHATS = st.lists(st.tuples(TEXTS, ANSWERS), min_size=1, max_size=3)
 CHUNKS = st.integers(1, 40)
+
+
+def parse(record: Any) -> list[dict[str, Any]]:
+    """Parse a record without malformed turns."""
+    chat, problem = parse_chat(json.dumps(record).encode())
+    assert problem is None
+    return chat
 
 
 def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -78,7 +85,7 @@ def test_any_file_is_read_with_any_chunk_size(
         file = ChatFile(path)
     assert list(file) == chats
     assert [file.line(index) for index in range(len(file))] == lines
-    assert (file.skipped, file.skipped_records) == (0, [])
+    assert (file.skipped, file.shortened, file.skipped_records) == (0, 0, [])
     assert file[len(file) // 2] == chats[len(file) // 2]
     assert 0 < sum(file.size(index) for index in range(len(file))) <= len(content)
 
@@ -86,13 +93,13 @@ def test_any_file_is_read_with_any_chunk_size(
 def test_both_layouts_give_the_same_chat() -> None:
     chat = [{"role": "system", "content": "Be kind."}, *messages([("a", "b"), ("c", "d")])]
     for record in ({"messages": chat}, sharegpt(chat)):
-        assert parse_chat(json.dumps(record).encode()) == chat
+        assert parse(record) == chat
 
 
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
     record = {"messages": [HELLO[0], {"role": "assistant", "content": parts}]}
-    assert parse_chat(json.dumps(record).encode()) == HELLO
+    assert parse(record) == HELLO
 
 
 @pytest.mark.parametrize(
@@ -105,8 +112,132 @@ def test_content_parts_are_joined() -> None:
     ids=["leading-answer", "trailing-question", "both"],
 )
 def test_unpaired_turns_at_the_ends_are_dropped(turns: list[dict[str, str]]) -> None:
-    assert parse_chat(json.dumps({"messages": turns}).encode()) == HELLO
+    assert parse({"messages": turns}) == HELLO
 
+
+# -- malformed turns -------------------------------------------------------------------------------
+
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
+}
+ANSWER = {"role": "assistant", "content": "4."}
+
+#: Turns that end a chat, by reason.
+BAD_TURNS: list[tuple[Any, str]] = [
+    ("hi", "turn is not an object"),
+    ({"role": "assistant", "content": "And?"}, "roles out of order"),
+    ({"role": "narrator", "content": "x"}, "unknown role"),
+    ({"role": "user"}, "turn without text"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "turn without text"),
+    ({"role": "user", "content": "\ud83d"}, "lone surrogate"),
+    ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, "malformed tool call"),
+    ({"role": "assistant", "tool_calls": "add"}, "malformed tool call"),
+]
+
+
+@pytest.mark.parametrize(("turn", "reason"), BAD_TURNS, ids=[reason for _, reason in BAD_TURNS])
+@pytest.mark.parametrize("first", [0, 1], ids=["after-answer", "after-question"])
+def test_exchanges_before_a_malformed_turn_are_kept(turn: Any, reason: str, first: int) -> None:
+    turns = [*HELLO, *HELLO[:first], turn, *HELLO]
+    if first and reason == "roles out of order":
+        turns[3] = HELLO[0]
+    chat, problem = parse_chat(json.dumps({"messages": turns}).encode())
+    assert chat == HELLO
+    assert problem is not None
+    assert problem.reason == reason
+
+
+def test_empty_answer_ends_the_chat() -> None:
+    turns = [*HELLO, HELLO[0], {"role": "assistant", "content": " "}, *HELLO]
+    chat, problem = parse_chat(json.dumps({"messages": turns}).encode())
+    assert (chat, str(problem)) == (HELLO, "turn 4 is an empty assistant turn")
+
+
+def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> None:
+    records: list[Any] = [GOOD] * 2990
+    records += [{"messages": HELLO[:1]}] * 4 + ["bad"] * 3
+    records += [{"messages": [*HELLO, "hi"]}] * 2 + [{"messages": [*HELLO, HELLO[1]]}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join("{" if record == "bad" else json.dumps(record) for record in records))
+    file = ChatFile(path)
+    assert (len(file), file.skipped, file.shortened) == (2993, 7, 3)
+    assert file.counts() == {
+        "records": 3000,
+        "skipped": {"no assistant turn": 4, "not JSON": 3},
+        "shortened": {"turn is not an object": 2, "roles out of order": 1},
+    }
+    summary = file.summary()
+    assert summary == (
+        "shortened 3 of 3,000 records: 2 turn is not an object, 1 roles out of order;"
+        " skipped 7 of 3,000 records: 4 no assistant turn, 3 not JSON; first skipped:"
+        " line 2991: no assistant turn, line 2992: no assistant turn, line 2993: no assistant turn"
+    )
+    path.write_text(json.dumps(GOOD))
+    assert ChatFile(path).summary() is None
+
+
+# -- context ---------------------------------------------------------------------------------------
+
+
+def test_tool_and_developer_turns_are_context() -> None:
+    """Only the assistant's text is an answer."""
+    turns = [
+        {"role": "developer", "content": "Be kind."},
+        HELLO[0],
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call00001", "content": "4"},
+        {"role": "function", "name": "add", "content": "4"},
+        ANSWER,
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+    ]
+    chat = parse({"messages": turns})
+    roles = " ".join(message["role"] for message in chat)
+    assert roles == "system user assistant tool tool assistant system user assistant"
+    assert [message for message in chat if is_answer(message)] == [ANSWER, HELLO[1]]
+    assert chat[2] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert chat[3] == turns[3]
+    assert chat[4] == {"role": "tool", "name": "add", "content": "4"}
+
+
+def test_all_layouts_of_a_tool_call_are_the_same() -> None:
+    function = CALL["function"]
+    encoded = {"name": "add", "arguments": json.dumps(function["arguments"])}
+    calls = {
+        "tool_calls": {"role": "assistant", "tool_calls": [{**CALL, "function": encoded}]},
+        "function_call": {"role": "assistant", "content": None, "function_call": encoded},
+    }
+    expected = {"type": "function", "function": function}
+    for name, turn in calls.items():
+        chat = parse({"messages": [HELLO[0], turn, ANSWER]})
+        assert chat[1]["tool_calls"] == [CALL if name == "tool_calls" else expected]
+    for value in (function, encoded, [function]):
+        turns = [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": json.dumps(value)},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "4."},
+        ]
+        chat = parse({"conversations": turns})
+        assert chat == [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [expected]},
+            {"role": "tool", "content": "4"},
+            ANSWER,
+        ]
+
+
+def test_context_after_the_last_answer_is_dropped() -> None:
+    call = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
+    assert parse({"messages": [*HELLO, HELLO[0], call]}) == HELLO
+    late = {"role": "system", "content": "x"}
+    assert parse({"messages": [*HELLO, late]}) == HELLO
+
+
+# -- malformed records -----------------------------------------------------------------------------
 
 #: Malformed records and what is reported.
 MALFORMED: dict[str, tuple[Any, str]] = {
@@ -118,17 +249,9 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "no assistant": ({"messages": HELLO[:1]}, "no assistant turn"),
     "assistant only": ({"messages": HELLO[1:]}, "no assistant turn"),
     "user twice": ({"messages": [HELLO[0], *HELLO]}, "turn 2 has the role user, not assistant"),
-    "assistant twice": (
-        {"messages": [*HELLO, HELLO[1]]},
-        "turn 3 has the role assistant, not user",
-    ),
-    "late system": (
-        {"messages": [*HELLO, {"role": "system", "content": "x"}, *HELLO]},
-        "turn 3 has the role system, not user",
-    ),
     "unknown role": (
-        {"messages": [{"role": "tool", "content": "x"}, *HELLO]},
-        "turn 1 has the unknown \"role\" 'tool'",
+        {"messages": [{"role": "narrator", "content": "x"}, *HELLO]},
+        "turn 1 has the unknown \"role\" 'narrator'",
     ),
     "role not a string": ({"messages": [{"role": 3, "content": "x"}]}, 'unknown "role" 3'),
     "turn not an object": ({"messages": ["hi", "Hello."]}, "turn 1 is not an object"),
@@ -142,6 +265,14 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "empty answer": (
         {"messages": [HELLO[0], {"role": "assistant", "content": " \n"}]},
         "turn 2 is an empty assistant turn",
+    ),
+    "only a tool call": (
+        {"messages": [HELLO[0], {"role": "assistant", "tool_calls": [CALL]}]},
+        "no assistant turn",
+    ),
+    "call without a function": (
+        {"messages": [HELLO[0], {"role": "assistant", "tool_calls": [{"id": "1"}]}, *HELLO]},
+        "turn 2 has a malformed tool call",
     ),
     "nested too deeply": ("[" * 200_000, "not JSON"),
     "lone surrogate": (
@@ -257,8 +388,8 @@ def large_chats(size: int) -> Iterator[str]:
     generator = random.Random(0)
     written = 0
     while written < size:
-        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(60))
-        record = json.dumps({"messages": messages([("Count " + words, "\\" + words)])})
+        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
+        record = json.dumps({"messages": messages([("Count [apples].", "\\" + words)])})
         written += len(record) + 2
         yield record
 

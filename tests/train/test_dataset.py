@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
 from trainings import make_chat, write_chats
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -21,7 +23,11 @@ from eagle_fsd.train.dataset import (
     ChatDataset,
     DistributedBatchSampler,
     Example,
+    TokenBatchSampler,
+    check_contribution,
     collate,
+    measure_lengths,
+    pack_batches,
     split_validation,
 )
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
@@ -104,6 +110,66 @@ def test_split_validation_partitions_the_chats(count: int, validation: int, seed
     chats, held_out = split_validation(count, validation, seed)
     assert sorted(chats + held_out) == list(range(count))
     assert len(held_out) == min(validation, count // 10)
+
+
+# -- batches of tokens -----------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.integers(2, 64), max_size=200)
+
+
+@given(LENGTHS, st.integers(64, 300), SEEDS)
+def test_packed_batches_never_exceed_the_budget(lengths: list[int], tokens: int, seed: int) -> None:
+    """Padding included; and a chat moves to a new batch only if it does not fit."""
+    chats = [3 * number + 1 for number in range(len(lengths))]
+    batches = pack_batches(chats, lengths, tokens, seed)
+    assert sorted(chain(*batches)) == chats
+    costs = []
+    for batch in batches:
+        longest = max(lengths[chats.index(chat)] for chat in batch)
+        costs.append(len(batch) * longest)
+        assert costs[-1] <= tokens
+    for batch, following in pairwise(batches):
+        shortest = min(lengths[chats.index(chat)] for chat in following)
+        assert (len(batch) + 1) * shortest > tokens
+
+
+def test_packed_batches_depend_on_the_seed_only() -> None:
+    lengths = [number % 5 + 3 for number in range(100)]
+    batches = pack_batches(range(100), lengths, 40, seed=1)
+    torch.rand(3)
+    assert pack_batches(range(100), lengths, 40, seed=1) == batches
+    assert pack_batches(range(100), lengths, 40, seed=2) != batches
+
+
+def test_chat_longer_than_the_budget_raises() -> None:
+    with pytest.raises(ValueError, match="tokens_per_batch is 40, and a chat has 41 tokens"):
+        pack_batches(range(3), [5, 41, 40], 40, seed=0)
+
+
+@given(st.integers(0, 50), SEEDS, st.integers(1, 4), st.data())
+def test_processes_share_the_packed_batches_of_every_epoch(
+    count: int, seed: int, processes: int, draw: st.DataObject
+) -> None:
+    """In groups: each process takes one batch of a group, or a filler in the last one."""
+    batches = [[2 * number, 2 * number + 1] for number in range(count)]
+    whole = list(TokenBatchSampler(batches, seed, epoch=3))
+    assert sorted(whole) == batches
+    parts = [TokenBatchSampler(batches, seed, 3, at, processes) for at in range(processes)]
+    groups = list(zip(*parts, strict=True))
+    assert len(groups) == len(parts[0]) == -(-count // processes)
+    together = [batch for batch in chain(*groups) if batch != [FILLER]]
+    assert together == whole
+    skip = draw.draw(st.integers(0, len(groups)))
+    rest = TokenBatchSampler(batches, seed, 3, processes - 1, processes, skip)
+    assert list(rest) == [group[-1] for group in groups[skip:]]
+    assert len(rest) == len(groups) - skip
+
+
+def test_order_of_packed_batches_changes_with_the_epoch() -> None:
+    batches = [[number] for number in range(30)]
+    orders = [list(TokenBatchSampler(batches, 5, epoch)) for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert orders[0] == list(TokenBatchSampler(batches, 5, 0))
 
 
 # -- collate ---------------------------------------------------------------------------------------
@@ -201,3 +267,60 @@ def test_chat_that_the_template_rejects_is_reported_with_its_line(tmp_path: Path
     batch = collate([data[0], example])
     assert batch.errors == (example.error,)
     assert not batch.loss_mask[1].any()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lengths_are_measured_in_order(dataset: ChatDataset, workers: int) -> None:
+    chats = [4, 0, 5]
+    measured = list(measure_lengths(dataset, chats, workers))
+    assert measured == [len(dataset[index].ids) for index in chats]
+
+
+def test_chats_without_loss_tokens_are_counted(dataset: ChatDataset) -> None:
+    silent = Example(7, [1, 2, 3, 4], [True, True, False, False])
+    rejected = Example(8, [0, 0], [False, False], error="no")
+    batch = collate([dataset[0], silent, rejected, dataset[FILLER]])
+    assert (batch.unused, len(batch.errors)) == (1, 1)
+
+
+# -- contribution ----------------------------------------------------------------------------------
+
+
+class Recorded(Dataset[Example]):
+    """Examples, and the indices that were read."""
+
+    def __init__(self, examples: list[Example]) -> None:
+        self.examples = examples
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Example:
+        self.read.append(index)
+        return self.examples[index]
+
+
+def example(index: int, contributes: bool, **fields: Any) -> Example:
+    return Example(index, [1] * 4, [False, False, False, contributes], **fields)
+
+
+def test_contribution_is_checked_up_to_the_first_chat_that_has_some() -> None:
+    """In random order: chats that contribute nothing may come first in a file."""
+    data = Recorded([example(number, number >= 500) for number in range(1000)])
+    check_contribution(data, range(1000), seed=0)
+    assert len(data.read) < 20
+
+
+def test_data_without_contribution_is_rejected_with_the_reasons() -> None:
+    data = Recorded(
+        [
+            example(0, False, truncated=True),
+            example(1, False, truncated=True),
+            example(2, False, error="line 3: rejected"),
+            example(3, False),
+            example(4, True),
+        ]
+    )
+    with pytest.raises(ValueError, match=r"no token of the 4 chats contributes") as caught:
+        check_contribution(data, [0, 1, 2, 3], seed=0)
+    for part in ("2 are truncated", "raise max_length", "1 cannot be encoded (line 3", "1 have no"):
+        assert part in str(caught.value)
+    check_contribution(data, [0, 4], seed=0)

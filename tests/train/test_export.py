@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from engine_reader import read_export
 from pairs import (
     DEFAULT_ARCHITECTURE,
     aligned_pair,
@@ -17,7 +17,6 @@ from pairs import (
     untrained_head,
 )
 from safetensors.torch import load_file
-from torch import Tensor
 from trainings import read_weights, same_weights, train_here
 
 from eagle_fsd import CheckpointError, EagleFSD
@@ -49,15 +48,6 @@ def save_random_head(
     return folder / "head", target
 
 
-def read_export(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return an export's configuration and tensors."""
-    config = json.loads((folder / "config.json").read_text())
-    if (folder / "model.safetensors").exists():
-        assert not (folder / "pytorch_model.bin").exists()
-        return config, load_file(folder / "model.safetensors")
-    return config, torch.load(folder / "pytorch_model.bin", weights_only=True)
-
-
 # -- the three formats -----------------------------------------------------------------------------
 
 
@@ -71,16 +61,45 @@ def test_eagle_export_is_a_bin_with_bias_in_the_config(bias: bool, tmp_path: Pat
     assert config["num_hidden_layers"] == 1
 
 
+@pytest.mark.parametrize(
+    ("architecture", "warning"),
+    [
+        ("llama-linear-rope-tied", ""),
+        ("qwen2", ""),
+        ("llama-grouped-llama3-rope", "rejects this head: its RoPE scaling is llama3"),
+        ("qwen3", "ignores tensors of this head: layers.0.self_attn.k_norm.weight, layers.0.self"),
+    ],
+)
+def test_eagle_export_warns_of_what_eagle_cannot_read(
+    architecture: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, target = save_random_head(tmp_path, architecture)
+    convert_head(head, target, tmp_path / "out", "eagle")
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_sglang_export_always_has_a_bias(bias: bool, tmp_path: Path) -> None:
-    """SGLang's layer has one, which stays random if the file lacks it."""
+    """SGLang's layer has one, which stays random if the file lacks it. In the configuration,
+    ``bias`` means biases of the attention there."""
     head, target = save_random_head(tmp_path, bias=bias)
     config, state = read_export(convert_head(head, target, tmp_path / "out", "sglang"))
     assert state.keys() == EVERY | {"fc.bias"}
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
-    assert config["bias"] is True
+    assert config["bias"] is False
     expected = load_file(head / "model.safetensors").get("fc.bias", torch.zeros(32))
     assert torch.equal(state["fc.bias"], expected)
+
+
+def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path, bias=True)
+    sglang = convert_head(head, target, tmp_path / "sglang", "sglang")
+    again = read_export(convert_head(sglang, target, tmp_path / "again", "eagle"))
+    config, state = read_export(convert_head(head, target, tmp_path / "eagle", "eagle"))
+    assert {**again[0], "architectures": 0} == {**config, "architectures": 0}
+    assert again[0]["bias"] is True
+    assert same_weights(again[1], state)
 
 
 def test_sglang_export_names_the_architecture_of_qwen2(tmp_path: Path) -> None:
@@ -150,7 +169,7 @@ def test_export_keeps_the_dtype(engine: ExportFormat, tmp_path: Path) -> None:
     save_head(head, tmp_path / "head", torch.bfloat16, binary=True)
     config, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", engine))
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
-    assert config["dtype"] == "bfloat16"
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
 
 
 def test_export_keeps_the_heads_own_embedding(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +41,8 @@ from eagle_fsd.train.features import add_noise, batch_features, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 
 COUNT = 23
+#: Seconds until a wait for another process fails.
+TIMEOUT = 100
 MAX_LENGTH = 100
 #: A few chats of the tiny target fill a shard of this size.
 SHARD_BYTES = 8000
@@ -44,7 +50,7 @@ SHARD_BYTES = 8000
 
 @pytest.fixture(scope="module")
 def loaded(target: Path) -> LoadedTarget:
-    return LoadedTarget.load(TargetOptions(target=target), device="cpu")
+    return LoadedTarget.load(TargetOptions(target=target), device_map="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +255,200 @@ def kill(patch: pytest.MonkeyPatch, moment: str, after: int) -> None:
             return original(path, to)
 
         patch.setattr(Path, "replace", replace)
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+class Group:
+    """Processes that are threads of this one; see ``accelerate.PartialState``."""
+
+    def __init__(self, processes: int, patch: pytest.MonkeyPatch) -> None:
+        self.processes = processes
+        self.barrier = threading.Barrier(processes)
+        self.gathered: list[list[Any]] = [[] for _ in range(processes)]
+        self.local = threading.local()
+        patch.setattr(feature_store, "gather_object", self.gather)
+
+    def gather(self, items: list[Any]) -> list[Any]:
+        self.gathered[self.local.rank] = items
+        self.barrier.wait(TIMEOUT)
+        found = [item for part in self.gathered for item in part]
+        self.barrier.wait(TIMEOUT)
+        return found
+
+    def run(self, work: Callable[[Any], FeatureStore]) -> list[FeatureStore | BaseException]:
+        """Call ``work`` with the state of each process; a process that fails ends the others."""
+        results: list[Any] = [None] * self.processes
+
+        def start(rank: int) -> None:
+            self.local.rank = rank
+            state = SimpleNamespace(
+                process_index=rank,
+                num_processes=self.processes,
+                is_main_process=rank == 0,
+                wait_for_everyone=lambda: self.barrier.wait(TIMEOUT),
+            )
+            try:
+                results[rank] = work(state)
+            except BaseException as error:
+                results[rank] = error
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def copy_of(chats: ChatDataset) -> ChatDataset:
+    """Return what a process has: an open file of its own."""
+    copy: ChatDataset = pickle.loads(pickle.dumps(chats))
+    return copy
+
+
+def same_store(one: FeatureStore, other: FeatureStore) -> bool:
+    """Whether stores have the same examples in the same order."""
+    return len(one) == len(other) and all(
+        same_example(one[index], other[index]) for index in range(len(one))
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 1 << 30])
+def test_processes_share_the_chats(
+    processes: int,
+    shard_bytes: int,
+    store: FeatureStore,
+    loaded: LoadedTarget,
+    chats: ChatDataset,
+    fingerprint: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store has the examples of a single process, bit for bit."""
+    computed: list[int] = []
+    reported: list[int] = []
+
+    def write(state: Any) -> FeatureStore:
+        progress = (lambda done, total: reported.append(done)) if state.is_main_process else None
+        return write_features(
+            *(copy_of(chats), loaded.target, tmp_path, fingerprint, 2, shard_bytes, progress, state)
+        )
+
+    spy_on_chats(monkeypatch, computed)
+    results = Group(processes, monkeypatch).run(write)
+    monkeypatch.undo()
+    assert sorted(computed) == list(range(COUNT))
+    for found in results:
+        assert isinstance(found, FeatureStore)
+        assert found.complete
+    single = write_features(chats, loaded.target, tmp_path / "one", fingerprint, 2)
+    assert same_store(FeatureStore(tmp_path), single)
+    assert reported == sorted(reported)
+    assert reported[-1] == COUNT
+    if shard_bytes > SHARD_BYTES:  # a shard for each process
+        firsts = [shard["first"] for shard in FeatureStore(tmp_path).shards]
+        assert len(firsts) == processes
+        bounds = [*firsts, COUNT]
+        sizes = [
+            sum(chats.size(index) for index in range(*bounds[at : at + 2]))
+            for at in range(processes)
+        ]
+        assert max(sizes) < 1.5 * sum(sizes) / processes
+
+
+def spy_on_chats(patch: pytest.MonkeyPatch, read: list[int]) -> None:
+    original = ChatDataset.__getitem__
+
+    def spy(data: ChatDataset, index: int) -> Example:
+        read.append(index)
+        return original(data, index)
+
+    patch.setattr(ChatDataset, "__getitem__", spy)
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_any_number_of_processes_resumes(
+    before: int,
+    after: int,
+    victim: int,
+    store: FeatureStore,
+    loaded: LoadedTarget,
+    chats: ChatDataset,
+    fingerprint: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a process was killed in its second shard. Complete ones are not computed again."""
+
+    def write(state: Any) -> FeatureStore:
+        return write_features(
+            *(copy_of(chats), loaded.target, tmp_path, fingerprint, 4, SHARD_BYTES, None, state)
+        )
+
+    victim = min(victim, before - 1)
+    group = Group(before, monkeypatch)
+    original = feature_store.save_file
+    written: dict[int, int] = {}
+
+    def save(tensors: Any, path: Path) -> None:
+        rank = group.local.rank
+        written[rank] = written.get(rank, 0) + 1
+        if rank == victim and written[rank] == 2:
+            while not (tmp_path / "index.json").exists():
+                time.sleep(0.01)  # the main process is still writing it
+            path.write_bytes(b"half")
+            raise Killed
+        original(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_store, "save_file", save)
+        results = group.run(write)
+    assert isinstance(results[victim], Killed)
+    partial = FeatureStore(tmp_path, fingerprint)
+    assert not partial.complete
+    assert len(partial.shards) == before
+    stored = {
+        shard["first"] + offset for shard in partial.shards for offset in range(len(shard["chats"]))
+    }
+    computed: list[int] = []
+    with monkeypatch.context() as patch:
+        spy_on_chats(patch, computed)
+        results = Group(after, patch).run(write)
+    assert all(isinstance(found, FeatureStore) for found in results), results
+    assert sorted(computed) == sorted(set(range(COUNT)) - stored)
+    complete = FeatureStore(tmp_path, fingerprint)
+    assert complete.complete
+    assert same_store(complete, store)
+    files = {shard["file"] for shard in complete.shards}
+    assert {file.name for file in tmp_path.iterdir()} == {"index.json", *files}
+
+
+def test_store_of_an_earlier_version_is_resumed(
+    store: FeatureStore,
+    loaded: LoadedTarget,
+    chats: ChatDataset,
+    fingerprint: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Its index does not name the first chat of each shard, and its files are numbered."""
+    index = json.loads((store.folder / "index.json").read_text())
+    index["complete"], index["shards"] = False, index["shards"][:2]
+    for number, shard in enumerate(index["shards"]):
+        shutil.copy(store.folder / shard["file"], tmp_path / f"features-{number:05d}.safetensors")
+        shard["file"] = f"features-{number:05d}.safetensors"
+        del shard["first"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    (tmp_path / "features-of-mine.txt").touch()
+    resumed = write_features(chats, loaded.target, tmp_path, fingerprint, 4, SHARD_BYTES)
+    assert resumed.complete
+    assert same_store(resumed, store)
+    assert (tmp_path / "features-of-mine.txt").exists()
 
 
 @pytest.mark.parametrize("name", ["data", "bytes", "target", "template", "max_length"])

@@ -109,6 +109,16 @@ def test_first_run_is_the_head_itself(head: EagleHead) -> None:
     torch.testing.assert_close(first, output, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_flow_through_predicted_features(head: EagleHead) -> None:
+    """Unlike in HASS, which detaches them between runs."""
+    features, tokens, _, _ = inputs(head)
+    outputs = unroll(head, features, tokens, 3)
+    outputs[0].retain_grad()
+    outputs[2].sum().backward()
+    assert outputs[0].grad is not None
+    assert outputs[0].grad.abs().max() > 0
+
+
 def test_padding_has_no_effect(head: EagleHead) -> None:
     features, tokens, _, _ = inputs(head)
     before = unroll(head, features, tokens, 3)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trainings import train_here
 
 from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.utils.chat_templates import encode_prompt
+from eagle_fsd.utils.chat_templates import TokenizerTemplate, encode_prompt
 
 COUNT = 7
 BATCH_SIZE = 3
@@ -26,7 +31,7 @@ MAX_NEW_TOKENS = 6
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
     """The bundled target, whose answers differ from chat to chat."""
-    return LoadedTarget.load(TargetOptions(), device="cpu")
+    return LoadedTarget.load(TargetOptions(), device_map="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +173,48 @@ def test_chat_ends_where_the_context_is_full(loaded: LoadedTarget, tmp_path: Pat
     (rewritten,) = rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", temperature=0.0)
     assert [message["role"] for message in rewritten] == ["user", "assistant"]
     assert rewritten[0]["content"] == "How many?"
+
+
+def test_turns_of_different_chats_have_different_seeds(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a late turn and a later chat."""
+    seeds: list[int] = []
+
+    def generate(model: Any, ids: Any, mask: Any, *, sampling: Any, **_: Any) -> Any:
+        seeds.append(sampling.seed)
+        return SimpleNamespace(sequences=torch.cat([ids, ids[:, -1:]], 1))
+
+    monkeypatch.setattr(EagleFSD, "generate", generate)
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 9)
+    with contextlib.suppress(ValueError):  # the answers are empty
+        rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", batch_size=2)
+    assert len(seeds) == len(set(seeds)) == 4 * 5
+
+
+def test_chat_ends_where_the_template_rejects_it(
+    loaded: LoadedTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other chats are rewritten, and the earlier exchanges are kept."""
+
+    class Template(TokenizerTemplate):
+        def render(self, chat: Any, add_generation_prompt: bool = False) -> str:
+            if len(chat) > 2 and "two" in chat[2]["content"]:
+                raise ValueError("the chat template rejects the chat: two")
+            return super().render(chat, add_generation_prompt)
+
+    path = tmp_path / "chats.jsonl"
+    with path.open("w") as file:
+        for word in ("one", "two"):
+            roles = [("user", "Hello!"), ("assistant", "x"), ("user", word), ("assistant", "x")]
+            turns = [{"role": role, "content": content} for role, content in roles]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    strict = replace(loaded, chat_template=Template(loaded.tokenizer))
+    rewritten = rewrite(strict, ChatFile(path), tmp_path / "out.jsonl", temperature=0.0)
+    assert [len(chat) for chat in rewritten] == [4, 2]
+    assert "1 of 2 chats end early; the first one: the chat template rejects" in caplog.text
 
 
 def test_rewritten_chats_can_be_trained_on(

@@ -7,11 +7,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,12 +29,15 @@ from trainings import (
     write_chats,
 )
 
-from eagle_fsd import EagleHead
+from eagle_fsd import EagleHead, OptionsError
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.assistant_mask import encode_chat
 from eagle_fsd.train.chat_file import ChatFile
+from eagle_fsd.train.config import FeaturesRequest
+from eagle_fsd.train.dataset import Batch
+from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.trainer import Trainer
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
@@ -318,6 +323,90 @@ def test_full_disk_keeps_the_last_checkpoint(
     assert checkpoints(out) == ["step-3", "step-6"]
     train_here(data, out, target, resume=True, **VALIDATED)
     assert same_weights(read_weights(out), read_weights(uninterrupted))
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [0.25, None], ids=["float", "none"])
+def test_norm_of_the_gradient_may_be_a_number_or_missing(
+    norm: float | None, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed returns it."""
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: norm)
+    out = train_here(data, tmp_path / "out", target, max_steps=2)
+    assert [line["gradient_norm"] for line in read_metrics(out)] == [norm] * 2
+
+
+def test_deepspeed_takes_its_settings_from_the_options(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = SimpleNamespace(deepspeed_config={"gradient_clipping": 0.5}, enable_msamp=False)
+    monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
+    train_here(data, tmp_path / "out", target, max_steps=1, accumulate=3, clip=0.25)
+    assert plugin.deepspeed_config == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.25,
+    }
+
+
+# -- batches of tokens -----------------------------------------------------------------------------
+
+TOKENS = {"tokens_per_batch": 200, "max_length": 128}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["chats", "features"])
+def test_batches_never_exceed_the_budget_of_tokens(
+    stored: bool, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every epoch has the same number of batches, which hold every chat once."""
+    seen: list[tuple[int, int, int, list[int]]] = []
+    original = Trainer._compute_losses
+
+    def record(trainer: Trainer, epoch: int, batch: Batch) -> Any:
+        seen.append((epoch, *batch.ids.shape, batch.indices))
+        return original(trainer, epoch, batch)
+
+    monkeypatch.setattr(Trainer, "_compute_losses", record)
+    source: dict[str, Any] = {}
+    if stored:
+        features = tmp_path / "features"
+        request = FeaturesRequest(data=data, out=features, target=target, max_length=128)
+        store_features(request)
+        source["features"] = features
+    train_here(data, tmp_path / "out", target, **TOKENS, **source, max_steps=None, epochs=3)
+    assert all(rows * width <= 200 for _, rows, width, _ in seen)
+    assert max(rows for _, rows, _, _ in seen) > 2  # batch_size does not limit it
+    for epoch in range(3):
+        batches = [indices for number, _, _, indices in seen if number == epoch]
+        assert sorted(index for batch in batches for index in batch) == list(range(10))
+        assert len(batches) == len(seen) // 3
+
+
+def test_training_on_a_budget_of_tokens_resumes_to_the_same_weights(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    settings = {**TOKENS, "accumulate": 2, "epochs": 8}
+    whole = train_here(data, tmp_path / "whole", target, **settings)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        in_mid_epoch(patch)
+        with pytest.raises(Killed):
+            train_here(data, out, target, **settings)
+    train_here(data, out, target, resume=True, **settings)
+    assert same_weights(read_weights(out), read_weights(whole))
+    assert torch.equal(read_losses(out), read_losses(whole))
+    with pytest.raises(ValueError, match="tokens_per_batch was 200, is 250"):
+        train_here(data, out, target, resume=True, **{**settings, "tokens_per_batch": 250})
+
+
+def test_budget_below_the_longest_chat_is_rejected(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionsError, match=r"at least max_length \(128\); got 100"):
+        train_here(data, tmp_path / "out", target, tokens_per_batch=100, max_length=128)
+    assert not (tmp_path / "out").exists()
 
 
 # -- equivalent trainings --------------------------------------------------------------------------

@@ -119,10 +119,56 @@ def test_truncated_chats_are_reported(
     target: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train_here(data, tmp_path / "short", target, max_length=20)
-    assert "chats were truncated 24 times" in caplog.text  # twelve batches of two
+    found = re.search(
+        r"of 24 chats read in all epochs, 24 were truncated, (\d+) had no", caplog.text
+    )
+    assert found is not None  # twelve batches of two
+    record = json.loads((tmp_path / "short" / "training.json").read_text())["data"]
+    assert record["records"] == 10
+    assert record["skipped"] == record["shortened"] == {}
+    assert (record["chats"], record["truncated"], record["rejected"]) == (24, 24, 0)
+    assert record["unused"] == int(found[1])
+    assert 0 < record["loss_tokens"] < record["tokens"] <= 24 * 20
     caplog.clear()
     train_here(data, tmp_path / "long", target, max_length=256, max_steps=1)
     assert "truncated" not in caplog.text
+
+
+def test_dropped_records_are_reported_with_their_number(
+    target: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    lines = data.read_text().splitlines()
+    chat = json.loads(lines[0])
+    chat["messages"] += [{"role": "narrator", "content": "..."}]
+    file.write_text("\n".join([*lines, "{", json.dumps(chat)]))
+    out = train_here(file, tmp_path / "out", target, max_steps=1)
+    assert "shortened 1 of 12 records: 1 unknown role;" in caplog.text
+    assert "skipped 1 of 12 records: 1 not JSON; first skipped: line 11: not JSON" in caplog.text
+    record = json.loads((out / "training.json").read_text())["data"]
+    assert record["skipped"] == {"not JSON": 1}
+    assert record["shortened"] == {"unknown role": 1}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["chats", "features"])
+def test_training_without_any_loss_token_is_refused(
+    stored: bool, target: Path, data: Path, tmp_path: Path, run
+) -> None:
+    """Every chat is truncated before its answer. Nothing is written."""
+    out = tmp_path / "out"
+    arguments = command(data, out, target, max_length=8)
+    if stored:
+        features = ("--data", data, "--target", target, "--max-length", 8)
+        assert run("train", "features", *features, "--out", tmp_path / "features")[0] == 0
+        arguments = [*without_option(arguments, "--data"), "--features", str(tmp_path / "features")]
+    status, _, errors = run(*arguments)
+    assert status == 1
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1] == (
+        "error: no token of the 10 chats contributes to the loss: 10 are truncated before an answer"
+        " (raise max_length)"
+    )
+    assert not out.exists()
 
 
 def test_metrics_are_printed_as_lines_without_a_terminal(

@@ -12,10 +12,11 @@ from trainings import command, read_weights, same_weights, train_here
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.training_folder import TrainingFolder
 
-#: Keys of recipe.json as version 0.1 wrote them.
+#: Keys of recipe.json as version 0.1 wrote them, and tokens_per_batch.
 RECIPE_KEYS = """
-epochs max_steps batch_size accumulate max_length lr warmup weight_decay beta1 beta2 clip noise
-feature_weight token_weight divergence_weight divergence_loss unroll unroll_decay bias seed
+epochs max_steps batch_size tokens_per_batch accumulate max_length lr warmup weight_decay
+beta1 beta2 clip noise feature_weight token_weight divergence_weight divergence_loss unroll
+unroll_decay bias seed
 validation validate_every checkpoint_every log_every workers compile
 """
 

@@ -21,8 +21,10 @@ from trainings import (
     same_weights,
     start,
     train_here,
+    write_chats,
 )
 
+from eagle_fsd.train.feature_store import FeatureStore
 from eagle_fsd.train.training_folder import TrainingFolder
 
 
@@ -158,6 +160,23 @@ def test_two_processes_equal_one_with_twice_the_batch_size(
 
 
 @pytest.mark.slow
+def test_two_processes_share_batches_of_tokens(
+    target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+) -> None:
+    """As one process accumulates them. Batches have different numbers of chats and of answers."""
+    options = {"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_here(data, one, target, accumulate=2, **options)
+    process = start(command(data, two, target, **options), two_processes)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
+    assert read_metrics(two)[-1]["tokens"] == read_metrics(one)[-1]["tokens"]
+    for name, tensor in read_weights(one).items():
+        torch.testing.assert_close(read_weights(two)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_two_processes_killed_then_resumed_give_the_same_weights(
     target: Path, data: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
@@ -176,3 +195,61 @@ def test_two_processes_killed_then_resumed_give_the_same_weights(
     assert resumed.returncode == 0, errors
     assert same_weights(read_weights(out), read_weights(whole))
     assert torch.equal(read_losses(out), read_losses(whole))
+
+
+# -- features --------------------------------------------------------------------------------------
+
+#: The command line, in which the second process is killed while it writes its second shard.
+KILLED_IN_SHARD = """
+import os, signal
+from eagle_fsd.train import feature_store
+feature_store.SHARD_BYTES = 8000
+feature_store.write_features.__defaults__ = (4, 8000, None, None)
+original, calls = feature_store.save_file, []
+def save(*arguments):
+    calls.append(arguments)
+    if os.environ["RANK"] == "1" and len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(*arguments)
+feature_store.save_file = save
+from eagle_fsd.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_store_the_features_of_one(
+    target: Path, tmp_path: Path, two_processes: list[str]
+) -> None:
+    """Also if one of them is killed; a device map is rejected."""
+    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    arguments = ["train", "features", "--data", chats, "--target", target, "--out"]
+    one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
+    for out, launcher in ((one, None), (two, two_processes)):
+        process = start([*map(str, arguments), str(out)], launcher or ())
+        printed, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, errors
+        assert printed.count("40 chats are in") == 1
+        assert errors.count("are free in") == 1
+    single = FeatureStore(one)
+    assert (len(single.shards), len(FeatureStore(two).shards)) == (1, 2)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_IN_SHARD)
+    process = start([*map(str, arguments), str(killed)], [*two_processes[:-2], str(script)])
+    finish(process)
+    assert process.returncode != 0
+    assert 0 < len(FeatureStore(killed)) < 40
+    process = start([*map(str, arguments), str(killed)], two_processes)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    for found in (FeatureStore(two), FeatureStore(killed)):
+        assert found.complete
+        assert len(found) == len(single) == 40
+        for index in range(40):
+            ours, theirs = found[index], single[index]
+            assert (ours.ids, ours.assistant_mask) == (theirs.ids, theirs.assistant_mask)
+            assert torch.equal(ours.features, theirs.features)
+    process = start([*map(str, arguments), str(two), "--device-map", "cpu"], two_processes)
+    errors = finish(process)
+    assert process.returncode != 0
+    assert "error: --device-map requires a single process" in errors

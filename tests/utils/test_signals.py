@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from eagle_fsd.utils.signals import StopSignals
+from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -74,3 +74,13 @@ def test_child_exits_when_its_standard_input_closes(ignore: bool, status: int) -
         assert child.poll() is None
         child.stdin.close()
         assert child.wait(30) == status
+
+
+def test_second_signal_interrupts(caplog: pytest.LogCaptureFixture) -> None:
+    with StopSignals(interrupt_on_second_signal("this one")) as signals:
+        assert not signals.requested.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert signals.requested.is_set()
+        assert caplog.messages == ["stopping after this one; press Ctrl-C again to stop at once"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import JudgeClient, JudgeEndpoint, map_concurrently
+from eagle_fsd.evaluation.judge.client import JudgeClient, JudgeEndpoint
 from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgePrompts, Prompt, parse_rating
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import map_concurrently
 from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
 
 #: Method, question id, turn.

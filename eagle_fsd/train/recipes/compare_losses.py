@@ -48,10 +48,10 @@ class Variant:
 PUBLISHED = {"divergence_weight": 0.0, "unroll": 1}
 VARIANTS = (
     Variant("published losses", PUBLISHED),
-    Variant("3 steps", {**PUBLISHED, "unroll": 3}),
+    Variant("unroll 3", {**PUBLISHED, "unroll": 3}),
     Variant("JS loss", {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "js"}),
     Variant("TV loss", {**PUBLISHED, "divergence_weight": 1.0, "divergence_loss": "tv"}),
-    Variant("3 steps and JS loss", {"divergence_weight": 1.0, "unroll": 3}),
+    Variant("unroll 3 and JS loss", {"divergence_weight": 1.0, "unroll": 3}),
 )
 
 

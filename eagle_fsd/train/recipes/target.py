@@ -8,6 +8,7 @@ draft tree therefore takes little longer than a pass over one token, as for pair
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_wsd_schedule
 
 from eagle_fsd.bundled.problems import chats
+from eagle_fsd.model.checkpoint import transformers4_fields
 from eagle_fsd.train.assistant_mask import EncodedChat, encode_chat
 from eagle_fsd.train.record import write_record
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
-from eagle_fsd.utils.files import atomic_path
+from eagle_fsd.utils.files import atomic_path, atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -249,9 +251,28 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
             state |= {"step": step, "tokens": tokens, "seconds": seconds}
             with atomic_path(checkpoint) as temporary:
                 torch.save(state, temporary)
-    tokenizer.save_pretrained(out)
-    model.half().save_pretrained(out)
+    save_target(model, tokenizer, out)
     write_record(out, asdict(config), config.steps, tokens, seconds)
+
+
+def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Save the target in half precision, so that transformers 4 and 5 can load it.
+
+    Args:
+        model: The target; it is converted in place.
+        tokenizer: Its tokenizer.
+        out: Folder for both.
+    """
+    tokenizer.save_pretrained(out)
+    # transformers 5 writes the class's new name, which transformers 4 does not know.
+    _update_json(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    model.half().save_pretrained(out)
+    _update_json(out / "config.json", **transformers4_fields(model.config, model.dtype))
+
+
+def _update_json(path: Path, **values: Any) -> None:
+    content = {**json.loads(path.read_text(encoding="utf-8")), **values}
+    atomic_write(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _build_optimizer(config: TargetConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:

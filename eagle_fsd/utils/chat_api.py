@@ -1,0 +1,188 @@
+"""Request chat completions from an OpenAI-compatible endpoint, concurrently."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any, TypeVar
+
+from eagle_fsd.utils.text import one_line
+
+#: Environment variable that holds the API key.
+KEY_VARIABLE = "OPENAI_API_KEY"
+#: Key to send if none is set: the client requires one, and local servers ignore it.
+NO_KEY = "none"
+#: Maximum number of characters of an endpoint's error message to quote.
+MAX_MESSAGE_LENGTH = 300
+#: Name of the threads that wait for replies.
+THREAD_NAME = "chat-request"
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible endpoint and the model to use there.
+
+    Attributes:
+        base_url: The URL up to and including ``/v1``.
+        model: The model's name at the endpoint.
+        api_key: The API key. Default: ``$OPENAI_API_KEY``; local servers need none.
+        timeout: Seconds to wait for a reply.
+        retries: Maximum number of retries after transient failures: no connection, no reply, or
+            status 408, 409, 429 or 5xx.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 120
+    retries: int = 3
+
+    @property
+    def redacted_url(self) -> str:
+        """The URL without user name and password."""
+        credentials, at, location = self.base_url.rpartition("@")
+        return f"{credentials.partition('//')[0]}//{location}" if at else self.base_url
+
+
+class EndpointError(ValueError):
+    """A request failed; the message is one line without the API key.
+
+    Args:
+        message: What failed.
+        status: HTTP status of the reply; None if there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ChatClient:
+    """A client of one endpoint. It is thread-safe.
+
+    Args:
+        endpoint: The endpoint.
+
+    Raises:
+        EndpointError: The package ``openai`` is not installed, or the URL is invalid.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise EndpointError("this requires the package openai: install it") from error
+        self.endpoint = endpoint
+        self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
+        self._openai = openai
+        try:
+            self._client = openai.OpenAI(
+                base_url=endpoint.base_url,
+                api_key=self._key,
+                timeout=endpoint.timeout,
+                max_retries=endpoint.retries,
+            )
+        except Exception as error:  # the errors of httpx's URL parser share no other base class
+            raise self._failure(str(error)) from error
+
+    def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Request the assistant's next message.
+
+        Args:
+            messages: The chat so far, in OpenAI's layout.
+            **options: Further parameters of the request, such as ``temperature``.
+
+        Returns:
+            The message; "" if it has no content.
+
+        Raises:
+            EndpointError: The endpoint cannot be reached or rejects the request.
+        """
+        openai = self._openai
+        create: Any = self._client.chat.completions.create
+        try:
+            reply = create(
+                model=self.endpoint.model, messages=[dict(item) for item in messages], **options
+            )
+            return str(reply.choices[0].message.content or "")
+        except openai.APIStatusError as error:
+            body = error.body.get("message") if isinstance(error.body, dict) else None
+            message = f"{error.status_code}, {body or error.message}"
+            raise self._failure(message, error.status_code) from error
+        except openai.APITimeoutError as error:
+            raise self._failure(f"no reply within {self.endpoint.timeout:g} s") from error
+        except openai.APIConnectionError as error:
+            raise self._failure(f"{error.message} {error.__cause__ or ''}") from error
+        except (openai.OpenAIError, ValueError) as error:
+            raise self._failure(str(error)) from error
+        except (AttributeError, TypeError, IndexError) as error:
+            # Usually the reply is a web page, because "/v1" is missing from the URL.
+            raise self._failure("the reply is not a chat completion; check the URL") from error
+
+    def _failure(self, message: str, status: int | None = None) -> EndpointError:
+        """Build the error for a failed request, without the API key."""
+        if self._key != NO_KEY:
+            message = message.replace(self._key, "...")
+        return EndpointError(one_line(message)[:MAX_MESSAGE_LENGTH], status)
+
+
+def map_concurrently(
+    function: Callable[[Item], Result], items: Iterable[Item], concurrency: int
+) -> Generator[tuple[Item, Result], None, None]:
+    """Apply a function to items in several threads.
+
+    After an exception, no further calls are started; the results of the calls in progress are still
+    yielded before it is raised. Closing the iterator, as Ctrl-C does, does not wait for calls in
+    progress.
+
+    Args:
+        function: The function to call.
+        items: Its arguments. An item is requested when a thread is free, by one thread at a time.
+        concurrency: Maximum number of concurrent calls.
+
+    Yields:
+        Each item with its result, in order of completion.
+    """
+    # Daemon threads instead of an executor, for whose threads the interpreter would wait at exit:
+    # after Ctrl-C, until the slowest reply arrives.
+    waiting, lock = iter(items), Lock()
+    results: SimpleQueue[tuple[Item, Result] | Exception | None] = SimpleQueue()
+    cancelled = Event()
+
+    def work() -> None:
+        try:
+            while not cancelled.is_set():
+                with lock:
+                    found = list(islice(waiting, 1))
+                if not found:
+                    break
+                results.put((found[0], function(found[0])))
+        except Exception as error:
+            cancelled.set()
+            results.put(error)
+        results.put(None)  # this thread is done
+
+    running = concurrency
+    failure: Exception | None = None
+    try:
+        for _ in range(running):
+            Thread(target=work, name=THREAD_NAME, daemon=True).start()
+        while running:
+            result = results.get()
+            if result is None:
+                running -= 1
+            elif isinstance(result, Exception):
+                failure = failure or result
+            else:
+                yield result
+    finally:
+        cancelled.set()
+    if failure is not None:
+        raise failure

@@ -1,0 +1,210 @@
+"""Targets wrapped by PEFT or ``torch.compile``, and targets with int8 weights of torchao."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import (
+    NEW_TOKENS,
+    aligned_pair,
+    batch,
+    greedy_reference,
+    prompt,
+    reference,
+    small_tree,
+    tiny_target,
+    untrained_head,
+)
+from peft import (
+    LoraConfig,
+    PeftMixedModel,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.model.wrappers import unwrap_model
+
+#: Where ``make slow`` installs torchao: transformers imports it wherever it finds it.
+TORCHAO = Path(sys.prefix) / "torchao"
+
+
+def _pair(model: nn.Module) -> EagleFSD:
+    return EagleFSD(model, copy.deepcopy(aligned_pair().head), small_tree())
+
+
+def _check_decoding(pair: EagleFSD, wrapped: Any, expected: torch.Tensor) -> None:
+    """Compare every way to decode greedily with the target's own output."""
+    ids, mask = batch()
+    assert torch.equal(pair.generate(ids, mask, NEW_TOKENS).sequences, expected)
+    assert torch.equal(pair.generate(ids, mask, NEW_TOKENS, method="ar").sequences, expected)
+    found = wrapped.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        custom_generate=pair.custom_generate,
+    )
+    assert torch.equal(found, expected)
+
+
+# -- PEFT -----------------------------------------------------------------------------------------
+
+
+def _with_lora(*modules: str, mixed: bool = False) -> PeftModel | PeftMixedModel:
+    """Wrap a target in LoRA adapters with random weights."""
+    config = LoraConfig(
+        r=4, target_modules=list(modules), init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(0)
+    return get_peft_model(copy.deepcopy(aligned_pair().model), config, mixed=mixed)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "modules", [("q_proj", "v_proj"), ("embed_tokens", "down_proj", "lm_head")]
+)
+def test_peft_model_decodes_like_its_own_generate(modules: tuple[str, ...], mixed: bool) -> None:
+    model = _with_lora(*modules, mixed=mixed)
+    ids, mask = batch()
+    expected = model.eval().generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert not torch.equal(expected, reference(aligned=True))
+    pair = _pair(model.train())
+    assert type(pair.model) is type(aligned_pair().model)
+    _check_decoding(pair, model, expected)
+
+
+def test_disabled_adapter_does_not_decode() -> None:
+    model = _with_lora("q_proj", "v_proj")
+    pair = _pair(model)
+    with model.disable_adapter():
+        _check_decoding(pair, model, reference(aligned=True))
+
+
+def test_from_pretrained_takes_a_wrapped_target() -> None:
+    model = _with_lora("q_proj")
+    head = copy.deepcopy(aligned_pair().head)
+    for wrapped in (model, torch.compile(model)):
+        pair = EagleFSD.from_pretrained(wrapped, head)
+        assert pair.model is model.base_model.model
+    with pytest.raises(
+        TypeError, match=r"^dtype cannot be set on a target that is already loaded$"
+    ):
+        EagleFSD.from_pretrained(model, head, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PROMPT_TUNING"),
+        (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PREFIX_TUNING"),
+        (
+            LoraConfig(
+                target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM"
+            ),
+            "aLoRA",
+        ),
+    ],
+)
+def test_adapter_outside_the_model_raises_one_line(config: Any, method: str) -> None:
+    model = get_peft_model(tiny_target(), config)
+    for target in (model, torch.compile(model)):
+        with pytest.raises(ValueError, match=f"^the {method} adapter 'default' is not") as error:
+            EagleFSD(target, untrained_head(tiny_target()))
+        assert str(error.value).isprintable()
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Forget compiled code before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_compiled_module_is_unwrapped() -> None:
+    model = copy.deepcopy(aligned_pair().model)
+    compiled = torch.compile(model)
+    pair = _pair(compiled)
+    assert pair.model is model
+    _check_decoding(pair, compiled, reference(aligned=True))
+
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])]
+)
+def test_model_compiled_in_place_decodes_like_the_original(backend: str) -> None:
+    model: PreTrainedModel = copy.deepcopy(aligned_pair().model)
+    model.compile(backend=backend)
+    pair, ids = _pair(model), prompt(6, 3)
+    expected = greedy_reference(aligned_pair().model, ids, new=12)
+    for method in ("fsd", "ar"):
+        assert torch.equal(pair.generate(ids, None, 12, method=method).sequences, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+# -- other models ---------------------------------------------------------------------------------
+
+
+def test_model_that_is_not_from_hugging_face_raises() -> None:
+    message = r"^the target must be a Hugging Face model; got Linear$"
+    with pytest.raises(TypeError, match=message):
+        EagleFSD(nn.Linear(2, 2), None)
+    with pytest.raises(TypeError, match=message):
+        EagleFSD.from_pretrained(nn.Linear(2, 2), untrained_head(tiny_target()))
+    with pytest.raises(TypeError, match=r"got OptimizedModule around Linear$"):
+        unwrap_model(torch.compile(nn.Linear(2, 2)))
+
+
+def decode_int8_weights() -> None:
+    """Decode with int8 weights; called in a process that can import torchao."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = copy.deepcopy(aligned_pair().model).to(dtype)
+        quantize_(model, Int8WeightOnlyConfig())
+        pair = EagleFSD(model, copy.deepcopy(aligned_pair().head).to(dtype), small_tree())
+        assert "Int8" in type(pair.model.lm_head.weight).__name__
+        ids, mask = batch()
+        expected = greedy_reference(model, ids, mask, new=NEW_TOKENS)
+        _check_decoding(pair, model, expected)
+        assert pair.generate(ids, mask, NEW_TOKENS, threshold=0.5).stats.tau > 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TORCHAO.exists(), reason="torchao is not installed")
+def test_int8_weights_decode_like_their_own_generate() -> None:
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (TORCHAO, here, here.parent))),
+    }
+    command = "from test_wrappers import decode_int8_weights; decode_int8_weights()"
+    subprocess.run([sys.executable, "-c", command], env=environment, check=True, timeout=600)

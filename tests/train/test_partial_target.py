@@ -1,0 +1,252 @@
+"""Tests for training on stored features, which loads no layers of the target, and device maps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import tiny_target
+from trainings import (
+    command,
+    read_losses,
+    read_metrics,
+    read_weights,
+    same_weights,
+    train_here,
+    without_option,
+    write_target,
+)
+from transformers import PreTrainedModel
+
+from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.loading import LoadError, load_target
+from eagle_fsd.model.target import Target
+from eagle_fsd.train.config import FeaturesRequest
+from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.features import compute_features
+from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
+from eagle_fsd.train.validation import can_decode
+from eagle_fsd.utils.options import OptionsError
+
+NO_TAU = "validation reports losses and no tau, because the target's layers are not loaded"
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a file for every tensor."""
+    folder = write_target(tmp_path_factory.mktemp("sharded") / "target")
+    (folder / "model.safetensors").unlink()
+    model = tiny_target(vocab_size=1024, bos_token_id=1, eos_token_id=2)
+    model.save_pretrained(folder, max_shard_size="1KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def features(sharded: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stored") / "features"
+    store_features(FeaturesRequest(data=data, out=out, target=sharded, max_length=64))
+    return out
+
+
+@pytest.fixture
+def layerless(sharded: Path, tmp_path: Path) -> Path:
+    """The same target, whose layers' files are gone."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    layers = {file for key, file in index["weight_map"].items() if "layers" in key}
+    assert len(layers) > 10
+    for file in sharded.iterdir():
+        if file.name not in layers:
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.fixture
+def same_name(features: Path, tmp_path: Path) -> Any:
+    """Return the features as those of another folder with the same target."""
+
+    def renamed(target: Path) -> Path:
+        folder = tmp_path / "features"
+        folder.mkdir()
+        for file in features.glob("*.safetensors"):
+            (folder / file.name).symlink_to(file)
+        index = json.loads((features / "index.json").read_text())
+        index["made_from"]["target"] = str(target)
+        (folder / "index.json").write_text(json.dumps(index))
+        return folder
+
+    return renamed
+
+
+def test_training_on_features_reads_no_layers(
+    features: Path, sharded: Path, layerless: Path, same_name: Any, tmp_path: Path
+) -> None:
+    """It equals training with the whole target bit for bit, although the files are gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
+        whole = train_here(None, tmp_path / "whole", sharded, features=features)
+    part = train_here(None, tmp_path / "part", layerless, features=same_name(layerless))
+    assert torch.equal(read_losses(part), read_losses(whole))
+    assert same_weights(read_weights(part), read_weights(whole))
+    assert (part / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    with pytest.raises(LoadError, match="cannot load the target"):
+        load_target(layerless)
+
+
+def fail(*_: Any) -> None:
+    raise LoadError("they are quantized")
+
+
+def test_whole_target_is_loaded_where_its_parts_cannot_be(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = TargetOptions(target=sharded)
+    assert not can_decode(LoadedTarget.load(options, "cpu", layers=False).target)
+    assert not caplog.messages
+    monkeypatch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
+    assert can_decode(LoadedTarget.load(options, "cpu", layers=False).target)
+    assert caplog.messages == ["loading the whole target: they are quantized"]
+
+
+def test_validation_on_features_reports_losses_only(
+    features: Path, sharded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so once."""
+    caplog.set_level(logging.WARNING)
+    settings = {"features": features, "validation": 1, "validate_every": 4}
+    out = train_here(None, tmp_path / "out", sharded, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
+        whole = train_here(None, tmp_path / "whole", sharded, **settings)
+    assert caplog.messages.count(NO_TAU) == 1
+    validations = read_metrics(out, "validation")
+    assert [line["step"] for line in validations] == [4, 8, 12]
+    for line, complete in zip(validations, read_metrics(whole, "validation"), strict=True):
+        assert complete["tau"] is not None
+        assert (line["tau"], line["js_by_depth"]) == (None, [])
+        assert all(line[name] == complete[name] for name in ("loss", "top1", "top3"))
+    card = (out / "README.md").read_text()
+    assert "among its three most likely" in card
+    assert "tau" not in card.partition("![Training")[0]
+    assert "; tau " in (whole / "README.md").read_text()
+
+
+def test_command_prints_losses_of_a_validation_without_tau(
+    run: Any, features: Path, sharded: Path, data: Path, tmp_path: Path
+) -> None:
+    words = without_option(command(data, tmp_path / "out", sharded, validation=1), "--data")
+    status, _, errors = run(*words, "--features", features)
+    assert status == 0, errors
+    (line,) = [line for line in errors.splitlines() if "held-out" in line]
+    assert line.rpartition(", ")[2].startswith("top-3 ")
+
+
+# -- device maps -----------------------------------------------------------------------------------
+
+
+PARTS = ["embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb"]
+
+
+def load_offloaded(target: Path, offloaded: Sequence[str], folder: Path) -> PreTrainedModel:
+    """Load a target with some parts on the disk."""
+    places = dict.fromkeys([*(f"model.{part}" for part in PARTS), "lm_head"], "cpu")
+    places |= dict.fromkeys(offloaded, "disk")
+    return load_target(target, device_map=places, offload_folder=str(folder))
+
+
+@pytest.mark.parametrize(
+    "offloaded",
+    [["model.layers.1"], ["model.layers.1", "lm_head"], ["model.embed_tokens", "model.layers.0"]],
+    ids=lambda parts: parts[0],
+)
+def test_features_of_a_spread_target_equal_those_of_one_device(
+    offloaded: list[str], sharded: Path, tmp_path: Path
+) -> None:
+    """Hooks move the inputs to the devices of the parts."""
+    spread = Target(load_offloaded(sharded, offloaded, tmp_path))
+    ids = torch.arange(3, 43).view(2, 20)
+    assert not can_decode(spread)
+    expected = compute_features(Target(load_target(sharded)), ids)
+    assert torch.equal(compute_features(spread, ids), expected)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1", "lm_head"])
+def test_training_with_offloaded_parts(
+    part: str, sharded: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers may be offloaded, the output projection must not be."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "eagle_fsd.train.loaded_target.load_target",
+            lambda *_, **__: load_offloaded(sharded, [part], tmp_path / "disk"),
+        )
+        if part == "lm_head":
+            with pytest.raises(ValueError, match="output projection is offloaded"):
+                train_here(data, tmp_path / "spread", sharded, device_map="auto")
+            return
+        spread = train_here(data, tmp_path / "spread", sharded, device_map="auto", validation=1)
+    whole = train_here(data, tmp_path / "whole", sharded, validation=1)
+    assert same_weights(read_weights(spread), read_weights(whole))
+    assert [line["tau"] for line in read_metrics(spread, "validation")] == [None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto chooses the GPU")
+@pytest.mark.parametrize("place", ["auto", "balanced", "cpu"])
+def test_commands_accept_a_device_map(
+    place: str, run: Any, sharded: Path, data: Path, tmp_path: Path
+) -> None:
+    common = ["--target", sharded, "--device-map", place]
+    store = ["train", "features", "--data", data, "--out", tmp_path / "features", *common]
+    status, _, errors = run(*store)
+    assert status == 0, errors
+    rewritten = tmp_path / "rewritten.jsonl"
+    words = ["train", "regenerate", "--data", data, "--out", rewritten, "--max-new-tokens", 4]
+    status, _, errors = run(*words, *common)
+    assert status == 0 or "no valid chat" in errors, errors  # the target is a random one
+    assert len(rewritten.read_text().splitlines()) == 10
+    weights = []
+    for name, more in (("mapped", ["--device-map", place]), ("plain", [])):
+        status, _, errors = run(*command(data, tmp_path / name, sharded, max_steps=2), *more)
+        assert status == 0, errors
+        weights.append(read_weights(tmp_path / name))
+    assert same_weights(*weights)
+    words = without_option(command(data, tmp_path / "stored", sharded, max_steps=2), "--data")
+    status, _, errors = run(*words, "--features", tmp_path / "features", "--device-map", place)
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize("name", ["train", "features", "regenerate"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("toaster", "'toaster' is not a device"), ("cuda:99", "cuda:99 does not exist")],
+)
+def test_missing_device_is_reported_in_one_line(
+    name: str, place: str, message: str, run: Any, sharded: Path, data: Path, tmp_path: Path
+) -> None:
+    words = ["train", *([] if name == "train" else [name]), "--data", data, "--target", sharded]
+    status, _, errors = run(*words, "--out", tmp_path / "out", "--device-map", place)
+    assert status == 1
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+def test_both_spellings_are_accepted_everywhere(run: Any, sharded: Path) -> None:
+    store = ("train", "features", "--target", sharded, "--data", __file__, "--out", "unused")
+    for words in (("generate", "Hello!", "--device-map"), (*store, "--device")):
+        status, _, errors = run(*words, "toaster")
+        assert status == 1, errors
+        assert "'toaster' is not a device" in errors
+
+
+def test_device_map_requires_a_single_process() -> None:
+    check_device_map(None, 2)
+    check_device_map("auto", 1)
+    with pytest.raises(OptionsError, match="--device-map requires a single process"):
+        check_device_map("cpu", 2)

@@ -1,0 +1,459 @@
+"""Tests for rewriting chats with a server: concurrency, retries, interruptions, rejections."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_server import KEY, MODEL, Messages, StubServer, answer
+
+from eagle_fsd.train.chat_file import Chat, ChatFile
+from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
+from eagle_fsd.train.regenerate import regenerate, request_chats
+from eagle_fsd.utils.options import OptionsError
+
+COUNT = 9
+#: Seconds until a wait for an event fails.
+TIMEOUT = 100
+TOO_LONG = "This model's maximum context length is 64 tokens."
+
+
+@pytest.fixture
+def stub() -> Iterator[StubServer]:
+    server = StubServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats of one, two and three rounds, some with a system turn."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    with path.open("w") as file:
+        for number in range(COUNT):
+            turns: Chat = [{"role": "system", "content": "Count."}] if number % 3 == 1 else []
+            for place in range(1 + number % 3):
+                turns.append({"role": "user", "content": f"Question {number} {place}?"})
+                turns.append({"role": "assistant", "content": f"Wrong {number} {place}."})
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def request(data: Path, out: Path, stub: StubServer, progress: Any = None, **options: Any) -> Any:
+    """Rewrite the chats; options are fields of the server or of the configuration."""
+    names = [name for name in options if name in RegenerateServer.model_fields]
+    server = {"base_url": stub.url, "model": MODEL, "retries": 3, "timeout": TIMEOUT}
+    server |= {name: options.pop(name) for name in names}
+    config = RegenerateConfig(max_new_tokens=7, **options)
+    return request_chats(RegenerateServer(**server), ChatFile(data), out, config, progress)
+
+
+def expected(data: Path) -> list[dict[str, Any]]:
+    """What the stub makes of the chats, one after another."""
+    lines = []
+    for index, chat in enumerate(ChatFile(data)):
+        new: Chat = []
+        for turn in chat:
+            if turn["role"] == "assistant":
+                turn = {"role": "assistant", "content": answer(new)}
+            new.append(turn)
+        lines.append({"index": index, "messages": new})
+    return lines
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file that may not exist yet."""
+    content = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
+def is_first_turn(messages: Messages, number: int) -> bool:
+    return messages[-1]["content"] == f"Question {number} 0?"
+
+
+def test_turns_follow_the_rewritten_ones_before_them(
+    stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    reported: list[tuple[int, int]] = []
+    out = tmp_path / "out.jsonl"
+    rewritten = request(data, out, stub, lambda *now: reported.append(now), top_k=5, seed=3)
+    assert read_lines(out) == expected(data)
+    assert len(rewritten) == COUNT
+    assert reported == [(done, COUNT) for done in range(1, COUNT + 1)]
+    first = stub.requests[0]
+    assert first["model"] == MODEL
+    assert (first["temperature"], first["top_p"], first["top_k"]) == (1.0, 1.0, 5)
+    assert first["max_tokens"] == 7
+    seeds = [body["seed"] for body in stub.requests]
+    assert len(set(seeds)) == len(seeds) == 2 * COUNT
+    assert request(data, out, stub, seed=3, top_k=5, concurrency=1).path == out
+    assert len(stub.requests) == 2 * COUNT  # nothing was left to do
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_requests_are_concurrent_and_the_order_is_restored(
+    concurrency: int, stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    """The first chat is the last one to be answered, but for those that wait for its thread."""
+    others = threading.Event()
+    together = threading.Barrier(concurrency)
+
+    def wait(messages: Messages) -> None:
+        if concurrency > 1 and len(stub.requests) <= concurrency:
+            together.wait(TIMEOUT)
+        if concurrency > 1 and is_first_turn(messages, 0):
+            others.wait(TIMEOUT)
+
+    stub.intercept = wait
+    out = tmp_path / "out.jsonl"
+
+    def progress(done: int, total: int) -> None:
+        if done == total - 1:
+            others.set()
+
+    request(data, out, stub, progress, concurrency=concurrency)
+    assert stub.peak == concurrency
+    assert read_lines(out) == expected(data)
+
+
+def test_transient_failures_are_retried(stub: StubServer, data: Path, tmp_path: Path) -> None:
+    """Each request fails twice, with 429 and 503."""
+    seen: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def fail(messages: Messages) -> tuple[int, str] | None:
+        key = json.dumps(messages)
+        with lock:
+            seen[key] = seen.get(key, 0) + 1
+        return {1: (429, "slow down"), 2: (503, "busy")}.get(seen[key])
+
+    stub.intercept = fail
+    out = tmp_path / "out.jsonl"
+    request(data, out, stub)
+    assert read_lines(out) == expected(data)
+    assert set(seen.values()) == {3}
+
+
+def test_failing_server_ends_the_run_which_resumes(
+    stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    """The chats that were rewritten before are kept; the result is that of one run."""
+    stub.intercept = lambda messages: (500, "broken") if is_first_turn(messages, 5) else None
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match=r"org/target at .* failed \(500, broken\); .* saved") as e:
+        request(data, out, stub, concurrency=2, retries=1)
+    assert str(e.value).isprintable()
+    kept = {line["index"] for line in read_lines(out)}
+    assert {0, 1, 2, 3} <= kept | {4}
+    assert 5 not in kept
+    before = len(stub.requests)
+    stub.intercept = lambda messages: None
+    request(data, out, stub, concurrency=2, retries=1)
+    assert read_lines(out) == expected(data)
+    again = {body["messages"][-1]["content"].split()[1] for body in stub.requests[before:]}
+    assert again == {str(number) for number in range(COUNT) if number not in kept}
+
+
+def test_partial_line_is_written_again(stub: StubServer, data: Path, tmp_path: Path) -> None:
+    """As a kill leaves it, with lines in the order of their completion."""
+    out = tmp_path / "out.jsonl"
+    request(data, out, stub)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text(lines[4] + lines[1] + lines[7][:20])
+    request(data, out, stub)
+    assert read_lines(out) == expected(data)
+
+
+# -- rejections ------------------------------------------------------------------------------------
+
+
+def test_full_context_ends_a_chat_after_its_earlier_exchanges(
+    stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.intercept = lambda messages: (400, TOO_LONG) if len(messages) >= 3 else None
+    out = tmp_path / "out.jsonl"
+    rewritten = request(data, out, stub)
+    whole = expected(data)
+    for chat, complete in zip(rewritten, whole, strict=True):
+        assert chat == complete["messages"][: len(chat)]
+    assert [len(chat) for chat in rewritten] == [2, 3, 2] * 3
+    assert f"6 of {COUNT} chats end early; the first one: line " in caplog.text
+    assert f"400, {TOO_LONG}" in caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_server_that_rejects_every_chat_ends_the_run(
+    status: int, stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    """For example because it does not support a parameter. Nothing is written."""
+    stub.intercept = lambda messages: (status, "unknown parameter: seed")
+    out = tmp_path / "out.jsonl"
+    message = rf"it rejects all chats: line \d+: {status}, unknown parameter: seed"
+    with pytest.raises(ValueError, match=message):
+        request(data, out, stub)
+    assert not out.exists()
+    stub.intercept = lambda messages: None
+    request(data, out, stub)
+    assert read_lines(out) == expected(data)
+
+
+def test_chats_that_are_rejected_first_are_kept_in_the_file(
+    stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    """So that a resumed run does not request them again; reading the file skips them."""
+    stub.intercept = lambda messages: (400, TOO_LONG) if is_first_turn(messages, 0) else None
+    out = tmp_path / "out.jsonl"
+    assert len(request(data, out, stub, concurrency=1)) == COUNT - 1
+    lines = read_lines(out)
+    assert [line["index"] for line in lines] == list(range(COUNT))
+    assert lines[1:] == expected(data)[1:]
+    before = len(stub.requests)
+    request(data, out, stub)
+    assert len(stub.requests) == before
+
+
+def test_empty_reply_ends_a_chat(
+    stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stub_server.answer", lambda messages: " " if len(messages) > 1 else "x")
+    rewritten = request(data, tmp_path / "out.jsonl", stub)
+    assert {tuple(item["role"] for item in chat) for chat in rewritten} == {("user", "assistant")}
+
+
+def test_tool_calls_and_results_are_context(stub: StubServer, tmp_path: Path) -> None:
+    """They are sent as OpenAI's API takes them, and are not rewritten."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Wrong."},
+    ]
+    data, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    (chat,) = request(data, out, stub)
+    (body,) = stub.requests
+    sent = body["messages"]
+    assert [turn["role"] for turn in sent] == ["system", "user", "assistant", "tool"]
+    assert sent[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
+    assert sent[3]["tool_call_id"] == "1"
+    assert chat[2]["tool_calls"] == [call]
+    assert chat[4] == {"role": "assistant", "content": answer(sent)}
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}],
+    ids=lambda change: next(iter(change)),
+)
+def test_output_of_other_options_is_rejected(
+    change: dict[str, Any], stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    request(data, out, stub)
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match="was written from other chats or options"):
+        request(data, out, stub, **change)
+    assert out.read_bytes() == before
+    request(data, out, stub, concurrency=3, retries=0, batch_size=2)  # these do not matter
+
+
+def test_key_comes_from_the_environment_and_is_not_stored(
+    stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
+        request(data, out, stub, api_key_env="OTHER_KEY")
+    monkeypatch.setenv("OTHER_KEY", KEY)
+    stub.intercept = lambda messages: (401, f"{KEY} is not a valid key")
+    with pytest.raises(ValueError, match=r"\(401, \.\.\. is not a valid key\)"):
+        request(data, out, stub, api_key_env="OTHER_KEY")
+    assert set(stub.keys) == {f"Bearer {KEY}"}
+    monkeypatch.setenv("OPENAI_API_KEY", "another")
+    stub.intercept = lambda messages: None
+    url = stub.url.replace("//", "//user:password@")
+    request(data, out, stub, base_url=url)
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert KEY not in written
+    assert "password" not in written
+
+
+def test_url_and_model_require_each_other() -> None:
+    for options in ({"base_url": "http://x/v1"}, {"model": "x"}):
+        with pytest.raises(ValueError, match="--base-url and --model require each other"):
+            RegenerateServer(**options)
+
+
+@pytest.mark.parametrize("option", ["target", "dtype", "chat_template", "device_map"])
+def test_options_of_a_loaded_target_exclude_a_server(
+    option: str, data: Path, tmp_path: Path
+) -> None:
+    given = RegenerateRequest(data=data, out=tmp_path / "out.jsonl", **{option: "x"})
+    server = RegenerateServer(base_url="http://127.0.0.1:1/v1", model=MODEL)
+    with pytest.raises(OptionsError, match=f"takes no {option.replace('_', ' ')}"):
+        regenerate(given, server=server)
+
+
+def test_several_processes_are_rejected(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would all write the same file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionsError, match="requires a single process"):
+        regenerate(RegenerateRequest(data=data, out=tmp_path / "out.jsonl"))
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def arguments(data: Path, out: Path, url: str, *more: str) -> list[str]:
+    words = ["train", "regenerate", "--data", data, "--out", out, "--base-url", url, *more]
+    return [*map(str, words), "--model", MODEL]
+
+
+def test_command_rewrites_without_loading_a_target(
+    run: Any, stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_fsd.train.regenerate.LoadedTarget", None)
+    out = tmp_path / "out.jsonl"
+    status, _, errors = run(*arguments(data, out, stub.url, "--max-new-tokens", "7"))
+    assert status == 0, errors
+    assert f"{COUNT} rewritten chats are in" in errors
+    assert read_lines(out) == expected(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"--base-url": "http://127.0.0.1:1/v1"}, 1, "Connection error"),
+        ({"--model": "org/none"}, 1, "404, the model org/none does not exist"),
+        ({"--target": "x"}, 2, "--base-url uses a server's target and takes no target"),
+        ({"--concurrency": "0"}, 2, "--concurrency must be an integer in [1, 1024]"),
+    ],
+    ids=["unreachable", "unknown model", "target", "concurrency"],
+)
+def test_errors_are_one_line(
+    change: dict[str, str],
+    status: int,
+    message: str,
+    run: Any,
+    stub: StubServer,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    more = [word for item in change.items() for word in item]
+    words = arguments(data, tmp_path / "out.jsonl", stub.url, "--retries", "0")
+    found, _, errors = run(*words, *more)
+    assert found == status
+    assert message in errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "Traceback" not in errors
+
+
+def interrupt() -> None:
+    """Send SIGINT to the main thread."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def test_ctrl_c_completes_the_chats_in_progress(
+    run: Any, stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The signal arrives during three chats, whose other turns are still requested."""
+    stuck = threading.Barrier(3, action=interrupt)
+
+    def wait(messages: Messages) -> None:
+        if len(stub.requests) <= 3:
+            stuck.wait(TIMEOUT)
+            while "press Ctrl-C again" not in caplog.text:
+                time.sleep(0.01)
+
+    stub.intercept = wait
+    out = tmp_path / "out.jsonl"
+    handler = signal.getsignal(signal.SIGINT)
+    words = arguments(data, out, stub.url, "--concurrency", "3", "--max-new-tokens", "7")
+    status, _, errors = run(*words)
+    assert status == 130
+    assert errors.splitlines()[-1] == "error: stopped"
+    assert caplog.messages == [
+        "stopping after the chats in progress; press Ctrl-C again to stop at once"
+    ]
+    assert signal.getsignal(signal.SIGINT) is handler
+    saved = read_lines(out)
+    assert sorted(line["index"] for line in saved) == [0, 1, 2]
+    assert all(line == expected(data)[line["index"]] for line in saved)
+    assert len(stub.requests) == 6  # one, two and three rounds
+    assert run(*words)[0] == 0
+    assert read_lines(out) == expected(data)
+    assert len(stub.requests) == 2 * COUNT
+
+
+def test_second_ctrl_c_stops_at_once(
+    run: Any, stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without waiting for the replies."""
+    over = threading.Event()
+
+    def wait(messages: Messages) -> None:
+        if not is_first_turn(messages, 0):
+            interrupt()
+            while "press Ctrl-C again" not in caplog.text:
+                time.sleep(0.01)
+            interrupt()
+            over.wait(TIMEOUT)
+
+    stub.intercept = wait
+    out = tmp_path / "out.jsonl"
+    words = arguments(data, out, stub.url, "--concurrency", "1")
+    try:
+        assert run(*words)[0] == 130
+    finally:
+        over.set()
+    assert [line["index"] for line in read_lines(out)] == [0]
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_to_the_same_result(
+    stub: StubServer, data: Path, tmp_path: Path
+) -> None:
+    """The requests in progress are lost, the chats before them are not."""
+    over = threading.Event()
+
+    def wait(messages: Messages) -> None:
+        if not is_first_turn(messages, 0):
+            over.wait(TIMEOUT)
+
+    stub.intercept = wait
+    out = tmp_path / "out.jsonl"
+    words = [sys.executable, "-m", "eagle_fsd.cli", *arguments(data, out, stub.url)]
+    process = subprocess.Popen([*words, "--concurrency", "2"])
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while len(read_lines(out)) < 1 or len(stub.requests) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.wait(TIMEOUT)
+    finally:
+        over.set()
+        process.kill()
+    assert [line["index"] for line in read_lines(out)] == [0]
+    before = len(stub.requests)
+    subprocess.run(words, check=True, timeout=TIMEOUT)
+    assert read_lines(out) == expected(data)
+    assert len(stub.requests) == before + 2 * COUNT - 1

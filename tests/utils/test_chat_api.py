@@ -1,0 +1,92 @@
+"""Concurrent calls. The tests of the judge and of rewriting chats cover the client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from eagle_fsd.utils.chat_api import THREAD_NAME, map_concurrently
+
+TIMEOUT = 100
+
+
+def test_every_item_is_returned_with_its_result() -> None:
+    results = list(map_concurrently(lambda item: item * item, range(50), 4))
+    assert sorted(results) == [(item, item * item) for item in range(50)]
+    assert list(map_concurrently(str, [], 4)) == []
+
+
+def test_items_are_requested_when_a_thread_is_free() -> None:
+    """So that the caller can stop them, and never by two threads at once."""
+    requested: list[int] = []
+    stop = threading.Event()
+    busy = threading.Lock()
+
+    def items() -> Iterator[int]:
+        for item in range(1000):
+            assert busy.acquire(blocking=False)
+            if stop.is_set():
+                return
+            requested.append(item)
+            busy.release()
+            yield item
+
+    over = threading.Event()
+
+    def work(item: int) -> int:
+        if item:
+            over.wait(TIMEOUT)
+        return item
+
+    results = map_concurrently(work, items(), 3)
+    assert next(results) == (0, 0)
+    stop.set()
+    over.set()
+    rest = [item for item, _ in results]
+    assert sorted(rest) == requested[1:]
+    assert len(requested) <= 4  # three at first, and one after the first
+
+
+def test_exception_is_raised_after_the_results_in_progress() -> None:
+    failed = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 1:
+            raise ValueError("one")
+        failed.wait(TIMEOUT)
+        return item
+
+    results = map_concurrently(work, range(100), 2)
+    threading.Timer(0.1, failed.set).start()
+    assert next(results) == (0, 0)
+    with pytest.raises(ValueError, match="one"):
+        next(results)
+
+
+def test_exception_of_the_items_is_raised() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    results = map_concurrently(lambda item: item, items(), 3)
+    with pytest.raises(OSError, match="gone"):
+        list(results)
+
+
+def test_closing_does_not_wait_for_calls_in_progress() -> None:
+    over = threading.Event()
+
+    def work(item: int) -> int:
+        if item:
+            over.wait(TIMEOUT)
+        return item
+
+    results = map_concurrently(work, range(100), 2)
+    assert next(results) == (0, 0)
+    results.close()
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(TIMEOUT)
