@@ -165,7 +165,9 @@ class PairOptions(TargetOptions):
     """Which target and draft head to load, and where."""
 
     head: ModelName | None = Field(
-        default=None, description="Draft head: a folder or a Hub name; default: the bundled head."
+        default=None,
+        description="Draft head: a folder or a Hub name; default with the bundled target: the bundled"
+        " head.",
     )
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."

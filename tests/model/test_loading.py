@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import families
 import huggingface_hub.constants
 import pytest
 import torch
@@ -19,10 +21,22 @@ from pairs import (
     tokenizer,
     untrained_head,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTJConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
-from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
+from eagle_fsd.model.loading import LoadError, load_embeddings, load_target, load_tokenizer
+from eagle_fsd.model.target import Target
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -195,6 +209,224 @@ def test_layers_offloaded_to_disk_raise_one_line(folder: Path, tmp_path: Path) -
         offload_folder=str(tmp_path / "offload"),
     )
     assert_raises(lambda: pair.generate(prompt(4), max_new_tokens=2), "offloaded", ValueError)
+
+
+# -- embedding and output projection only ----------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+#: Two matrices, tied ones, a scale in a buffer, a bias and other names of the parameters.
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen2-tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3TextConfig(**SMALL, head_dim=8),
+    "gptj": lambda: GPTJConfig(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    ),
+}
+
+
+def save_family(family: str, folder: Path, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model.to(torch.bfloat16).save_pretrained(folder, **options)
+    return folder
+
+
+def remove_layers(folder: Path) -> int:
+    """Delete the shards without the embedding and the output projection; return their number."""
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    words = ("embed_tokens.", "wte.", "lm_head.")
+    kept = {file for key, file in files.items() if any(word in key for word in words)}
+    removed = set(files.values()) - kept
+    for file in removed:
+        (folder / file).unlink()
+    return len(removed)
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
+    assert type(found) is type(expected)
+    assert state(found).keys() == state(expected).keys()
+    for key, tensor in state(expected).items():
+        assert torch.equal(state(found)[key], tensor)
+        assert state(found)[key].dtype == tensor.dtype
+
+
+def assert_same_embeddings(part: PreTrainedModel, whole: PreTrainedModel) -> None:
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        found, expected = getattr(part, name)(), getattr(whole, name)()
+        assert_same_state(found, expected)
+    ids, features = prompt(5), torch.randn(1, 5, 32)
+    assert torch.equal(Target(part).embed(ids), Target(whole).embed(ids))
+    assert torch.equal(Target(part).project(features), Target(whole).project(features))
+    tied = [
+        m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (part, whole)
+    ]
+    assert tied[0] == tied[1]
+    assert part.config.to_dict() == whole.config.to_dict()
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_equal_those_of_the_whole_target(
+    family: str, dtype: str | None, tmp_path: Path
+) -> None:
+    """Bit for bit, and no file with layers is opened: they are deleted."""
+    folder = save_family(family, tmp_path, max_shard_size="5KB")
+    whole = load_target(folder, dtype)
+    assert remove_layers(folder) > 2
+    part = load_embeddings(folder, dtype)
+    assert_same_embeddings(part, whole)
+    loaded = {id(item) for item in Target(part).embed.parameters()}
+    loaded |= {id(item) for item in Target(part).lm_head.parameters()}
+    assert all(item.is_meta or id(item) in loaded for item in part.parameters())
+    assert sum(item.is_meta for item in part.parameters()) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", families.TYPES)
+def test_embeddings_of_every_type_equal_those_of_the_whole_target(
+    model_type: str, tmp_path: Path
+) -> None:
+    try:
+        model = families.tiny_model(model_type)
+        model.to(torch.bfloat16).save_pretrained(tmp_path)
+        whole = load_target(tmp_path)
+    except Exception as error:
+        pytest.skip(f"transformers cannot build, save and load it: {type(error).__name__}")
+    part = load_embeddings(tmp_path)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        found, expected = getattr(part, name)(), getattr(whole, name)()
+        if expected is not None:
+            assert_same_state(found, expected)
+
+
+def test_embeddings_of_a_single_file_are_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file with layers, only the two tensors are read."""
+    folder = save_family("llama", tmp_path)
+    whole = load_target(folder)
+    read: list[str] = []
+
+    class Spy:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.file = safe_open(*arguments, **options)
+
+        def __enter__(self) -> Spy:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.__exit__(None, None, None)
+
+        def keys(self) -> list[str]:
+            return list(self.file.keys())
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr("eagle_fsd.model.loading.safe_open", Spy)
+    assert_same_embeddings(load_embeddings(folder), whole)
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_embeddings_are_read_from_pickles(sharded: bool, zipped: bool, tmp_path: Path) -> None:
+    """``pytorch_model.bin``, also in the format before torch 1.6, and in shards."""
+    folder = save_family("qwen2-tied", tmp_path)
+    whole = load_target(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {
+        key: f"pytorch_model-{1 + ('layers' in key and sharded)}.bin"
+        if sharded
+        else "pytorch_model.bin"
+        for key in tensors
+    }
+    for file in set(files.values()):
+        part = {key: tensor for key, tensor in tensors.items() if files[key] == file}
+        torch.save(part, folder / file, _use_new_zipfile_serialization=zipped)
+    if sharded:
+        index = {"metadata": {}, "weight_map": files}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        (folder / "pytorch_model-2.bin").unlink()
+    assert_same_embeddings(load_embeddings(folder), whole)
+
+
+def test_embeddings_are_found_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    """As in GPT-2's files, where ``wte.weight`` stands for ``transformer.wte.weight``."""
+    folder = save_family("gptj", tmp_path)
+    whole = load_target(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_same_embeddings(load_embeddings(folder), whole)
+
+
+def damage(folder: Path, change: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if change == "quantized":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    elif change == "missing":
+        del tensors["lm_head.weight"]
+    elif change == "shape":
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, :8].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    if change == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    elif change == "no dtype":
+        config = json.loads((folder / "config.json").read_text())
+        del config["dtype"]
+        (folder / "config.json").write_text(json.dumps(config))
+    elif change == "no file":
+        file.unlink()
+    elif change == "truncated":
+        file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("quantized", r"lm_head\.weight is quantized"),
+        ("missing", "there is no weight of Linear"),
+        ("shape", "size mismatch for model.embed_tokens.weight"),
+        ("adapter", "it has an adapter"),
+        ("no dtype", "its configuration has no dtype"),
+        ("no file", r"there is none of model\.safetensors, "),
+        ("truncated", "header"),
+    ],
+)
+def test_embeddings_that_cannot_be_loaded_alone_raise_one_line(
+    change: str, message: str, tmp_path: Path
+) -> None:
+    folder = save_family("llama", tmp_path)
+    damage(folder, change)
+    start = f"cannot load the embedding and the output projection of {folder}: "
+    assert_raises(lambda: load_embeddings(folder, "auto"), start + ".*" + message)
+
+
+def test_embeddings_are_placed_on_one_device(folder: Path) -> None:
+    assert load_embeddings(folder, device="auto").lm_head.weight.device.type in ("cpu", "cuda")
+    assert load_embeddings(folder, device=torch.device("cpu")).lm_head.weight.is_cpu
+    assert_raises(lambda: load_embeddings(folder, device="cuda:99"), "does not exist", ValueError)
+    assert_raises(lambda: load_embeddings(folder, "int8"), "dtype must be one of", ValueError)
+    missing = folder / "nowhere"
+    assert_raises(lambda: load_embeddings(missing), f"{missing} is not a folder")
 
 
 # -- loaded targets --------------------------------------------------------------------------------

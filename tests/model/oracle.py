@@ -1,0 +1,70 @@
+"""A draft head that knows the target's answers, so that most of what it proposes is accepted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.target import Target
+
+#: Rank of the right token among the drafted ones, by its position: most often the first.
+RANKS = torch.tensor([0, 0, 0, 1, 0, 0, 2])
+#: Draft log-probabilities of the first three candidates.
+LOG_PROBS = (-0.3, -1.5, -2.5)
+
+
+class OracleHead(nn.Module):
+    """Propose the right token among wrong ones, with the interface of ``EagleHead``.
+
+    The right token comes first, second or third, so steps accept zero to many tokens, on varying
+    branches. A "feature" of this head is a distribution over the next token.
+
+    Args:
+        sequences: ``[B, L]`` the prompts and their answers, padded on the right. Prompts have at
+            least two tokens.
+        vocab_size: Size of the target's vocabulary.
+    """
+
+    def __init__(self, sequences: Tensor, vocab_size: int) -> None:
+        super().__init__()
+        self.sequences, self.vocab_size = sequences, vocab_size
+        self.device, self.dtype = sequences.device, torch.float32
+
+    def attach(self, _target: Target) -> OracleHead:
+        return self
+
+    def new_cache(self, rows: int, length: int) -> TreeCache:
+        return _RowCache(rows, length)
+
+    def append(
+        self, _features: Tensor, tokens: Tensor, lengths: Tensor, _max: int, cache: _RowCache
+    ) -> Tensor:
+        return self(None, tokens, lengths[:, None] + torch.arange(tokens.shape[1]), None, cache)
+
+    def forward(
+        self, _features: object, _tokens: Tensor, positions: Tensor, _mask: object, cache: _RowCache
+    ) -> Tensor:
+        """Predict the token that follows the pair of a feature at ``positions`` and a token."""
+        index = (positions + 2).clamp_max(self.sequences.shape[1] - 1)
+        right = self.sequences[cache.order[: len(index)]].gather(1, index)
+        first = right - RANKS[index % len(RANKS)]
+        log_probs = torch.full((*index.shape, self.vocab_size), -20.0)
+        for rank, value in enumerate(LOG_PROBS):
+            candidate = (first + rank) % self.vocab_size
+            log_probs.scatter_(2, candidate[:, :, None], value)
+        return log_probs
+
+    def log_probs(self, features: Tensor) -> Tensor:
+        return features
+
+
+class _RowCache(TreeCache):
+    """An empty cache that keeps track of rows moved by the engine."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        super().__init__(rows, length)
+        self.order = torch.arange(rows)
+
+    def move_row(self, source: int, target: int) -> None:
+        self.order[target] = self.order[source]
