@@ -166,8 +166,8 @@ class PairOptions(TargetOptions):
 
     head: ModelName | None = Field(
         default=None,
-        description="Draft head: a folder or a Hub name; default with the bundled target: the bundled"
-        " head.",
+        description="Draft head: a folder or a Hub name; default with the bundled target: the"
+        " bundled head.",
     )
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
