@@ -143,8 +143,8 @@ class Target:
     def stable_rope_length(self) -> int:
         """Sequence length up to which attention does not depend on the length of the sequence.
 
-        Beyond it some kinds of RoPE change keys that are already cached, and Llama 4 scales queries
-        by positions that it counts itself.
+        Beyond it some kinds of RoPE change keys that are already cached, Llama 4 scales queries by
+        positions that it counts itself, and Doge selects keys by a rule that leaves ties open.
         """
         limits = [
             rope.get("original_max_position_embeddings") or self.context_length
@@ -153,6 +153,7 @@ class Target:
         ]
         if getattr(self.config, "attn_temperature_tuning", False):
             limits.append(int(self.config.floor_scale) - 1)
+        limits.append(getattr(self.config, "keep_window_size", self.context_length))
         return min([self.context_length, *limits])
 
     def check_length(self, length: int) -> None:
@@ -167,8 +168,8 @@ class Target:
         if length > self.stable_rope_length:
             raise ValueError(
                 f"this call may reach {length} tokens, but beyond {self.stable_rope_length} the"
-                " target's RoPE or attention scale depends on the length, which cached keys cannot"
-                " follow: shorten the prompt or reduce max_new_tokens"
+                " target's attention depends on the length of the sequence: shorten the prompt or"
+                " reduce max_new_tokens"
             )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:

@@ -322,7 +322,7 @@ def test_length_dependent_rope_beyond_its_limit_is_rejected(name: str, method: s
     model = family(name)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     for length, new in ((20, 13), (33, 1), (1, 200)):
-        message = f"reach {length + new} tokens, but beyond 32 the target's RoPE"
+        message = f"reach {length + new} tokens, but beyond 32 the target's attention"
         _assert_rejected(pair, message, prompt(length), max_new_tokens=new, method=method)
 
 

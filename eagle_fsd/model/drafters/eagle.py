@@ -46,18 +46,28 @@ class EagleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias, dtype=dtype)
-        layer, rotary, attention = _decoder_layer(config, dtype)
+        self.embed_tokens: nn.Embedding | None = None
+        self._target: Target | None = None
+        self._layout = Layout()
+        try:
+            self._build(bias, dtype)
+            self._try_layer()
+        except Exception as error:
+            raise ValueError(
+                f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not"
+                f" have the interface of Llama's ({type(error).__name__}: {one_line(error)})"
+            ) from error
+
+    def _build(self, bias: bool, dtype: torch.dtype) -> None:
+        size = self.config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=bias, dtype=dtype)
+        layer, rotary, attention = _decoder_layer(self.config, dtype)
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
         # Families with a RoPE per layer type select it by name.
         per_type = len(inspect.signature(rotary.forward).parameters) > 2
         self._rotary_options = {"layer_type": "full_attention"} if per_type else {}
         self._needs_mask = attention != "sdpa"  # without a mask, only SDPA is causal
-        self._layout = Layout()
-        self.embed_tokens: nn.Embedding | None = None
-        self._target: Target | None = None
-        self._try_layer()
 
     @torch.no_grad()
     def _try_layer(self) -> None:
@@ -66,10 +76,7 @@ class EagleHead(nn.Module):
         positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache = self.new_cache(1, 1)
         cache.place(positions, 1)
-        try:
-            self._run_layer(hidden, positions, hidden.new_zeros(1, 1, 1, 1), cache)
-        except Exception as error:
-            raise _unlike_llama(self.config, error) from error
+        self._run_layer(hidden, positions, hidden.new_zeros(1, 1, 1, 1), cache)
 
     def attach(self, target: Target) -> EagleHead:
         """Use the target's embedding and output projection, and move to the target's device.
@@ -233,9 +240,9 @@ def _decoder_layer(
         try:
             base = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
             break
-        except Exception as error:
+        except ValueError:
             if attention == "eager":
-                raise _unlike_llama(config, error) from error
+                raise
     layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
     needed = {"past_key_values", "position_embeddings"}
     if (
@@ -243,14 +250,6 @@ def _decoder_layer(
         or rotary is None
         or not needed <= set(inspect.signature(layers[0].forward).parameters)
     ):
-        raise _unlike_llama(config)
+        raise TypeError("they take no RoPE or no cache")
     layers[0].input_layernorm = nn.Identity()
     return layers[0], rotary, attention
-
-
-def _unlike_llama(config: PreTrainedConfig, error: Exception | None = None) -> ValueError:
-    detail = f" ({type(error).__name__}: {one_line(error)})" if error else ""
-    return ValueError(
-        f"cannot build an EAGLE head for {config.model_type}: its decoder layers do not have the"
-        f" interface of Llama's{detail}"
-    )
