@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -19,12 +20,15 @@ from fastapi.responses import Response, StreamingResponse
 from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Update
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, cluster_headers
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.text import one_line
 
 ABOUT_ROUTE, STREAM_ROUTE = "/page_about", "/page_stream"
 #: Seconds to connect, and to wait for a line; heartbeats come more often.
 TIMEOUT = httpx.Timeout(10.0, read=30.0)
+#: How many workers are tried for a request.
+MAX_ATTEMPTS = 3
 
 
 def add_page_routes(
@@ -118,8 +122,7 @@ class RemoteBackend:
         body = {"params": dict(params), "method": method}
         async with _client() as client:
             try:
-                worker = await _worker_address(client, self.controller, self.model)
-                async with client.stream("POST", worker + STREAM_ROUTE, json=body) as reply:
+                async with self._reply(client, body) as reply:
                     if not reply.is_success:
                         await reply.aread()
                         raise BackendError(_rejection(reply))
@@ -130,6 +133,27 @@ class RemoteBackend:
                         yield Update.from_dict(values)
             except httpx.HTTPError as error:
                 raise _unreachable(self.controller, error) from error
+
+    @asynccontextmanager
+    async def _reply(
+        self, client: httpx.AsyncClient, body: dict[str, Any]
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request to a worker, and to another one if that refuses the connection."""
+        for attempt in range(MAX_ATTEMPTS):
+            worker = await _worker_address(client, self.controller, self.model)
+            request = client.build_request("POST", worker + STREAM_ROUTE, json=body)
+            try:
+                reply = await client.send(request, stream=True)
+                break
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise
+                # The controller forgets workers that do not answer.
+                await client.post(f"{self.controller}/refresh_all_workers")
+        try:
+            yield reply
+        finally:
+            await reply.aclose()
 
 
 async def _first_model(client: httpx.AsyncClient, controller: str) -> str:
@@ -155,6 +179,8 @@ async def _ask_controller(
     client: httpx.AsyncClient, controller: str, route: str, field: str, **body: str
 ) -> Any:
     reply = await client.post(f"{controller}/{route}", json=body)
+    if reply.status_code == 401:
+        raise BackendError(f"{controller} requires the cluster's key: set {CLUSTER_KEY_VARIABLE}")
     try:
         return reply.json()[field]
     except (ValueError, LookupError, TypeError) as error:
@@ -174,4 +200,4 @@ def _rejection(reply: httpx.Response) -> str:
 
 
 def _client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=TIMEOUT, trust_env=False)
+    return httpx.AsyncClient(headers=cluster_headers(), timeout=TIMEOUT, trust_env=False)

@@ -42,7 +42,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 from eagle_fsd.utils.options import Options, OptionsError, validation_message
-from eagle_fsd.utils.terminal import origin_text
+from eagle_fsd.utils.terminal import origin_legend, origin_text
 from eagle_fsd.utils.text import escape_control_chars
 
 Config = TypeVar("Config", bound=Options)
@@ -72,6 +72,7 @@ class ChatSession:
         model: The pair. Commands change its tree and acceptance options.
         chat_template: How the chat is formatted.
         options: How answers are sampled.
+        name: The model's name for the chat's opening line.
         show_origins: Whether to color tokens by their origin.
         notes: Console for output that is not part of the chat.
         prefix_cache: The KV caches kept between turns.
@@ -81,6 +82,7 @@ class ChatSession:
     model: EagleFSD
     chat_template: ChatTemplate
     options: AnswerOptions
+    name: str = "the model"
     show_origins: bool = False
     notes: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
@@ -157,13 +159,21 @@ class ChatSession:
             return str(error)
         return f"{command.removeprefix('!!')} is {current}"
 
-    def note(self, text: str) -> None:
+    def note(self, text: str | Text) -> None:
         """Print a line that is not part of the chat.
 
         Args:
             text: The line.
         """
         self.notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def print_opening(self) -> None:
+        """Print one line with the model, the threshold, the commands and the tokens' colors."""
+        colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
+        commands = " ".join(("!!threshold", *FASTCHAT_COMMANDS))
+        name, threshold = escape_control_chars(self.name), self.model.acceptance.threshold
+        opening = f"{name}, threshold {threshold:g}. Commands: {commands}. Colors: "
+        self.note(Text(opening).append_text(colors))
 
     def print_stats(self) -> None:
         """Print one line about how the last answer was decoded."""
@@ -345,11 +355,14 @@ def run_chat(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             # Enables line editing, and lines longer than a terminal's limit of 4095 characters.
-            import readline  # noqa: F401
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # a paste is one message
 
     def stream(_model: Any, _tokenizer: Any, params: dict[str, Any], *_: Any, **__: Any) -> Any:
         return session.stream(params["prompt"], params.get("stop"), params.get("stop_token_ids"))
 
+    session.print_opening()
     # FastChat's loop loads a model and selects a decoding function through these names. It derives
     # the context length from a configuration, but fails on those of transformers 5.
     config = SimpleNamespace(max_position_embeddings=session.model.target.context_length)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.cli.demo import BUNDLED_NAME
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
@@ -58,5 +59,6 @@ def chat(
     from eagle_fsd.chat.terminal import ChatSession, run_chat
 
     model, chat_template = load_chat(pair, tree, acceptance)
-    session = ChatSession(model, chat_template, answers, show_origins)
+    name = pair.target or BUNDLED_NAME
+    session = ChatSession(model, chat_template, answers, name, show_origins)
     run_chat(session, style, system, history, multiline, mouse)

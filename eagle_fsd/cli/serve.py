@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, Access, api_keys, cluster_key
 from eagle_fsd.cli.console import err, fail, out
 from eagle_fsd.cli.demo import (
     BUNDLED_NAME,
@@ -36,9 +37,6 @@ from eagle_fsd.cli.parsing import Command, arguments_for, options
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.options import Options, OptionsError
 
-#: Environment variable with the API keys that clients may use, separated by commas. It is not an
-#: option because other users can read a process's arguments.
-KEYS_VARIABLE = "EAGLE_FSD_API_KEYS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Wildcard addresses, and the address at which this machine reaches a server that listens on them.
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -71,7 +69,17 @@ Names = Annotated[
 ]
 
 
-class ControllerServer(Server):
+class GuardedServer(Server):
+    """Where a server listens, and under which names clients reach it."""
+
+    trusted_hosts: tuple[str, ...] = Field(
+        (),
+        description="Further names of this server in the Host header of requests, such as the"
+        " name of a reverse proxy.",
+    )
+
+
+class ControllerServer(GuardedServer):
     """Where the controller listens."""
 
     port: Port = 21001
@@ -83,13 +91,13 @@ class ControllerURL(Options):
     controller: URL = Field("http://127.0.0.1:21001", description="URL of the controller.")
 
 
-class APIServer(ControllerURL, Server):
+class APIServer(ControllerURL, GuardedServer):
     """Where the API listens."""
 
     port: Port = 8000
 
 
-class WorkerServer(Server):
+class WorkerServer(GuardedServer):
     """Where a worker listens, and how it registers with the controller."""
 
     port: Port = 21002
@@ -102,7 +110,7 @@ class WorkerServer(Server):
     names: Names = ()
 
 
-class RemotePage(ControllerURL, PageServer):
+class RemotePage(ControllerURL, GuardedServer, PageServer):
     """Where the web page is served, and the model it uses."""
 
     name: str | None = Field(None, description="The controller's model to use; default: the first.")
@@ -121,6 +129,11 @@ class ClusterServer(Server):
     names: Names = ()
     web: bool = Field(False, description="Also serve the web page.")
     web_port: Port = Field(7860, description="Port of the web page.")
+    trusted_hosts: tuple[str, ...] = Field(
+        (),
+        description="Further names of the API and the page in the Host header of requests, such as"
+        " the name of a reverse proxy.",
+    )
 
 
 def controller(
@@ -128,13 +141,17 @@ def controller(
 ) -> None:
     """Run the controller, with which workers register and which the API asks for a worker.
 
+    The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
+    share; it is required with a --host beyond this machine.
+
     Args:
         server: Where the controller listens.
     """
     from eagle_fsd.chat.serve.servers import check_port, run_controller
 
+    access = _cluster_access(server)
     check_port(server.host, server.port)
-    run_controller(server.host, server.port)
+    run_controller(server.host, server.port, access)
 
 
 def api(
@@ -147,7 +164,7 @@ def api(
     """Run the OpenAI-compatible API.
 
     The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
-    commas.
+    commas; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
 
     Args:
         server: Where the API listens, and its controller.
@@ -156,8 +173,9 @@ def api(
     from eagle_fsd.chat.serve.servers import check_port, run_api
 
     check_port(server.host, server.port)
-    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-    run_api(server.host, server.port, server.controller, keys, limits.max_body)
+    _check_cluster_key()
+    access = Access(_names(server), api_keys())
+    run_api(server.host, server.port, server.controller, access, limits.max_body)
 
 
 def worker(
@@ -169,6 +187,9 @@ def worker(
     limits: LimitOptions = Limits(),
 ) -> None:
     """Run a worker, which holds a pair and decodes. Several machines can run one each.
+
+    The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
+    share; it is required with a --host beyond this machine.
 
     Args:
         server: Where the worker listens, and its controller.
@@ -185,6 +206,7 @@ def worker(
             f"{server.controller} cannot reach this worker at {server.host}: set --address to the"
             " URL where it can, and --host to the interface to listen on"
         )
+    access = _cluster_access(server)
     check_port(server.host, server.port)
     model, chat_template = load_chat(pair, tree, acceptance)
     run_worker(
@@ -196,6 +218,7 @@ def worker(
         None if server.controller == "none" else server.controller,
         server.address or local_url(server),
         server.names or [model_name(pair.target)],
+        access,
     )
 
 
@@ -206,6 +229,9 @@ def web(
 ) -> None:
     """Serve the web page for a model of the controller. (eagle-fsd demo needs no controller.)
 
+    If the environment variable EAGLE_FSD_API_KEYS holds keys, the page asks its visitors for one as
+    a password; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
+
     Args:
         page: Where the page is served, and for which model.
         answers: Sampling of answers.
@@ -215,12 +241,15 @@ def web(
     from eagle_fsd.chat.remote_backend import RemoteBackend
     from eagle_fsd.chat.serve.servers import check_port
 
+    _check_cluster_key()
     check_port(page.host, page.port)
     try:
         backend = RemoteBackend.connect(page.controller, page.name)
     except BackendError as error:
         fail(error, 1)
-    application = module.page_app(backend, answers, examples_for(backend.about.name))
+    access = Access(_names(page), api_keys(), "Basic")
+    examples = examples_for(backend.about.name)
+    application = module.page_app(backend, answers, examples, access)
     print_page_address(page)
     module.run_page(application, page.host, page.port)
 
@@ -235,8 +264,9 @@ def all_(
 ) -> None:
     """Run a controller, a worker and the API on this machine, until Ctrl-C.
 
-    The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
-    commas.
+    A worker that exits is started again. The environment variable EAGLE_FSD_API_KEYS holds the keys
+    that clients may use, separated by commas; the page asks its visitors for one as a password.
+    Controller and worker only listen on this machine.
 
     Args:
         servers: Where the servers listen.
@@ -249,8 +279,9 @@ def all_(
     url = local_url(controller)
     names = servers.names or (model_name(pair.target),)
     worker = WorkerServer(port=servers.worker_port, controller=url, names=names)
-    api = APIServer(host=servers.host, port=servers.port, controller=url)
-    page = RemotePage(host=servers.host, port=servers.web_port, controller=url)
+    public = {"host": servers.host, "controller": url, "trusted_hosts": servers.trusted_hosts}
+    api = APIServer(port=servers.port, **public)
+    page = RemotePage(port=servers.web_port, **public)
     children: list[tuple[str, str, Server, tuple[Options, ...], str]] = [
         ("controller", "controller", controller, (), "/test_connection"),
         ("worker", "worker", worker, (pair, tree, acceptance, limits), "/health"),
@@ -270,11 +301,12 @@ def all_(
         check_port(server.host, server.port)
         arguments = [command, *arguments_for(app[command], server, *models)]
         commands[name] = (arguments, local_url(server) + probe)
-    cluster = Cluster([sys.executable, "-m", "eagle_fsd.cli.child", "serve"], commands)
+    _check_cluster_key()
+    cluster = Cluster([sys.executable, "-m", "eagle_fsd.cli.child", "serve"], commands, ("worker",))
     try:
         cluster.start(lambda text: err.print(text, style="dim"))
         _print_addresses(local_url(api), url, local_url(worker), names[0])
-        cluster.wait()
+        cluster.wait(lambda text: err.print(text, style="dim"))
     except ServerError as error:
         fail(error, 1)
     finally:
@@ -300,9 +332,34 @@ def local_url(server: Server) -> str:
     return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
+def _check_cluster_key() -> str | None:
+    """Return the cluster's key, or None if it has none."""
+    try:
+        return cluster_key()
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
+
+
+def _cluster_access(server: GuardedServer) -> Access:
+    """Return who may use a controller or a worker: beyond this machine, those with the key."""
+    if _check_cluster_key() is None and server.host not in LOOPBACK:
+        raise OptionsError(
+            f"--host {server.host} lets other machines reach this server: set the environment"
+            f" variable {CLUSTER_KEY_VARIABLE} to the same secret for all servers of the cluster"
+        )
+    return Access.for_cluster(_names(server))
+
+
+def _names(server: GuardedServer) -> tuple[str, ...]:
+    """Return the names under which clients may reach a server."""
+    address = server.address if isinstance(server, WorkerServer) else None
+    name = urlsplit(address).hostname if address else None
+    return (*server.trusted_hosts, server.host, *([name] if name else []))
+
+
 def _print_addresses(api: str, controller: str, worker: str, name: str) -> None:
     """Print the addresses of the servers, and a curl command to try."""
-    key = ' -H "Authorization: Bearer $KEY"' if os.environ.get(KEYS_VARIABLE) else ""
+    key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
         f"API         {api}/v1",

@@ -267,16 +267,18 @@ def test_hostile_values(
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "application/xml", ""])
 def test_other_content_types_are_rejected(kind: str, target: Servers) -> None:
     """A web page can make a browser send those to any server."""
-    response = send(target, CHAT, VALID[CHAT], **{"content-type": kind})
-    assert response.status_code == 415
+    for route in (CHAT, GENERATE):
+        assert send(target, route, VALID[route], **{"content-type": kind}).status_code == 415
     for route in PLAIN_ROUTES:
-        assert send(target, route, b"\xff" * 99, **{"content-type": kind}).status_code == 200
+        assert send(target, route, b"\xff" * 99, **{"content-type": kind}).status_code == 415
+        assert send(target, route, b"\xff" * 99).status_code == 200
+        assert send(target, route, b"", **{"content-type": kind}).status_code == 200
 
 
-@pytest.mark.parametrize(("route", "status"), [(CHAT, 413), (GENERATE, 400)])
-def test_oversized_bodies_are_rejected(route: str, status: int, target: Servers) -> None:
+@pytest.mark.parametrize("route", [CHAT, GENERATE])
+def test_oversized_bodies_are_rejected(route: str, target: Servers) -> None:
     """With and without a declared length, and if only the length is sent."""
-    assert send(target, route, b"x" * (MAX_BODY + 1)).status_code == status
+    assert send(target, route, b"x" * (MAX_BODY + 1)).status_code == 413
 
     def pieces() -> Iterator[bytes]:
         for _ in range(20):
@@ -285,18 +287,18 @@ def test_oversized_bodies_are_rejected(route: str, status: int, target: Servers)
     headers = {"content-type": "application/json"}
     response = target.http.post(target.url(route), content=pieces(), headers=headers)
     check(response)
-    assert response.status_code == status
+    assert response.status_code == 413
     assert "exceeds 1048576 bytes" in response.text
     for length in ("99999999999", "9" * 18):
         head = f"Content-Type: application/json\r\nContent-Length: {length}"
-        assert f" {status} " in send_raw(target, route, f"{head}\r\n\r\n{{".encode())
+        assert " 413 " in send_raw(target, route, f"{head}\r\n\r\n{{".encode())
 
 
 def send_raw(servers: Servers, route: str, rest: bytes, method: str = "POST") -> str:
     """Send bytes after the request line; return the first line of the response."""
     port = int(httpx.URL(servers.url(route)).port or 0)
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
-        connection.sendall(f"{method} {route} HTTP/1.1\r\nHost: x\r\n".encode() + rest)
+        connection.sendall(f"{method} {route} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
         return connection.recv(4096).split(b"\r\n")[0].decode("latin-1")
 
 
@@ -313,7 +315,7 @@ def test_invalid_http(route: str, target: Servers) -> None:
     # A client that leaves after half of a body.
     port = int(httpx.URL(target.url(route)).port or 0)
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
-        head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"a"'.encode())
 
 

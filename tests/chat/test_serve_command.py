@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 
-from eagle_fsd import EagleFSD
-from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.remote_backend import RemoteBackend
 from eagle_fsd.chat.serve import cluster as cluster_module
 from eagle_fsd.chat.serve import servers
 from eagle_fsd.chat.serve.cluster import ServerError
+from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, Access
 from eagle_fsd.cli import serve
-from eagle_fsd.utils.chat_templates import load_chat_template
 
+KEY = "0123456789abcdef"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -28,15 +30,19 @@ class FakeCluster:
     error: Exception | None = None
 
     def __init__(
-        self, program: Sequence[str], commands: Mapping[str, tuple[list[str], str]]
+        self,
+        program: Sequence[str],
+        commands: Mapping[str, tuple[list[str], str]],
+        restarted: Sequence[str],
     ) -> None:
         type(self).commands = commands
+        assert tuple(restarted) == ("worker",)
 
     def start(self, report: Callable[[str], None]) -> None:
         if self.error is not None:
             raise self.error
 
-    def wait(self) -> None: ...
+    def wait(self, report: Callable[[str], None]) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -138,6 +144,7 @@ def test_worker_urls_have_no_trailing_slash(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
+    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
     monkeypatch.setattr(servers, "check_port", lambda *_: None)
     monkeypatch.setattr(servers, "run_worker", lambda *arguments: calls.append(arguments))
     status, _, errors = run("serve", "worker", *options)
@@ -152,19 +159,78 @@ def test_model_name_is_the_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert [serve.model_name(name) for name in (".", "a/b/", "x/y")] == ["my-pair", "b", "y"]
 
 
-def test_servers_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch, model: EagleFSD) -> None:
-    """FastChat uses ``requests``, which would send requests to 127.0.0.1 to the proxy, too."""
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "elsewhere")  # restored at the end
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    address = "http://127.0.0.1:21001"
-    proxies: list[dict[str, str]] = []
+@pytest.mark.parametrize("command", ["controller", "worker"])
+def test_servers_beyond_this_machine_need_the_clusters_key(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    for name in ("run_controller", "run_worker"):
+        monkeypatch.setattr(servers, name, lambda *arguments: calls.append(arguments[-1]))
+    monkeypatch.setattr(servers, "check_port", lambda *_: None)
+    options = ("serve", command, "--host", "192.0.2.7", "--trusted-hosts", "a.example")
+    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
+    status, _, errors = run(*options)
+    assert status == 2
+    assert "set the environment variable EAGLE_FSD_CLUSTER_KEY" in errors
+    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, "short")
+    status, _, errors = run(*options)
+    assert status == 2
+    assert "at least 16 ASCII characters" in errors
+    assert not calls
+    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
+    status, _, errors = run(*options)
+    assert status == 0, errors
+    assert calls[0].keys == (KEY,)
+    assert {"a.example", "192.0.2.7"} <= set(calls[0].hosts)
 
-    def fake_server(*_: Any, **__: Any) -> None:
-        proxies.append(requests.utils.get_environ_proxies(address))
 
-    monkeypatch.setattr(servers, "run_server", fake_server)
-    template = load_chat_template(model.tokenizer)
-    servers.run_worker(model, template, Limits(), "127.0.0.1", 1, None, address, ["pair"])
-    assert proxies == [{}]
-    assert os.environ["no_proxy"] == "*"
+def test_key_is_not_needed_on_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(servers, "check_port", lambda *_: None)
+    monkeypatch.setattr(servers, "run_controller", lambda *arguments: calls.append(arguments[-1]))
+    assert run("serve", "controller")[0] == 0
+    assert calls[0].keys == ()
+
+
+def test_names_of_a_proxy_reach_api_and_page(cluster: type[FakeCluster], run: Run) -> None:
+    pytest.importorskip("gradio")
+    status, _, errors = run("serve", "all", "--web", "--trusted-hosts", "chat.example")
+    assert status == 0, errors
+    for name, expected in (("API", True), ("web page", True), ("worker", False)):
+        arguments, _ = cluster.commands[name]
+        assert ("chat.example" in arguments) == expected
+
+
+def test_api_and_page_require_the_api_keys(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setenv("EAGLE_FSD_API_KEYS", "one,two")
+    monkeypatch.setattr(servers, "check_port", lambda *_: None)
+    monkeypatch.setattr(servers, "run_api", lambda *arguments: calls.append(arguments))
+    assert run("serve", "api")[0] == 0
+    assert calls[0][3] == Access(("127.0.0.1",), ("one", "two"))
+
+    about = SimpleNamespace(name="pair")
+    monkeypatch.setattr(RemoteBackend, "connect", lambda *_: SimpleNamespace(about=about))
+    page = SimpleNamespace(
+        page_app=lambda *arguments: calls.append(arguments), run_page=lambda *_: None
+    )
+    monkeypatch.setattr(serve, "import_page", lambda: page)
+    assert run("serve", "web")[0] == 0
+    assert calls[1][3] == Access(("127.0.0.1",), ("one", "two"), "Basic")
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, "5 15"), ({"INTERVAL": "7"}, "7 15")])
+def test_heartbeats_are_short_by_default(environment: dict[str, str], expected: str) -> None:
+    """FastChat's own intervals are 45 and 90 seconds."""
+    script = (
+        "import eagle_fsd.chat.serve.servers\n"
+        "from fastchat.constants import CONTROLLER_HEART_BEAT_EXPIRATION as expiration\n"
+        "from fastchat.constants import WORKER_HEART_BEAT_INTERVAL as interval\n"
+        "print(interval, expiration)\n"
+    )
+    variables = {name: text for name, text in os.environ.items() if "HEART_BEAT" not in name}
+    variables |= {f"FASTCHAT_WORKER_HEART_BEAT_{name}": text for name, text in environment.items()}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == expected.split()

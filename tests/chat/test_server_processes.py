@@ -24,8 +24,12 @@ from processes import (
     assert_exits_with,
     free_ports,
     running_server,
+    seconds_until,
 )
 from test_load import async_client, fetch, random_request
+
+from eagle_fsd.chat.backend import BackendError
+from eagle_fsd.chat.remote_backend import RemoteBackend
 
 #: Seconds; FastChat's own intervals are 45 and 90.
 HEARTBEAT_INTERVAL, HEARTBEAT_EXPIRATION = 1, 4
@@ -73,6 +77,61 @@ def test_servers_exit_if_their_parent_is_killed() -> None:
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     assert_exits_with(parent)
+
+
+@pytest.mark.slow
+def test_keys_of_clients_and_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster with a key is served through the API and the page, which have keys of their own."""
+    pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+    key = "0123456789abcdef"
+    monkeypatch.setenv("EAGLE_FSD_CLUSTER_KEY", key)
+    # The servers must not use the environment's proxy to reach each other.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (web,) = free_ports(1)
+    servers = Servers("--web", "--web-port", str(web), keys="one,two")
+    try:
+        body = {"model": NAME, "messages": HELLO, "max_tokens": 8}
+        headers = {"authorization": "Bearer one"}
+        assert servers.http.post(servers.url(CHAT), json=body).status_code == 401
+        reply = servers.http.post(servers.url(CHAT), json=body, headers=headers)
+        assert reply.json()["choices"][0]["message"]["content"]
+        for name, status in ((key, 200), ("one", 401)):
+            headers = {"authorization": f"Bearer {name}"}
+            metrics = servers.http.get(servers.url("/metrics"), headers=headers)
+            assert metrics.status_code == status
+        assert servers.http.get(servers.url("/health")).status_code == 200
+        page = f"http://127.0.0.1:{web}/"
+        assert servers.http.get(page).status_code == 401
+        assert servers.http.get(page, auth=("visitor", "two")).status_code == 200
+        remote = RemoteBackend.connect(f"http://127.0.0.1:{servers.controller}")
+        assert remote.about.name == NAME
+        monkeypatch.delenv("EAGLE_FSD_CLUSTER_KEY")
+        with pytest.raises(BackendError, match="set EAGLE_FSD_CLUSTER_KEY"):
+            RemoteBackend.connect(f"http://127.0.0.1:{servers.controller}")
+    finally:
+        servers.stop()
+
+
+@pytest.mark.slow
+def test_serve_all_restarts_its_worker() -> None:
+    servers = Servers()
+    try:
+        answer, worker = servers.answer(), servers.child("worker")
+        worker.kill()
+        worker.wait(TIMEOUT)
+        body = {"model": NAME, "messages": HELLO, "max_tokens": 1}
+        reply = servers.http.post(servers.url(CHAT), json=body)
+        assert reply.status_code == 503
+
+        def answers() -> bool:
+            return servers.http.post(servers.url(CHAT), json=body).status_code == 200
+
+        assert seconds_until(answers) < TIMEOUT
+        assert servers.answer() == answer
+        assert servers.child("worker").pid != worker.pid
+        assert "the worker exited with status -9; starting it again in 1 s" in "".join(servers.log)
+    finally:
+        servers.stop()
 
 
 @pytest.mark.slow

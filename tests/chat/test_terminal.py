@@ -60,7 +60,10 @@ def talk(
         monkeypatch.setattr("builtins.input", read)
         run_chat(session, **options)
         assert isinstance(session.notes.file, io.StringIO)
-        return capsys.readouterr().out, session.notes.file.getvalue()
+        opening, _, noted = session.notes.file.getvalue().partition("\n")
+        assert opening.startswith("the model, threshold ")
+        session.notes.file.truncate(session.notes.file.seek(0))
+        return capsys.readouterr().out, noted
 
     return talk
 
@@ -70,6 +73,22 @@ def answer_to(model: EagleFSD, *turns: str) -> str:
     roles = ("user", "assistant")
     chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
     return reference(model, chat, max_new_tokens=96)
+
+
+@pytest.mark.parametrize("show_origins", [True, False])
+def test_chat_opens_with_one_line(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch, show_origins: bool
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    session.name, session.show_origins = "org/pair\x1b[2J", show_origins
+    session.model.acceptance = AcceptanceConfig(threshold=0.3)
+    run_chat(session)
+    assert isinstance(session.notes.file, io.StringIO)
+    (line,) = session.notes.file.getvalue().splitlines()
+    assert line.startswith("org/pair")
+    assert "\x1b[2J" not in line
+    assert "threshold 0.3. Commands: !!threshold !!exit !!reset" in line
+    assert line.endswith("Colors: exact fuzzy target" if show_origins else "(--show-origins)")
 
 
 def test_answers_are_those_of_generate(model: EagleFSD, session: ChatSession, talk: Talk) -> None:

@@ -77,6 +77,24 @@ def test_simple_style(start: Start, tmp_path: Path) -> None:
     assert saved["messages"][-2][1] == line
 
 
+def test_pasted_lines_are_one_message(start: Start, tmp_path: Path) -> None:
+    child = start("--show-origins")
+    child.expect("eagle-fsd-bundled, threshold .*Commands: !!threshold .*!!exit.*Colors: ")
+    child.expect("User: ")
+    child.send("\x1b[200~First line\nsecond line\n\nthird line\x1b[201~")
+    child.send("\r")
+    child.expect("Assistant: ")
+    child.expect("tokens/s")
+    child.expect("User: ")
+    child.sendline(f"!!save {tmp_path}/chat")
+    child.expect("saving...")
+    child.sendline("!!exit")
+    child.expect(pexpect.EOF)
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    question, _ = saved["messages"]
+    assert question[1] == "First line\nsecond line\n\nthird line"
+
+
 def test_rich_style(start: Start) -> None:
     child = start("--style", "rich")
 

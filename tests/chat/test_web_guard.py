@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -39,13 +40,13 @@ def guard() -> PageGuard:
     async def anything(path: str, request: Request) -> dict[str, Any]:
         return {"path": path, "bytes": len(await request.body())}
 
-    return PageGuard(app, 1000)
+    return PageGuard(app, 1000, {3: 2})
 
 
 def call(app: PageGuard, method: str, path: str, **options: Any) -> httpx.Response:
     async def request() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(request())
@@ -82,12 +83,57 @@ def test_other_gradio_routes_return_404(guard: PageGuard, method: str, path: str
     assert call(guard, method, path).status_code == 404
 
 
+def join(**changes: Any) -> dict[str, Any]:
+    """Return what the page sends for an event."""
+    return {"fn_index": 3, "data": [None, "text"], "session_hash": "abc123", **changes}
+
+
 def test_oversized_bodies_return_413(guard: PageGuard) -> None:
-    join = "/gradio_api/queue/join"
-    assert call(guard, "POST", join, content=b"x" * 1000).json()["bytes"] == 1000
-    rejected = call(guard, "POST", join, content=b"x" * 1001)
-    assert rejected.status_code == 413
-    assert "1000 bytes" in rejected.json()["detail"]
+    kind, size = {"content-type": "application/json"}, len(json.dumps(join()))
+    for length in (1000, 1001):
+        body = json.dumps(join()).encode() + b" " * (length - size)
+        reply = call(guard, "POST", "/gradio_api/queue/join", content=body, headers=kind)
+        if length == 1000:
+            assert reply.json()["bytes"] == 1000
+        else:
+            assert reply.status_code == 413
+            assert "1000 bytes" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"fn_index": index} for index in (-1, 2, None, "3", 3.0, True, 10**30, [])),
+        *({"data": data} for data in (None, [], {}, "ab", [1], [1, 2, 3], [1, {}], [[], 1])),
+        *({"session_hash": session} for session in (None, "", 1, "../x", "x" * 65, [])),
+        {"extra": "\ud800"},
+    ],
+)
+def test_events_are_validated(guard: PageGuard, changes: dict[str, Any]) -> None:
+    """Gradio would answer some of them with an internal error that shows a traceback."""
+    path = "/gradio_api/queue/join"
+    assert call(guard, "POST", path, json=join()).status_code == 200
+    kind = {"content-type": "application/json"}
+    body = json.dumps(join(**changes)).encode()
+    reply = call(guard, "POST", path, content=body, headers=kind)
+    assert reply.status_code == 400
+    assert call(guard, "POST", path + "/", content=body, headers=kind).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b"null", b"\xff", b'{"session_hash": NaN}', b"1"])
+def test_bodies_are_json_objects(guard: PageGuard, body: bytes) -> None:
+    kind = {"content-type": "application/json"}
+    for path in ("queue/join", "cancel", "reset"):
+        reply = call(guard, "POST", f"/gradio_api/{path}", content=body, headers=kind)
+        assert reply.status_code == 400
+
+
+def test_foreign_pages_are_refused(guard: PageGuard) -> None:
+    """The page has the guard of all servers."""
+    origin = {"origin": "https://evil.example"}
+    path = "/gradio_api/queue/join"
+    assert call(guard, "POST", path, json=join(), headers=origin).status_code == 403
+    assert call(guard, "GET", "/", headers={"host": "evil.example"}).status_code == 421
 
 
 def test_external_elements_are_removed(guard: PageGuard) -> None:

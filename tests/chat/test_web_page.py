@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -310,6 +313,66 @@ def test_answered_questions_are_not_restored(state: ChatState) -> None:
     page = Page(ScriptedBackend("so"), AnswerOptions())
     send(page, state, "Hello")
     assert page.restore_question(state, "") == View()
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_stop_is_offered_only_while_there_is_something_to_stop(state: ChatState) -> None:
+    page = Page(ScriptedBackend("so"), AnswerOptions())
+    assert {view.stoppable for view in send(page, state, "First")} == {True}
+    assert collect(page.measure_baseline(state))[-1].stoppable is False
+    compared = [view.stoppable for view in collect(page.compare(state, "", CONTROLS))]
+    assert compared == [True] * (len(compared) - 1) + [False]
+    failing = Page(ScriptedBackend("so", error="no"), AnswerOptions())
+    assert send(failing, state, "Second")[-1].stoppable is False
+    endless = Page(ScriptedBackend("so", endless=True), AnswerOptions())
+    for event in ("send", "compare"):
+        assert run_and_stop(endless, state, event)[-1].stoppable is False
+    # Rejected input changes nothing.
+    assert send(page, state, " ")[-1].stoppable is None
+    assert asyncio.run(page.clear(state)).stoppable is False
+
+
+def exported(html: str) -> dict[str, Any]:
+    """Return the content of the file that an exchange offers."""
+    (data,) = re.findall(r'download="[\w.-]+" href="data:application/json;base64,([\w+/=]*)"', html)
+    return json.loads(base64.b64decode(data))
+
+
+def test_answers_can_be_exported(state: ChatState) -> None:
+    page = Page(ScriptedBackend("</a>", " far\ud800"), AnswerOptions(seed=3))
+    send(page, state, "First")
+    views = send(page, state, "And <b>now</b>?", threshold=0.3)
+    assert not any("download" in view.live for view in views[:-1])
+    answer = exported(views[-1].live)
+    assert answer["model"] == "script"
+    assert [message["content"] for message in answer["messages"]][::2] == [
+        "First",
+        "And <b>now</b>?",
+    ]
+    assert answer["settings"]["fsd"] == AcceptanceConfig(threshold=0.3).model_dump()
+    assert answer["settings"]["seed"] == 3
+    assert answer["settings"]["max_new_tokens"] == 48
+    assert answer["stats"] == STATS
+    assert answer["finish_reason"] == "stop"
+    assert answer["answer"] == "</a> far?"  # JSON has no lone surrogates
+    first = {"id": 0, "text": "</a>", "origin": "fuzzy", "divergence": 0.1, "probability": 0.5}
+    assert answer["tokens"][0] == {**first, "top": []}
+    # A partial answer can be exported too; the log keeps answers without their files.
+    stopped = Page(ScriptedBackend("so", endless=True), AnswerOptions())
+    assert exported(run_and_stop(stopped, state, "send")[-1].live)["finish_reason"] == "stopped"
+    assert not any("download" in exchange.html for exchange in state.exchanges)
+
+
+def test_comparisons_end_with_the_next_message(state: ChatState) -> None:
+    page = Page(ScriptedBackend("so"), AnswerOptions())
+    new = collect(page.compare(state, "Which?", CONTROLS))[-1].comparison
+    assert "Which?" in new  # the chat does not show this question
+    views = send(page, state, "Which?")
+    assert views[0].comparison == ""
+    again = collect(page.compare(state, "", CONTROLS))[-1].comparison
+    assert "Which?" not in again
+    (rejected,) = collect(page.compare(state, "x", {**CONTROLS, "threshold": -1}))
+    assert rejected.comparison.startswith(again)
 
 
 def test_long_answers_are_rendered_less_often(state: ChatState) -> None:

@@ -16,7 +16,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
-from eagle_fsd.chat.backend import Backend, BackendError, LocalBackend, Update, request_params
+from eagle_fsd.chat.backend import (
+    About,
+    Backend,
+    BackendError,
+    LocalBackend,
+    Update,
+    request_params,
+)
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.remote_backend import STREAM_ROUTE, RemoteBackend, add_page_routes
 from eagle_fsd.chat.request_body import RequestError, read_json
@@ -127,6 +134,29 @@ def test_remote_answers_equal_local_ones(local: LocalBackend, controller: Server
     assert updates[-1].finish_reason in ("stop", "length")
     assert updates[-1].stats["tau"] > 1
     assert ask(remote, method="ar")[-1].stats["tau"] == 1.0
+
+
+def test_another_worker_is_asked_if_one_refuses_the_connection(worker: Server) -> None:
+    """The controller names a dead worker until it is told to check all of them."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        addresses = {"pair": f"http://127.0.0.1:{unused.getsockname()[1]}"}
+    app = controller_app(addresses)
+    live = {"pair": worker.address}
+    remote = RemoteBackend("", "pair", About("pair", AcceptanceConfig(), Limits()))
+    app.router.routes = [item for item in app.router.routes if item.path != "/refresh_all_workers"]
+
+    @app.post("/refresh_all_workers")
+    async def refresh() -> None:
+        addresses.update(live)
+
+    server = Server(app)
+    remote.controller = server.address
+    assert ask(remote)[-1].finish_reason in ("stop", "length")
+    live["pair"] = addresses["pair"] = "http://127.0.0.1:9"
+    with pytest.raises(BackendError, match="no worker can be reached"):
+        ask(remote)
+    server.stop()
 
 
 def test_worker_errors_reach_the_client(controller: Server) -> None:

@@ -60,6 +60,8 @@ def render_all(text: str) -> str:
             rendering.error_html(text),
             rendering.comparison_html((answer, answer), (text, text), (text, text), text),
             rendering.stats_html({}, {}, placeholder=text),
+            rendering.strip_html([token], ACCEPTANCE, 0.5),
+            rendering.export_html({text: [text]}),
         ]
     )
 
@@ -88,6 +90,36 @@ def test_tokens_carry_origin_and_description() -> None:
     assert rendering.NO_DIVERGENCE in target["title"]
     assert "“,⏎”" in target["title"]
     assert document.text == "At first,\n"
+
+
+def test_strip_has_a_bar_per_visible_token_and_a_text_alternative() -> None:
+    silent = Token(9, "", "target", 0.4)
+    document = Document(rendering.strip_html([*TOKENS, silent], ACCEPTANCE, 0.5))
+    bars = [attributes for tag, attributes in document.elements if tag == "i"]
+    assert [(bar["class"], bar.get("style")) for bar in bars] == [
+        ("fsd-bar fsd-exact", "--d:0.01"),
+        ("fsd-bar fsd-fuzzy", "--d:0.125"),
+        ("fsd-bar fsd-target", None),
+    ]
+    # Tokens carry the same values, for the colors and for the browser's script.
+    answer = Document(rendering.answer_html(TOKENS, ACCEPTANCE))
+    assert [item.get("style") for item in answer.tokens()] == [bar.get("style") for bar in bars]
+    (image,) = (item for _, item in document.elements if item.get("role") == "img")
+    assert image["aria-label"] == (
+        "3 tokens, 2 with a divergence: median 0.0675, largest 0.1250 at “ first”; 2 below T = 0.2"
+    )
+    assert "0.00005 to 0.5" in document.text
+    # A value just below T must not be rounded to T.
+    edge = AcceptanceConfig(threshold=0.05)
+    html = rendering.strip_html([Token(1, "x", "fuzzy", 0.04999999)], edge, 0.5)
+    assert "--d:0.04999999" in html
+    assert 'data-threshold="0.05"' in html
+    empty = Document(rendering.strip_html([TOKENS[2]], ACCEPTANCE, 0.5))
+    assert [
+        item
+        for _, item in empty.elements
+        if item.get("aria-label") == ("1 tokens, 0 with a divergence")
+    ]
 
 
 def test_one_token_of_an_answer_is_a_tab_stop() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -16,16 +16,23 @@ class ClientDisconnectedError(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def send_json(send: Send, status: int, body: dict[str, Any]) -> None:
+async def send_json(
+    send: Send,
+    status: int,
+    body: dict[str, Any],
+    extra_headers: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
     """Send a complete JSON response.
 
     Args:
         send: The ASGI ``send`` of the request.
         status: HTTP status.
         body: The response.
+        extra_headers: Headers beside the content's type and length.
     """
     data = json.dumps(body, ensure_ascii=False).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    headers += extra_headers
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data, "more_body": False})
 

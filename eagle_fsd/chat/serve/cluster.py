@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -15,6 +15,9 @@ from eagle_fsd.utils.signals import StopSignals
 TERMINATION_TIMEOUT = 4.0
 #: Maximum number of seconds for a server to start; loading a large target takes minutes.
 START_TIMEOUT = 1800.0
+#: Seconds before a server that exited is started again: at first, and at most. The delay doubles
+#: with each exit, until the server has run for the longest delay.
+MIN_DELAY, MAX_DELAY = 1.0, 60.0
 
 
 class ServerError(RuntimeError):
@@ -29,11 +32,17 @@ class _Child:
         name: The server's name in messages.
         process: The process.
         probe: A URL that answers once the server is ready.
+        started: When the process was started, by the monotonic clock.
+        delay: Seconds to wait before the server is started again.
+        restart_at: When to start the server again; None while it runs.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     probe: str
+    started: float = field(default_factory=time.monotonic)
+    delay: float = field(default_factory=lambda: MIN_DELAY)
+    restart_at: float | None = None
 
 
 class Cluster:
@@ -44,12 +53,17 @@ class Cluster:
             standard input is closed (see :func:`eagle_fsd.utils.signals.exit_with_parent`).
         commands: Arguments of each server and a URL that answers once it is ready, by the server's
             name and in starting order.
+        restarted: Names of the servers that are started again if they exit while the cluster
+            runs.
     """
 
     def __init__(
-        self, program: Sequence[str], commands: Mapping[str, tuple[list[str], str]]
+        self,
+        program: Sequence[str],
+        commands: Mapping[str, tuple[list[str], str]],
+        restarted: Sequence[str] = (),
     ) -> None:
-        self.program, self.commands = list(program), commands
+        self.program, self.commands, self.restarted = list(program), commands, restarted
         self._children: list[_Child] = []
 
     def start(self, report: Callable[[str], None] = lambda _: None) -> None:
@@ -63,12 +77,7 @@ class Cluster:
         """
         for name, (arguments, probe) in self.commands.items():
             report(f"starting the {name}")
-            process = subprocess.Popen(
-                [*self.program, *arguments],
-                start_new_session=True,  # Ctrl-C only reaches this process, which stops the others
-                stdin=subprocess.PIPE,  # never written to; closed when this process exits
-            )
-            child = _Child(name, process, probe)
+            child = _Child(name, self._run(arguments), probe)
             self._children.append(child)
             try:
                 self._wait_until_ready(child)
@@ -76,18 +85,46 @@ class Cluster:
                 self.stop()
                 raise
 
-    def wait(self) -> None:
-        """Block until SIGINT or SIGTERM, or until a server exits.
+    def wait(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Block until SIGINT or SIGTERM, or until a server exits that is not restarted.
+
+        Args:
+            report: Called with a message when a server is restarted.
 
         Raises:
-            ServerError: A server exited.
+            ServerError: A server exited that is not restarted.
         """
         with StopSignals() as signals:
             while not signals.requested.wait(0.2):
                 for child in self._children:
-                    status = child.process.poll()
-                    if status is not None:
-                        raise ServerError(f"the {child.name} exited with status {status}")
+                    self._supervise(child, report)
+
+    def _supervise(self, child: _Child, report: Callable[[str], None]) -> None:
+        """Start a server again some time after it exited."""
+        status, now = child.process.poll(), time.monotonic()
+        if status is None:
+            return
+        message = f"the {child.name} exited with status {status}"
+        if child.name not in self.restarted:
+            raise ServerError(message)
+        if child.restart_at is None:
+            if now - child.started > MAX_DELAY:
+                child.delay = MIN_DELAY
+            report(f"{message}; starting it again in {child.delay:g} s")
+            child.restart_at = now + child.delay
+            child.delay = min(2 * child.delay, MAX_DELAY)
+        elif now >= child.restart_at:
+            if child.process.stdin is not None:
+                child.process.stdin.close()
+            arguments, _ = self.commands[child.name]
+            child.process, child.started, child.restart_at = self._run(arguments), now, None
+
+    def _run(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self.program, *arguments],
+            start_new_session=True,  # Ctrl-C only reaches this process, which stops the others
+            stdin=subprocess.PIPE,  # never written to; closed when this process exits
+        )
 
     def stop(self) -> None:
         """Terminate the servers, and kill those that do not exit in time."""

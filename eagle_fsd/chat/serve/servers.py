@@ -11,25 +11,31 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
+import httpx
 
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.api.app import api_app, import_fastchat
+from eagle_fsd.chat.serve.api.requests import ApiError
+from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
+from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard, cluster_headers
 
 if TYPE_CHECKING:  # controller and API start faster without torch and transformers
     from eagle_fsd.model.pipeline import EagleFSD
     from eagle_fsd.utils.chat_templates import ChatTemplate
 
-#: Seconds that open responses get to finish when a server stops.
-SHUTDOWN_TIMEOUT = 2
+log = logging.getLogger(__name__)
+
+#: Seconds that the controller waits for a worker's status.
+STATUS_TIMEOUT = 5.0
 
 
-def run_controller(host: str, port: int) -> None:
+def run_controller(host: str, port: int, access: Access = ANYONE) -> None:
     """Serve FastChat's controller until SIGINT or SIGTERM.
 
     Args:
         host: Address to listen on.
         port: Port to listen on.
+        access: Who may use the controller.
 
     Raises:
         OSError: The address is invalid or the port is in use.
@@ -37,19 +43,25 @@ def run_controller(host: str, port: int) -> None:
     _bypass_proxy()
     module = import_fastchat("controller")
 
+    class Controller(module.Controller):  # type: ignore[name-defined, misc]
+        """FastChat's controller, which sends the cluster's key to the workers."""
+
+        def get_worker_status(self, worker_name: str) -> dict[str, Any] | None:
+            return _worker_status(worker_name)
+
     def create() -> None:
-        module.controller = module.Controller("shortest_queue")
+        module.controller = Controller("shortest_queue")
 
     # The controller starts a heartbeat thread that never ends. Threads started by a daemon thread
     # are daemons too, so this one does not keep the process alive.
     creator = threading.Thread(target=create, daemon=True)
     creator.start()
     creator.join()
-    run_server(module.app, host, port)
+    run_server(Guard(module.app, access), host, port)
 
 
 def run_api(
-    host: str, port: int, controller: str, api_keys: Sequence[str] = (), max_body: int = 1 << 20
+    host: str, port: int, controller: str, access: Access = ANYONE, max_body: int = 1 << 20
 ) -> None:
     """Serve FastChat's OpenAI-compatible API until SIGINT or SIGTERM.
 
@@ -57,13 +69,14 @@ def run_api(
         host: Address to listen on.
         port: Port to listen on.
         controller: URL of the controller.
-        api_keys: Keys that clients may use; default: no key is required.
+        access: Who may use the API.
         max_body: Maximum size of a request in bytes.
 
     Raises:
         OSError: The address is invalid or the port is in use.
     """
-    run_server(api_app(controller, list(api_keys) or None, max_body), host, port)
+    app = api_app(controller, None, max_body)  # the guard checks the keys
+    run_server(Guard(app, access, max_body, error_body=_api_error), host, port)
 
 
 def run_worker(
@@ -75,6 +88,7 @@ def run_worker(
     controller: str | None,
     address: str,
     names: Sequence[str],
+    access: Access = ANYONE,
 ) -> None:
     """Serve a pair as a FastChat worker until SIGINT or SIGTERM.
 
@@ -87,23 +101,24 @@ def run_worker(
         controller: URL of the controller to register with; None: do not register.
         address: URL at which the controller and the API server reach this worker.
         names: Names of the model for clients.
+        access: Who may use the worker.
 
     Raises:
         OSError: The address is invalid or the port is in use.
     """
-    _bypass_proxy()
     base = import_fastchat("base_model_worker")
-    from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+    from eagle_fsd.chat.serve.worker import FSDWorker, worker_app, worker_error
 
-    # FastChat's own function redirects the standard streams to a log file.
-    base.build_logger = lambda name, _file: logging.getLogger(name)
+    # If unset, FastChat redirects the standard streams to a log file.
+    base.logger = logging.getLogger("model_worker")
     worker = FSDWorker(
         model, chat_template, limits, controller, address, list(names), secrets.token_hex(4)
     )
     # Register only once the port is open: the controller may send a request at once.
     register = worker.init_heart_beat if controller else None
     try:
-        run_server(worker_app(worker), host, port, on_started=register)
+        app = Guard(worker_app(worker), access, limits.max_body, error_body=worker_error)
+        run_server(app, host, port, on_started=register)
     finally:
         worker.close()
 
@@ -122,15 +137,8 @@ def run_server(
     Raises:
         OSError: The address is invalid or the port is in use.
     """
-    config = uvicorn.Config(
-        app,
-        host,
-        port,
-        log_level="warning",
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
-        lifespan="off",
-    )
-    server = uvicorn.Server(config)
+    limit_logging()
+    server = BoundedServer(server_config(app, host, port))
     if on_started is not None:
         threading.Thread(target=_call_once_started, args=(server, on_started), daemon=True).start()
     server.run()
@@ -156,12 +164,33 @@ def check_port(host: str, port: int) -> None:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
-def _call_once_started(server: uvicorn.Server, callback: Callable[[], None]) -> None:
+def _call_once_started(server: BoundedServer, callback: Callable[[], None]) -> None:
     while not server.started:
         if server.should_exit:
             return
         time.sleep(0.02)
     callback()
+
+
+def _worker_status(worker: str) -> dict[str, Any] | None:
+    """Return a worker's status, or None if it does not answer."""
+    try:
+        reply = httpx.post(
+            f"{worker}/worker_get_status",
+            headers=cluster_headers(),
+            timeout=STATUS_TIMEOUT,
+            trust_env=False,
+        )
+        status = reply.raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        log.warning("the worker %s does not answer: %s", worker, error)
+        return None
+    return status if isinstance(status, dict) else None
+
+
+def _api_error(message: str, status: int) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return ApiError(message, status, kind, "invalid_api_key" if status == 401 else None).body()
 
 
 def _bypass_proxy() -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-import requests
+import httpx
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -32,6 +32,7 @@ from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullErr
 from eagle_fsd.chat.remote_backend import add_page_routes
 from eagle_fsd.chat.request_body import RequestError, read_body, read_json, shorten
 from eagle_fsd.chat.requests import read_request
+from eagle_fsd.chat.serve.guard import cluster_headers
 from eagle_fsd.chat.serve.metrics import WorkerMetrics
 from eagle_fsd.chat.session import AnswerRequest, max_chars
 from eagle_fsd.chat.text import Piece
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of inputs in one request for embeddings.
 MAX_EMBEDDING_INPUTS = 64
+#: Seconds to wait for the controller.
+CONTROLLER_TIMEOUT = 5.0
 #: Status logged for a response that no client receives.
 CLIENT_CLOSED_REQUEST = 499
 
@@ -98,10 +101,40 @@ class FSDWorker(BaseModelWorker):
 
     def register_to_controller(self) -> None:
         """Register; if the controller is unreachable, the next heartbeat retries."""
+        self._ask_controller(
+            "register_worker",
+            {
+                "worker_name": self.worker_addr,
+                "check_heart_beat": True,
+                "worker_status": self.get_status(),
+                "multimodal": False,
+            },
+        )
+
+    def send_heart_beat(self) -> None:
+        """Send a heartbeat; register if the controller does not know this worker."""
+        found = self._ask_controller(
+            "receive_heart_beat",
+            {"worker_name": self.worker_addr, "queue_length": self.get_queue_length()},
+        )
+        if isinstance(found, dict) and not found.get("exist"):
+            self.register_to_controller()
+
+    def _ask_controller(self, route: str, body: dict[str, Any]) -> Any:
+        """Return the controller's reply, or None if it does not accept the request."""
+        url = f"{self.controller_addr}/{route}"
         try:
-            super().register_to_controller()
-        except (requests.RequestException, AssertionError) as error:
-            log.warning("cannot register with the controller %s: %s", self.controller_addr, error)
+            reply = httpx.post(
+                url,
+                json=body,
+                headers=cluster_headers(),
+                timeout=CONTROLLER_TIMEOUT,
+                trust_env=False,
+            )
+            return reply.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            log.warning("the controller does not accept %s: %s", url, error)
+            return None
 
     async def count_token(self, params: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a prompt after applying the chat template.
@@ -251,6 +284,21 @@ def error_output(message: str, code: int) -> dict[str, Any]:
         code: One of ``fastchat.constants.ErrorCode``.
     """
     return {"text": shorten(message), "error_code": int(code)}
+
+
+def worker_error(message: str, status: int) -> dict[str, Any]:
+    """Return an error of the guard in FastChat's format.
+
+    Args:
+        message: The error message.
+        status: HTTP status.
+    """
+    code = ErrorCode.VALIDATION_TYPE_ERROR
+    if status == 401:
+        code = ErrorCode.INVALID_AUTH_KEY
+    elif status >= 500:
+        code = ErrorCode.INTERNAL_ERROR
+    return error_output(message, code)
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -23,7 +23,8 @@ from fastapi import FastAPI
 
 from eagle_fsd.chat.backend import About, Backend
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.serve.servers import SHUTDOWN_TIMEOUT
+from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
+from eagle_fsd.chat.serve.guard import ANYONE, Access
 from eagle_fsd.chat.web import rendering
 from eagle_fsd.chat.web.guard import PageGuard
 from eagle_fsd.chat.web.page import (
@@ -32,6 +33,7 @@ from eagle_fsd.chat.web.page import (
     ChatState,
     Page,
     View,
+    max_threshold,
 )
 from eagle_fsd.utils.options import Options
 
@@ -52,7 +54,10 @@ CONTROLS: dict[str, tuple[str, float | None]] = {
 
 
 def page_app(
-    backend: Backend, options: AnswerOptions | None = None, examples: Sequence[str] = ()
+    backend: Backend,
+    options: AnswerOptions | None = None,
+    examples: Sequence[str] = (),
+    access: Access = ANYONE,
 ) -> PageGuard:
     """Build the page's ASGI application, which needs its lifespan events.
 
@@ -60,6 +65,7 @@ def page_app(
         backend: Generates the answers.
         options: Initial values of the controls, and the values of options without a control.
         examples: Questions that the page suggests.
+        access: Who may use the page.
     """
     blocks = build_blocks(backend, options or AnswerOptions(), examples)
     limits = backend.about.limits
@@ -71,7 +77,9 @@ def page_app(
         gr.mount_gradio_app(app, blocks, "/", show_api=False, ssr_mode=False, pwa=False)
     mounts = (getattr(route, "app", None) for route in app.routes)
     gradio_app = next(mount for mount in mounts if isinstance(mount, gr.routes.App))
-    return PageGuard(app, limits.max_body, gradio_app.stop_event.set)
+    gradio_app.debug = False  # in an error's response, Gradio would send the traceback
+    events = {index: len(event.inputs) for index, event in blocks.fns.items()}
+    return PageGuard(app, limits.max_body, events, gradio_app.stop_event.set, access)
 
 
 def run_page(app: PageGuard, host: str, port: int) -> None:
@@ -85,6 +93,7 @@ def run_page(app: PageGuard, host: str, port: int) -> None:
     Raises:
         OSError: The address is invalid or the port is in use.
     """
+    limit_logging()
     server = page_server(app, host, port)
     server.run()
     if not server.started:
@@ -101,18 +110,10 @@ def page_server(app: PageGuard, host: str = "127.0.0.1", port: int = 7860) -> uv
     """
     # Gradio drops asynchronous generators instead of closing them; that closes them as well.
     warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
-    config = uvicorn.Config(
-        app,
-        host,
-        port,
-        log_level="warning",
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
-        lifespan="on",
-    )
-    return _Server(config, app)
+    return _Server(server_config(app, host, port, lifespan=True), app)
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """A server that closes the connections that Gradio keeps open for each page."""
 
     def __init__(self, config: uvicorn.Config, app: PageGuard) -> None:
@@ -127,7 +128,7 @@ class _Server(uvicorn.Server):
 
 
 def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> gr.Blocks:
-    """Lay out the page: the chat on the left, statistics and controls on the right.
+    """Lay out the page: the chat on the left, controls and statistics on the right.
 
     Args:
         backend: Generates the answers.
@@ -140,17 +141,35 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
         font=[gr.themes.Font(name) for name in SANS_FONTS],
         font_mono=[gr.themes.Font(name) for name in MONO_FONTS],
     ).set(
-        # The theme's own grays have too little contrast.
+        # The theme's own colors have too little contrast.
         block_info_text_color="*neutral_600",
         block_info_text_color_dark="*neutral_300",
+        block_title_text_color="*primary_800",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_300",
         input_placeholder_color="*neutral_500",
-        input_placeholder_color_dark="*neutral_400",
+        input_placeholder_color_dark="*neutral_300",
+        input_border_width="1px",
+        input_border_color="*neutral_500",
+        input_border_color_focus="*primary_600",
+        input_border_color_dark="*neutral_400",
+        input_border_color_focus_dark="*primary_300",
+        button_border_width="1px",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_700",
+        button_secondary_border_color="*neutral_500",
+        button_secondary_border_color_hover="*neutral_500",
+        button_secondary_border_color_dark="*neutral_400",
+        button_secondary_border_color_hover_dark="*neutral_400",
+        button_secondary_background_fill_hover_dark="*primary_700",
     )
     assets = files("eagle_fsd.chat.web")
     with gr.Blocks(
         title="eagle_fsd",
         theme=theme,
-        css=assets.joinpath("style.css").read_text(encoding="utf-8"),
+        css=assets.joinpath("style.css").read_text(encoding="utf-8")
+        + f".gradio-container {{ --fsd-max: {max_threshold(about):g}; }}",
         head=f"<script>{assets.joinpath('script.js').read_text(encoding='utf-8')}</script>",
         analytics_enabled=False,
         fill_width=True,
@@ -165,7 +184,9 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
                 with gr.Column(elem_id="fsd-chat"):
                     log = _html("", "fsd-log")
                     live = _html(rendering.welcome_html(), "fsd-live")
-                _html(rendering.inspector_html(), "fsd-inspector-box")
+                    comparison = _html("", "fsd-comparison-box")
+                    suggestions = gr.Row(elem_id="fsd-examples")
+                _html(rendering.legend_html(), "fsd-legend-box")
                 box = gr.Textbox(
                     label="Message",
                     show_label=False,
@@ -177,18 +198,18 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
                 )
                 with gr.Row(elem_id="fsd-buttons"):
                     send = _button("Send", "fsd-send", variant="primary")
-                    stop = _button("Stop", "fsd-stop")
+                    stop = _button("Stop", "fsd-stop", interactive=False)
                     compare = _button("Compare", "fsd-compare-button")
                     clear = _button("New chat", "fsd-clear")
-                with gr.Row(elem_id="fsd-examples"):
-                    for example in examples:
-                        button = gr.Button(example, size="sm", min_width=220)
-                        _listen(button.click, lambda text=example: text, None, box)
-                comparison = _html("", "fsd-comparison-box")
-            with gr.Column(scale=3, min_width=300):
-                stats = _html(rendering.stats_html({}, {}), "fsd-stats-box")
-                _html(rendering.legend_html(), "fsd-legend-box")
+                # Below the buttons: they must not move when it opens.
+                _html(rendering.inspector_html(), "fsd-inspector-box")
+            with gr.Column(scale=3, min_width=300, elem_id="fsd-side"):
                 controls = {name: _control(name, about, options) for name in CONTROLS}
+                stats = _html(rendering.stats_html({}, {}), "fsd-stats-box")
+            with suggestions:
+                for example in examples:
+                    button = gr.Button(example, size="sm", min_width=220)
+                    _listen(button.click, lambda text=example: text, None, box)
 
         def on_send(state: ChatState, message: Any, *values: Any) -> AsyncGenerator[View, None]:
             return page.send(state, message, dict(zip(controls, values, strict=True)))
@@ -203,7 +224,7 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
             return _component_values(await page.clear(state))
 
         inputs = [state, box, *controls.values()]
-        outputs = [box, log, live, stats, comparison]
+        outputs = [box, log, live, stats, comparison, stop]
         sent = _listen([send.click, box.submit], _streaming(on_send), inputs, outputs)
         _listen(sent.then, on_sent, [state, box], outputs)
         _listen(sent.then, _streaming(page.measure_baseline), [state], outputs)
@@ -230,7 +251,7 @@ def _control(name: str, about: About, options: AnswerOptions) -> gr.components.C
     for item in option.metadata:
         bounds |= {key: getattr(item, key) for key in ("ge", "le") if hasattr(item, key)}
     limits = {
-        "threshold": max(about.limits.max_threshold, about.acceptance.threshold),
+        "threshold": max_threshold(about),
         "temperature": max(MAX_TEMPERATURE, options.temperature),
         "max_new_tokens": about.limits.max_new_tokens,
     }
@@ -243,9 +264,12 @@ def _html(value: str, elem_id: str) -> gr.HTML:
 
 
 def _button(
-    label: str, elem_id: str, variant: Literal["primary", "secondary"] = "secondary"
+    label: str,
+    elem_id: str,
+    variant: Literal["primary", "secondary"] = "secondary",
+    interactive: bool = True,
 ) -> gr.Button:
-    return gr.Button(label, elem_id=elem_id, variant=variant, min_width=90)
+    return gr.Button(label, elem_id=elem_id, variant=variant, interactive=interactive, min_width=90)
 
 
 def _listen(trigger: Any, function: Any, inputs: Any, outputs: Any) -> Any:
@@ -281,5 +305,6 @@ def _streaming(
 
 def _component_values(view: View) -> list[Any]:
     """Return the outputs of an event; unchanged parts are not sent."""
-    parts = (view.box, view.log, view.live, view.stats, view.comparison)
+    stop = None if view.stoppable is None else gr.update(interactive=view.stoppable)
+    parts = (view.box, view.log, view.live, view.stats, view.comparison, stop)
     return [gr.skip() if part is None else part for part in parts]

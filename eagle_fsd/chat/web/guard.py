@@ -1,4 +1,4 @@
-"""ASGI middleware that restricts Gradio's server to what the page needs.
+"""The page's guard, which restricts Gradio's server to what the page needs.
 
 Gradio serves files by path, accepts uploads and fetches from other hosts; a page of text and
 sliders needs none of that. Gradio's HTML also refers to fonts and a script on other hosts, which
@@ -8,25 +8,23 @@ are removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from eagle_fsd.chat.serve.asgi import (
-    App,
-    ClientDisconnectedError,
-    Message,
-    Receive,
-    Send,
-    body_chunks,
-    replay_body,
-    send_json,
-)
+from eagle_fsd.chat.request_body import RequestError, read_json
+from eagle_fsd.chat.serve.asgi import App, Message, Receive, Send
+from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard, RefusedError
 
 #: Routes that the page requests; all others answer with status 404.
 GET_ROUTES = re.compile(
-    r"/|/config/?|/theme\.css|/favicon\.ico|/(assets|static|svelte)/.*"
-    r"|/gradio_api/(info/?|app_id/?|theme\.css|startup-events|queue/data|heartbeat/[\w-]+)"
+    r"/|/config/?|/theme\.css|/favicon\.ico|/(assets|static|svelte)/[\w ./-]{1,200}"
+    r"|/gradio_api/(info/?|app_id/?|theme\.css|startup-events|queue/data|heartbeat/[\w-]{1,64})"
 )
 POST_ROUTES = re.compile(r"/gradio_api/(queue/join/?|cancel|reset/?)")
+#: Events of the page are sent to this route.
+JOIN_ROUTE = "/gradio_api/queue/join"
+#: Identifies a visitor's page.
+SESSION = re.compile(r"[\w-]{1,64}")
+ROUTES = {"GET": GET_ROUTES, "HEAD": GET_ROUTES, "POST": POST_ROUTES}
 
 #: Elements that refer to another host, or to the manifest of an installable app.
 EXTERNAL_ELEMENTS = re.compile(
@@ -43,55 +41,60 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
-class PageGuard:
-    """ASGI middleware around Gradio's application.
+class PageGuard(Guard):
+    """The guard in front of Gradio's application.
 
     Args:
         app: Gradio's application.
         max_body: Maximum size of a request body in bytes.
+        events: Number of inputs of each event, by its index. Gradio answers other events with an
+            internal error.
         close: Ends the connections that the application keeps open.
+        access: Who may use the page.
     """
 
     def __init__(
         self,
         app: App,
         max_body: int,
+        events: Mapping[int, int],
         close: Callable[[], None] = lambda: None,
+        access: Access = ANYONE,
     ) -> None:
-        self.app, self.max_body, self.close = app, max_body, close
+        super().__init__(_without_external_elements(app), access, max_body, ROUTES)
+        self.events, self.close = events, close
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle a connection; see the ASGI specification for the arguments."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
+    def check_body(self, path: str, body: bytes) -> None:
+        """Validate a body, which is a JSON object; see :meth:`Guard.check_body`."""
+        try:
+            values = read_json(body)
+        except RequestError as error:
+            raise RefusedError(400, str(error)) from error
+        session = values.get("session_hash")
+        if not isinstance(session, str) or not SESSION.fullmatch(session):
+            raise RefusedError(400, "session_hash is invalid")
+        if path.rstrip("/") != JOIN_ROUTE:
             return
-        if scope["type"] != "http":
-            return  # not accepting a WebSocket closes it
-        if not _is_allowed(scope["method"], scope["path"]):
-            await send_json(send, 404, {"detail": "Not Found"})
-            return
-        if scope["method"] == "POST":
-            body = b""
-            try:
-                async for chunk in body_chunks(receive):
-                    body += chunk
-                    if len(body) > self.max_body:
-                        message = f"the request is larger than {self.max_body} bytes"
-                        await send_json(send, 413, {"detail": message})
-                        return
-            except ClientDisconnectedError:
-                return
-            receive = replay_body(body, receive)
-        if scope["path"] == "/":
+        index, data = values.get("fn_index"), values.get("data")
+        if type(index) is not int or index not in self.events:
+            raise RefusedError(400, "fn_index is not an event of this page")
+        if not isinstance(data, list) or len(data) != self.events[index]:
+            raise RefusedError(400, f"data must be a list of {self.events[index]} values")
+        if any(isinstance(item, (list, dict)) for item in data):
+            raise RefusedError(400, "data must not contain lists or objects")
+
+
+def _without_external_elements(app: App) -> App:
+    """Wrap Gradio's application so that its HTML is filtered."""
+
+    async def filtered(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/":
             # The HTML is edited, so it must not be compressed.
             headers = [item for item in scope["headers"] if item[0] != b"accept-encoding"]
             scope, send = {**scope, "headers": headers}, _HtmlFilter(send)
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
 
-
-def _is_allowed(method: str, path: str) -> bool:
-    routes = {"GET": GET_ROUTES, "HEAD": GET_ROUTES, "POST": POST_ROUTES}.get(method)
-    return routes is not None and routes.fullmatch(path) is not None
+    return filtered
 
 
 class _HtmlFilter:

@@ -11,12 +11,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from eagle_fsd.chat.backend import Backend, BackendError, Token, request_params
+from eagle_fsd.chat.backend import About, Backend, BackendError, Token, request_params
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.web import rendering
+from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.options import OptionsError
 
@@ -103,6 +104,7 @@ class View:
         live: HTML of the newest exchange.
         stats: HTML of the statistics.
         comparison: HTML of the comparison.
+        stoppable: Whether there is anything to stop.
     """
 
     box: str | None = None
@@ -110,6 +112,7 @@ class View:
     live: str | None = None
     stats: str | None = None
     comparison: str | None = None
+    stoppable: bool | None = None
 
 
 @dataclass
@@ -192,21 +195,27 @@ class Page:
         state.busy, state.stop, state.baseline_params = True, False, None
         state.turn += 1
         turn = state.turn
-        state.fsd_stats, state.unanswered = {}, ""
+        state.fsd_stats, state.unanswered, state.comparison = {}, "", ""
         question_html = rendering.message_html("user", rendering.question_html(question))
         log = "".join(exchange.html for exchange in state.exchanges)
         answer, error_html = PartialAnswer(), ""
 
         def view() -> View:
             state.live = question_html + _answer_message(answer, acceptance)
+            if answer.tokens:
+                state.live += rendering.strip_html(
+                    answer.tokens, acceptance, max_threshold(self.backend.about)
+                )
+            if answer.tokens and not answer.busy:
+                state.live += rendering.export_html(self._export(answer, params))
             # Only complete answers are followed by a baseline.
             pending = answer.busy or answer.complete
             speedup = rendering.PENDING if pending else rendering.NONE
             stats = rendering.stats_html(answer.stats, {}, speedup)
-            return View(live=state.live + error_html, stats=stats)
+            return View(live=state.live + error_html, stats=stats, stoppable=pending)
 
         try:
-            yield replace(view(), box="", log=log)
+            yield replace(view(), box="", log=log, comparison="")
             async for _ in self._receive(answer, params, lambda: state.stop):
                 state.fsd_stats = answer.stats
                 if answer.busy:
@@ -265,7 +274,8 @@ class Page:
                     stats = rendering.stats_html(state.fsd_stats, baseline.stats, rendering.PENDING)
                     yield View(stats=stats)
         if state.turn == turn:
-            yield View(stats=rendering.stats_html(state.fsd_stats, baseline.stats))
+            stats = rendering.stats_html(state.fsd_stats, baseline.stats)
+            yield View(stats=stats, stoppable=state.busy)  # a comparison may have begun
 
     async def compare(
         self, state: ChatState, message: Any, controls: Mapping[str, Any]
@@ -278,15 +288,18 @@ class Page:
             controls: Values of the page's controls by option name.
         """
         try:
-            count = None
+            count, question_html = None, ""
             if not str(message or "").strip() and state.exchanges:
                 count = len(state.exchanges) - 1
                 message = state.exchanges[count].question
-            messages = state.messages(_validate_question(state, message), count)
+            question = _validate_question(state, message)
+            if count is None:  # the chat does not show the question yet
+                question_html = rendering.message_html("user", rendering.question_html(question))
+            messages = state.messages(question, count)
             acceptance, params = self._validate_controls(messages, controls)
             exact, exact_params = self._validate_controls(messages, {**controls, "threshold": 0.0})
         except PageError as error:
-            yield View(comparison=rendering.error_html(str(error)) + state.comparison)
+            yield View(comparison=state.comparison + rendering.error_html(str(error)))
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
@@ -295,8 +308,10 @@ class Page:
 
         def view() -> View:
             sampled = params["temperature"] > 0
-            state.comparison = _comparison_html(left, right, exact, acceptance, sampled)
-            return View(comparison=error_html + state.comparison)
+            comparison = _comparison_html(left, right, exact, acceptance, sampled)
+            state.comparison = question_html + comparison
+            busy = left.busy or right.busy
+            return View(comparison=state.comparison + error_html, stoppable=busy)
 
         try:
             yield view()
@@ -339,7 +354,22 @@ class Page:
             await asyncio.sleep(0.01)
         state.exchanges.clear()
         state.live = state.comparison = state.unanswered = ""
-        return View("", "", rendering.welcome_html(), rendering.stats_html({}, {}), "")
+        return View("", "", rendering.welcome_html(), rendering.stats_html({}, {}), "", False)
+
+    def _export(self, answer: PartialAnswer, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return everything that is known about an answer, as JSON values."""
+        settings = {
+            name: value for name, value in params.items() if name not in ("prompt", "logprobs")
+        }
+        return {
+            "model": self.backend.about.name,
+            "messages": decode_chat(params["prompt"]),
+            "settings": settings,
+            "answer": "".join(token.text for token in answer.tokens),
+            "finish_reason": answer.finish_reason,
+            "stats": dict(answer.stats),
+            "tokens": [asdict(token) for token in answer.tokens],
+        }
 
     def _validate_controls(
         self, messages: Sequence[Mapping[str, str]], controls: Mapping[str, Any]
@@ -380,6 +410,15 @@ class Page:
                     rendered = time.monotonic()
         answer.finish_reason = answer.finish_reason or "stopped"
         yield
+
+
+def max_threshold(about: About) -> float:
+    """Return the maximum of the threshold's slider.
+
+    Args:
+        about: Properties of the backend.
+    """
+    return max(about.limits.max_threshold, about.acceptance.threshold)
 
 
 def _validate_question(state: ChatState, message: Any) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import zip_longest
+from statistics import median
+from typing import Any
 
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.model.config import AcceptanceConfig
@@ -15,6 +19,8 @@ LEGEND = {
     "target": "chosen by the target, not drafted",
 }
 NO_DIVERGENCE = "No draft distribution at this position"
+#: Decades that style.css shows of the divergence.
+SCALE_DECADES = 4
 #: Shown instead of the speedup while the baseline is pending, and where there is none.
 PENDING, NONE = "…", "—"
 #: New tokens that the autoregressive baseline is measured over.
@@ -65,7 +71,10 @@ def percent(fraction: float) -> str:
 def token_html(
     token: Token, acceptance: AcceptanceConfig, differs: bool = False, focusable: bool = False
 ) -> str:
-    """Render one token, colored by its origin, with its description as the tooltip.
+    """Render one token with its description as the tooltip.
+
+    The class is its origin, and the CSS variable ``--d`` its divergence; style.css and script.js
+    use both.
 
     Args:
         token: The token; one without text is rendered only where it differs.
@@ -82,8 +91,15 @@ def token_html(
     title = escape(describe_token(token, acceptance), quote=True).replace("\n", "&#10;")
     tabindex = "0" if focusable else "-1"
     text = escape(token.text) or "∎"
-    span = f'<span class="{classes}" tabindex="{tabindex}" title="{title}">{text}</span>'
+    attributes = f'class="{classes}"{_divergence_style(token)} tabindex="{tabindex}"'
+    span = f'<span {attributes} title="{title}">{text}</span>'
     return f'<mark class="fsd-difference">{span}</mark>' if differs else span
+
+
+def _divergence_style(token: Token) -> str:
+    if token.divergence is None:
+        return ""
+    return f' style="--d:{max(token.divergence, 0.0):.9g}"'  # rounding may leave it below 0
 
 
 def answer_html(
@@ -110,6 +126,56 @@ def answer_html(
     caret = '<span class="fsd-caret" aria-hidden="true"></span>' if busy else ""
     state = "true" if busy else "false"
     return f'<div class="fsd-answer" aria-busy="{state}">{"".join(spans)}{caret}</div>'
+
+
+def strip_html(tokens: Sequence[Token], acceptance: AcceptanceConfig, max_threshold: float) -> str:
+    """Render the divergence of each token as a bar, with a line at the threshold.
+
+    In the browser, script.js moves the line with the slider and marks the tokens that would flip.
+
+    Args:
+        tokens: The answer; tokens without text have no bar.
+        acceptance: The configuration that it was decoded with.
+        max_threshold: Maximum of the slider, where the scale ends.
+    """
+    shown = [token for token in tokens if token.text]
+    bars = "".join(
+        f'<i class="fsd-bar fsd-{token.origin}"{_divergence_style(token)}></i>' for token in shown
+    )
+    known = [token for token in shown if token.divergence is not None]
+    summary = f"{len(shown)} tokens, {len(known)} with a divergence"
+    if values := [token.divergence or 0.0 for token in known]:
+        most = max(known, key=lambda token: token.divergence or 0.0)
+        below = sum(value < acceptance.threshold for value in values)
+        summary += (
+            f": median {median(values):.4f}, largest {max(values):.4f}"
+            f" at “{visible(most.text)}”; {below} below T = {acceptance.threshold:g}"
+        )
+    lowest = f"{max_threshold / 10**SCALE_DECADES:.9f}".rstrip("0").rstrip(".")
+    return (
+        f'<figure class="fsd-strip" data-threshold="{acceptance.threshold}"'
+        f' data-divergence="{acceptance.divergence}" style="--fsd-t:{acceptance.threshold}">'
+        f"<figcaption>Divergence of each token ({acceptance.divergence}, logarithmic,"
+        f" {lowest} to {max_threshold:g}); the line is at T</figcaption>"
+        '<div class="fsd-scroll"><div class="fsd-bars" role="img"'
+        f' style="--n:{len(shown)}"'
+        f' aria-label="{escape(summary, quote=True)}">{bars}</div></div>'
+        '<div class="fsd-flips" role="status"></div></figure>'
+    )
+
+
+def export_html(values: Mapping[str, Any]) -> str:
+    """Render a link that saves ``values`` as a JSON file, without a request to the server.
+
+    Args:
+        values: JSON values.
+    """
+    text = json.dumps(values, indent=1, ensure_ascii=False)
+    data = base64.b64encode(text.encode("utf-8", "replace")).decode("ascii")
+    return (
+        '<a class="fsd-export" download="eagle-fsd-answer.json"'
+        f' href="data:application/json;base64,{data}">Export as JSON</a>'
+    )
 
 
 def message_html(role: str, body: str, note: str = "") -> str:
@@ -155,18 +221,28 @@ def welcome_html() -> str:
 
 
 def legend_html() -> str:
-    """Render the legend of the token colors."""
+    """Render the legend of the token colors, and the choice of what they show.
+
+    style.css applies the choice.
+    """
     items = "".join(
         f'<li><span class="fsd-token fsd-{name}">{name}</span> <small>{escape(text)}</small></li>'
         for name, text in LEGEND.items()
     )
-    return f'<ul class="fsd-legend" aria-label="Token colors">{items}</ul>'
+    choices = "".join(
+        f'<label><input type="radio" name="fsd-by" id="fsd-by-{name}"{checked} /> {name}</label>'
+        for name, checked in (("origin", " checked"), ("divergence", ""))
+    )
+    return (
+        '<div class="fsd-key"><fieldset class="fsd-shading"><legend>Color by</legend>'
+        f'{choices}<span class="fsd-gradient"><span>low</span><span>high</span></span></fieldset>'
+        f'<ul class="fsd-legend" aria-label="Origins of tokens">{items}</ul></div>'
+    )
 
 
 def inspector_html() -> str:
     """Render the inspector, which script.js fills with the description of a token."""
-    hint = "Point at a token, or use the arrow keys within an answer, to see its details here."
-    return f'<div id="fsd-inspector" role="status" aria-live="polite">{hint}</div>'
+    return '<div id="fsd-inspector" role="status" aria-live="polite"></div>'
 
 
 def stats_html(

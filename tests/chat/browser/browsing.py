@@ -41,7 +41,7 @@ MARKS = [
 #: Seconds to wait for anything on a busy machine.
 TIMEOUT = 60
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
-WIDE, NARROW = (1280, 900), (400, 800)
+WIDE, NARROW = (1400, 900), (400, 800)
 
 
 class ControlledBackend:

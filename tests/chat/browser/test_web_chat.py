@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
+from pathlib import Path
 
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.chat.web.rendering import NONE
 
-from .browsing import MARKS, QUESTION, TIMEOUT, By, ControlledBackend, Keys, PageObject
+from .browsing import (
+    MARKS,
+    NARROW,
+    QUESTION,
+    TIMEOUT,
+    ActionChains,
+    By,
+    ControlledBackend,
+    Keys,
+    PageObject,
+)
 
 pytestmark = MARKS
 
@@ -116,6 +128,111 @@ def test_compare_marks_the_first_difference(page: PageObject) -> None:
     page.compare()
     page.wait_for_verdict("identical")
     assert page.find_all(".fsd-differs") == []
+
+
+def test_stop_is_enabled_only_while_it_works(page: PageObject, backend: ControlledBackend) -> None:
+    backend.answer, backend.endless = [Token(1, "So", "exact")], True
+    page.open()
+    stop = page.find("#fsd-stop")
+    assert not stop.is_enabled()
+    assert stop.value_of_css_property("cursor") == "not-allowed"
+    for ask in (lambda: page.ask(wait=False), page.compare):
+        ask()
+        page.wait_until(lambda: backend.active == 1 and stop.is_enabled())
+        stop.click()
+        page.wait_until(lambda: backend.active == 0 and not stop.is_enabled())
+        assert page.execute("return document.activeElement.tagName") == "TEXTAREA"
+        time.sleep(BASELINE_DELAY)  # Gradio ignores clicks until the event has ended
+    backend.endless = False
+    page.ask("More")
+    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    page.wait_until(lambda: not stop.is_enabled())
+
+
+def test_answers_are_exported_as_a_file(page: PageObject, tmp_path: Path) -> None:
+    behavior = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Page.setDownloadBehavior", behavior)
+    page.open()
+    page.ask()
+    text = page.wait_for_answer()
+    page.find(".fsd-export").click()
+    file = tmp_path / "eagle-fsd-answer.json"
+    page.wait_until(file.exists)
+    answer = json.loads(file.read_text(encoding="utf-8"))
+    assert answer["answer"] == text
+    assert "".join(token["text"] for token in answer["tokens"]) == text
+    assert {token["origin"] for token in answer["tokens"]} == {"exact", "fuzzy", "target"}
+
+
+def test_strip_shows_the_tokens_that_would_flip(
+    page: PageObject, backend: ControlledBackend
+) -> None:
+    """The line follows the slider in the browser, without a request."""
+    backend.answer = [
+        Token(1, "one", "exact", 0.01),
+        Token(2, " two", "fuzzy", 0.15),
+        Token(3, " three", "target", 0.3),
+        Token(4, " four", "fuzzy", 0.05),
+        Token(5, " five", "target"),
+        Token(6, " six", "exact", 0.4),
+    ]
+    page.open()
+    page.set_slider("threshold", "0.2")
+    page.ask()
+    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
+    count = "return performance.getEntriesByType('resource').length"
+    before, requests = page.execute(count), len(backend.requests)
+    line = (
+        "return parseFloat(getComputedStyle(document.querySelector('.fsd-bars'), '::after').bottom)"
+    )
+    heights = []
+    for threshold, flipped in (
+        ("0", ["two", "four"]),
+        ("0.05", ["two", "four"]),  # a divergence must be below T
+        ("0.1", ["two"]),
+        ("0.2", []),
+        ("0.35", ["three"]),
+        ("0.5", ["three", "six"]),
+    ):
+        page.set_slider("threshold", threshold)
+        page.wait_until(lambda: f"At T = {threshold}," in page.find(".fsd-flips").text)  # noqa: B023
+        assert [item.text.strip() for item in page.find_all(".fsd-token.fsd-flip")] == flipped
+        assert len(page.find_all(".fsd-bar.fsd-flip")) == len(flipped)
+        assert all(word in page.find(".fsd-flips").text for word in flipped)
+        heights.append(page.execute(line))
+    assert heights == sorted(heights)
+    assert heights[0] == 0 < heights[1]
+    # The arrow keys of the slider move the line as well.
+    page.find("#fsd-threshold input[type=range]").send_keys(Keys.ARROW_LEFT)
+    page.wait_until(lambda: "At T = 0.495," in page.find(".fsd-flips").text)
+    page.find("#fsd-threshold .reset-button").click()
+    page.wait_until(lambda: "At T = 0.2, no token" in page.find(".fsd-flips").text)
+    # Bars stand for tokens.
+    ActionChains(page.driver).move_to_element(page.find_all(".fsd-bar")[2]).perform()
+    assert "“ three”" in page.find("#fsd-inspector").text
+    assert page.execute(count) == before
+    assert len(backend.requests) == requests
+    # Values of another divergence cannot be compared.
+    divergence = page.find("#fsd-divergence input")
+    divergence.click()
+    divergence.send_keys(Keys.CONTROL, "a")
+    divergence.send_keys("tv", Keys.ENTER)
+    page.wait_until(lambda: "The strip shows js" in page.find(".fsd-flips").text)
+    assert page.find_all(".fsd-flip") == []
+
+
+def test_strip_of_a_long_answer_scrolls(page: PageObject, backend: ControlledBackend) -> None:
+    backend.answer = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
+    page.open(NARROW)
+    page.ask()
+    assert page.horizontal_overflow() <= 0
+    widths = "const strip = arguments[0]; return [strip.scrollWidth, strip.clientWidth];"
+    scrolled, shown = page.execute(widths, page.find(".fsd-scroll"))
+    assert scrolled == 600 > shown
+    bar = page.find(".fsd-bar")
+    assert bar.value_of_css_property("background-image").startswith("linear-gradient")
+    assert bar.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
 
 
 def test_new_chat_removes_the_messages(page: PageObject, backend: ControlledBackend) -> None:

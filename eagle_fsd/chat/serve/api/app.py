@@ -24,11 +24,13 @@ from eagle_fsd.chat.serve.api.replies import ResponseWriter
 from eagle_fsd.chat.serve.api.requests import ApiError, RequestContext, translate_body
 from eagle_fsd.chat.serve.api.upstream import (
     REQUEST_CONTEXT,
+    fetch_remote,
     generate,
     generate_stream,
     make_check_length,
     make_check_model,
     make_get_embedding,
+    make_get_worker_address,
 )
 from eagle_fsd.chat.serve.asgi import (
     App,
@@ -93,6 +95,8 @@ def api_app(
         server.check_length = make_check_length(server)
         server.check_model = make_check_model(server)
         server.get_embedding = make_get_embedding(server)
+        server.get_worker_address = make_get_worker_address(server)
+        server.fetch_remote = fetch_remote
     return OpenAICompatMiddleware(server.app, max_body)
 
 

@@ -6,6 +6,7 @@ preserve a worker's errors and record its outputs in the request's :class:`Reque
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -16,10 +17,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import aiohttp
 import httpx
 
 from eagle_fsd.chat.serve.api.requests import RequestContext
+from eagle_fsd.chat.serve.guard import cluster_headers
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ UNKNOWN_MODEL, NO_WORKER, INTERNAL_ERROR = 40301, 50005, 50001
 #: Output of a worker that cannot be reached, or that exits during an answer.
 WORKER_UNREACHABLE = {"text": "no worker answers", "error_code": NO_WORKER}
 
+#: Seconds to wait for the controller, and for a worker's status.
+STATUS_TIMEOUT = 6.0
+#: How many workers are tried for a request.
+MAX_ATTEMPTS = 3
 #: A request may wait in the queue indefinitely, but a crashed machine must be detected: after 10 s
 #: without traffic the connection is probed three times, 5 s apart, if the system supports it.
 _KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
@@ -50,24 +55,29 @@ def _client() -> httpx.AsyncClient:
     """Return a client that bypasses the environment's proxy, as FastChat does."""
     transport = httpx.AsyncHTTPTransport(verify=_tls(), socket_options=_KEEP_ALIVE)
     timeout = httpx.Timeout(10.0, read=None)
-    return httpx.AsyncClient(timeout=timeout, trust_env=False, transport=transport)
+    return httpx.AsyncClient(
+        headers=cluster_headers(), timeout=timeout, trust_env=False, transport=transport
+    )
 
 
-async def ask(worker: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to a worker.
+async def ask(
+    worker: str, route: str, body: dict[str, Any], timeout: float | None = None
+) -> dict[str, Any]:
+    """Send a request to a worker or to the controller.
 
     Args:
-        worker: The worker's URL.
+        worker: The server's URL.
         route: The route, without a leading slash.
         body: The request.
+        timeout: Maximum number of seconds without a response; default: no limit.
 
     Returns:
-        The worker's response. Any failure becomes an error in FastChat's format.
+        The response. Any failure becomes an error in FastChat's format.
     """
     try:
         async with _client() as client:
-            response = await client.post(f"{worker}/{route}", json=body)
-    except httpx.HTTPError as error:
+            response = await asyncio.wait_for(client.post(f"{worker}/{route}", json=body), timeout)
+    except (httpx.HTTPError, asyncio.TimeoutError) as error:
         log.warning("the worker %s does not answer: %r", worker, error)
         return {**WORKER_UNREACHABLE}
     try:
@@ -78,6 +88,65 @@ async def ask(worker: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
         return found
     message = f"the worker responded with status {response.status_code}"
     return {"text": message, "error_code": INTERNAL_ERROR}
+
+
+async def find_worker(controller: str, model: str) -> str:
+    """Find a worker that accepts connections.
+
+    The controller forgets workers that do not answer, so that each is only tried once.
+
+    Args:
+        controller: URL of the controller.
+        model: The model's name.
+
+    Returns:
+        The worker's URL; an empty string if there is none.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        found = await ask(controller, "get_worker_address", {"model": model}, STATUS_TIMEOUT)
+        worker = found.get("address")
+        if not isinstance(worker, str) or not worker:
+            break
+        status = await ask(worker, "worker_get_status", {}, STATUS_TIMEOUT)
+        if not status.get("error_code"):
+            return worker
+        await ask(controller, "refresh_all_workers", {}, STATUS_TIMEOUT)
+    return ""
+
+
+def make_get_worker_address(server: ModuleType) -> Callable[[str], Awaitable[str]]:
+    """Return a replacement for FastChat's ``get_worker_address``, which may find a dead worker.
+
+    Args:
+        server: FastChat's API server module.
+    """
+
+    async def get_worker_address(model: str) -> str:
+        worker = await find_worker(server.app_settings.controller_address, model)
+        if not worker:
+            raise ValueError(f"no worker for {model} answers")
+        return worker
+
+    return get_worker_address
+
+
+async def fetch_remote(url: str, pload: Any = None, name: str | None = None) -> Any:
+    """Replace FastChat's ``fetch_remote``, which cannot send the cluster's key.
+
+    Args:
+        url: URL of a controller's or a worker's route.
+        pload: The request; default: none.
+        name: The field of the response to return; None: all, as bytes; "": all, as JSON.
+
+    Raises:
+        httpx.HTTPError: The server cannot be reached, or it rejects the request.
+    """
+    async with _client() as client:
+        response = await client.post(url, json=pload)
+    response.raise_for_status()
+    if name is None:
+        return response.content
+    return response.json()[name] if name else response.json()
 
 
 def make_check_length(server: ModuleType) -> Callable[..., Awaitable[tuple[int | None, Any]]]:
@@ -117,10 +186,10 @@ def make_check_model(server: ModuleType) -> Callable[..., Awaitable[Any]]:
         url = f"{server.app_settings.controller_address}/list_models"
         try:
             models = await server.fetch_remote(url, None, "models")
-        except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, OSError, ValueError, LookupError) as error:
             log.warning("the controller does not answer: %r", error)
             models = None
-        if not isinstance(models, list):  # fetch_remote returns errors as strings
+        if not isinstance(models, list):
             return server.create_error_response(NO_WORKER, "the controller does not answer")
         if not models:
             return server.create_error_response(NO_WORKER, "no worker has registered")

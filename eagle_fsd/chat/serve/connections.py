@@ -1,0 +1,176 @@
+"""HTTP connections that silent or slow clients cannot exhaust.
+
+:func:`server_config` sets up uvicorn so that a connection without a complete request is closed
+after a while, or as soon as its place is needed, and so that what clients do cannot fill the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from eagle_fsd.chat.serve.guard import own_names
+
+#: Seconds that open responses get to finish when a server stops.
+SHUTDOWN_TIMEOUT = 2
+#: Seconds that a client may take to send the head of a request.
+HEAD_TIMEOUT = 10.0
+#: Maximum number of connections; at a low limit of open files it is a third of those, since a
+#: request may need a connection to another server.
+MAX_CONNECTIONS = 2048
+#: Number of open files to ask the system for.
+MAX_FILES = 65_536
+#: How many connections are accepted before those over the maximum are closed.
+ACCEPT_BATCH = 16
+#: How many connections the system holds for a server that is busy.
+LISTEN_BACKLOG = 2048
+#: How many records each log statement may write in a period of that many seconds.
+LOG_RECORDS, LOG_PERIOD = 10, 60.0
+
+
+def server_config(app: Any, host: str, port: int, lifespan: bool = False) -> uvicorn.Config:
+    """Return the configuration of a server.
+
+    Args:
+        app: The ASGI application.
+        host: Address to listen on.
+        port: Port to listen on.
+        lifespan: Whether the application needs lifespan events.
+    """
+    own_names()  # while nobody waits
+    return uvicorn.Config(
+        app,
+        host,
+        port,
+        http=BoundedProtocol,
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=ACCEPT_BATCH,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+        lifespan="on" if lifespan else "off",
+    )
+
+
+class BoundedServer(uvicorn.Server):
+    """A server with a configuration of :func:`server_config`."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen; see ``uvicorn.Server``."""
+        self.server_state.max_connections = connection_limit()  # type: ignore[attr-defined]
+        await super().startup(sockets)
+        # asyncio accepts as many connections at a time as its backlog; the system's can be larger.
+        for server in getattr(self, "servers", ()):
+            for item in server.sockets:
+                with item.dup() as listener:
+                    listener.listen(LISTEN_BACKLOG)
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection that is closed if its client does not send a complete request in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._expect_request()
+        connections = cast("set[BoundedProtocol]", self.connections)
+        maximum = getattr(self.server_state, "max_connections", MAX_CONNECTIONS)
+        if len(connections) > maximum:
+            # This connection is among them: it is closed if all others have complete requests.
+            waiting = [item for item in connections if item.awaits_client()]
+            oldest = min(waiting, key=lambda item: item.waiting_since)
+            connections.discard(oldest)
+            oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._expect_request()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        # An application that already handles the request's valid beginning must not answer it.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
+    def awaits_client(self) -> bool:
+        """Return whether the client has not sent a complete request yet."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _expect_request(self) -> None:
+        self.waiting_since = self.loop.time()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        # A request whose body is missing is the application's to time out, until it has answered.
+        answered = self.cycle is None or self.cycle.response_complete
+        if self.awaits_client() and answered:
+            self.transport.abort()
+
+
+def connection_limit() -> int:
+    """Raise the limit of open files; return the number of connections that it allows."""
+    files = MAX_FILES
+    if sys.platform != "win32":
+        import resource
+
+        files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+        if files != resource.RLIM_INFINITY and files < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            files = wanted
+        if files == resource.RLIM_INFINITY:
+            files = MAX_FILES
+    return min(MAX_CONNECTIONS, files // 3)
+
+
+def limit_logging() -> None:
+    """Make the root logger's handlers write at most :data:`LOG_RECORDS` per statement and period.
+
+    Logging is set up as ``logging.basicConfig`` does if that has not happened yet.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        if not any(isinstance(item, _RateLimit) for item in handler.filters):
+            handler.addFilter(_RateLimit())
+
+
+class _RateLimit(logging.Filter):
+    """Drops records of a statement that has already written many, and says how many it dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write a record."""
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        begin, count = self._counts.get(place, (now, 0))
+        if now - begin > LOG_PERIOD:
+            if count > LOG_RECORDS:
+                dropped = count - LOG_RECORDS
+                record.msg = f"{record.getMessage()} ({dropped} more such messages were dropped)"
+                record.args = ()
+            begin, count = now, 0
+        self._counts[place] = (begin, count + 1)
+        return count < LOG_RECORDS

@@ -1,0 +1,201 @@
+"""The guard in front of every server, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_fsd.chat import request_body
+from eagle_fsd.chat.serve.asgi import Message, Receive, Send, body_chunks, send_json
+from eagle_fsd.chat.serve.guard import (
+    CLUSTER_KEY_VARIABLE,
+    Access,
+    Guard,
+    api_keys,
+    cluster_headers,
+    cluster_key,
+)
+
+KEY = "0123456789abcdef"
+JSON = {"content-type": "application/json"}
+#: Address that a connection was made to.
+SERVER = ("192.0.2.7", 8000)
+
+
+async def echo(scope: Message, receive: Receive, send: Send) -> None:
+    """Answer with the request's path, and the body of a POST request."""
+    if scope["path"] == "/fail":
+        raise RuntimeError("/home/somebody/secret.py")
+    body = b""
+    if scope["method"] == "POST":
+        async for chunk in body_chunks(receive):
+            body += chunk
+    await send_json(send, 200, {"path": scope["path"], "body": body.decode()})
+
+
+def call(guard: Guard, method: str = "GET", path: str = "/", **options: Any) -> httpx.Response:
+    """Send a request to a guard as if the connection was made to SERVER."""
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await guard({**scope, "server": SERVER}, receive, send)
+
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(request())
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.5", "[::1]:8000", "localhost."),
+        *("192.0.2.7:8000", "chat.example:443", socket.gethostname()),
+    ],
+)
+def test_names_of_the_server_are_trusted(host: str) -> None:
+    assert call(Guard(echo, Access(("Chat.example",))), headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "localhost.evil.example", "evil@localhost", "localhost/", "192.0.2.8"),
+        *("127.0.0.1.evil.example", "[::2]", "", "localhost:port", "0.0.0.0", "2130706433"),
+    ],
+)
+def test_other_names_are_refused(host: str) -> None:
+    """A page of another site whose name leads to this machine (DNS rebinding)."""
+    response = call(Guard(echo), headers={"host": host})
+    assert response.status_code == 421
+    assert "--trusted-hosts" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("localhost:8000", "http://localhost:8000", 200),
+        ("[::1]:8000", "http://[::1]:8000", 200),
+        ("chat.example", "https://chat.example", 200),  # behind a TLS proxy
+        ("chat.example:443", "https://chat.example", 200),
+        ("localhost:8000", "http://localhost:3000", 403),
+        ("localhost:8000", "http://127.0.0.1:8000", 403),
+        ("localhost:8000", "https://evil.example", 403),
+        ("localhost:8000", "null", 403),
+        ("localhost:8000", "http://[", 403),
+        ("localhost:8000", "", 403),
+    ],
+)
+def test_other_sites_are_refused(host: str, origin: str, status: int) -> None:
+    guard = Guard(echo, Access(("chat.example",)))
+    for method in ("GET", "POST"):
+        response = call(guard, method, headers={"host": host, "origin": origin})
+        assert response.status_code == status
+
+
+def test_bodies_are_json() -> None:
+    guard = Guard(echo)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        response = call(guard, "POST", content=b"{}", headers={"content-type": kind})
+        assert response.status_code == 415
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    assert call(guard, "POST", content=chunks()).status_code == 415  # of unknown length
+    assert call(guard, "POST", content=chunks(), headers=JSON).json()["body"] == "{}"
+    kind = {"content-type": "Application/JSON; charset=utf-8"}
+    assert call(guard, "POST", content=b"{}", headers=kind).json()["body"] == "{}"
+    # FastChat's own requests without a body have no content type.
+    assert call(guard, "POST").status_code == 200
+
+
+def test_keys_are_checked_before_the_body_is_read() -> None:
+    guard = Guard(echo, Access(keys=("first", KEY)), max_body=4)
+    for value in ("", "Bearer", "Bearer firs", "Bearer first!", f"Basic {KEY}", KEY, "Bearer é"):
+        headers = {**JSON, "authorization": value.encode()}
+        response = call(guard, "POST", content=b"too large", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"].startswith("Bearer ")
+    for key in ("first", KEY):
+        headers = {**JSON, "authorization": f"bearer {key}"}
+        assert call(guard, "POST", content=b"{}", headers=headers).status_code == 200
+    assert call(guard, path="/health").status_code == 200
+    assert call(guard, path="/metrics").status_code == 401
+
+
+def test_browsers_ask_for_the_key_of_a_page() -> None:
+    guard = Guard(echo, Access(keys=(KEY,), scheme="Basic"))
+    response = call(guard)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"].startswith("Basic realm=")
+    assert call(guard, auth=("anybody", KEY)).status_code == 200
+    assert call(guard, auth=("anybody", "other")).status_code == 401
+    for value in (b"Basic " + base64.b64encode(KEY.encode()), b"Basic \xff", f"Bearer {KEY}"):
+        assert call(guard, headers={"authorization": value}).status_code == 401
+
+
+def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(echo, max_body=10)
+    assert call(guard, "POST", content=b'"12345678"', headers=JSON).status_code == 200
+    response = call(guard, "POST", content=b'"123456789"', headers=JSON)
+    assert response.status_code == 413
+    assert "10 bytes" in response.json()["detail"]
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+
+    assert call(guard, "POST", content=endless(), headers=JSON).status_code == 413
+
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.05)
+    assert call(guard, "POST", content=silent(), headers=JSON).status_code == 408
+
+
+def test_routes_are_restricted() -> None:
+    guard = Guard(echo, routes={"GET": re.compile("/page")})
+    assert call(guard, path="/page").status_code == 200
+    assert call(guard, path="/page/x").status_code == 404
+    assert call(guard, "POST", "/page").status_code == 404
+
+
+def test_exceptions_are_reported_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        response = call(Guard(echo), path="/fail")
+    assert response.status_code == 500
+    assert response.json() == {"detail": "the request failed"}
+    assert "secret.py" in caplog.text
+
+
+def test_cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
+    assert cluster_key() is None
+    assert cluster_headers() == {}
+    assert not Access.for_cluster().keys
+    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
+    assert cluster_headers() == {"Authorization": f"Bearer {KEY}"}
+    assert Access.for_cluster(("a",)) == Access(("a",), (KEY,))
+    for key in ("short", "long enough but with spaces", "not-ascii-é-0123456789"):
+        monkeypatch.setenv(CLUSTER_KEY_VARIABLE, key)
+        with pytest.raises(ValueError, match="at least 16 ASCII characters"):
+            cluster_key()
+
+
+def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_FSD_API_KEYS", " one, ,two,")
+    assert api_keys() == ("one", "two")
+    monkeypatch.delenv("EAGLE_FSD_API_KEYS")
+    assert api_keys() == ()
