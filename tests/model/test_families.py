@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import families
 import pytest
 import torch
 import transformers
@@ -78,6 +80,26 @@ def test_windows_match_generate(
         if hasattr(model.config, field):
             setattr(model.config, field, CONTEXT)
     assert not torch.equal(greedy(model, prompts()[-1])[0], expected[-1:])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "limit"),
+    [
+        ("llama4_text", {"floor_scale": 32}, 31),  # scales queries by positions that it counts
+        ("doge", {"keep_window_size": 32, "sliding_window": None}, 32),  # then chooses among keys
+    ],
+)
+def test_length_that_attention_depends_on_is_the_limit(
+    model_type: str, changes: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a target's first use cannot notice it: it decodes a few tokens."""
+    monkeypatch.setitem(families.OVERRIDES, model_type, changes)
+    model, ids = tiny_model(model_type), prompts()[0]
+    plain, room = EagleFSD(model, None), limit - ids.shape[1]
+    out = plain.generate(ids, max_new_tokens=room, method="ar")
+    assert torch.equal(out.sequences[:, ids.shape[1] :], greedy(model, ids)[0][:, :room])
+    with pytest.raises(ValueError, match=f"reach {limit + 1} tokens, but beyond {limit}"):
+        plain.generate(ids, max_new_tokens=room + 1, method="ar")
 
 
 @of_this_version
