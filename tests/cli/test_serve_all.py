@@ -23,14 +23,21 @@ class StubCluster:
 
     program: list[str]
     commands: dict[str, tuple[list[str], str]]
+    restarted: tuple[str, ...]
 
-    def __init__(self, program: list[str], commands: dict[str, tuple[list[str], str]]) -> None:
+    def __init__(
+        self,
+        program: list[str],
+        commands: dict[str, tuple[list[str], str]],
+        restarted: tuple[str, ...],
+    ) -> None:
         type(self).program, type(self).commands = program, commands
+        type(self).restarted = restarted
 
     def start(self, report: Callable[[str], None]) -> None:
         report("starting")
 
-    def wait(self) -> None:
+    def wait(self, report: Callable[[str], None]) -> None:
         """Return at once."""
 
     def stop(self) -> None:
@@ -72,6 +79,7 @@ def test_defaults(started: Callable[..., dict[str, dict[str, Any]]]) -> None:
         "http://127.0.0.1:21002/health",
         "http://127.0.0.1:8000/v1/models",
     ]
+    assert StubCluster.restarted == ("worker",)
 
 
 def test_options_reach_the_servers_that_take_them(
