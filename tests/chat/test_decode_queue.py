@@ -23,6 +23,7 @@ from eagle_fsd.chat.decode_queue import (
     Update,
 )
 from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.model.self_check import check_target
 
 #: Options of an answer that nobody waits to see the end of.
 LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
@@ -187,6 +188,7 @@ def test_failure_affects_one_request(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
+        check_target(model.target)
         forward = model.target.forward_tree
         monkeypatch.setattr(model.target, "forward_tree", lambda *_: 1 / 0)
         with pytest.raises(DecodingError, match="decoding failed: division by zero"):

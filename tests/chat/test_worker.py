@@ -21,6 +21,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve import worker as worker_module
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
@@ -145,6 +146,7 @@ def test_errors_are_outputs(
     (rejected,) = stream(client, temperature=-1)
     assert rejected["error_code"] == 40302
     assert "temperature" in rejected["text"]
+    check_target(worker.model.target)
     monkeypatch.setattr(worker.model.target, "forward_tree", lambda *_: 1 / 0)
     failed = generate(client)
     assert failed["error_code"] == 50001
