@@ -45,7 +45,7 @@ def server_config(app: Any, host: str, port: int, lifespan: bool = False) -> uvi
         port: Port to listen on.
         lifespan: Whether the application needs lifespan events.
     """
-    own_names()  # while nobody waits
+    own_names()  # cached: it may ask a name server, which must not delay the first request
     return uvicorn.Config(
         app,
         host,
