@@ -10,3 +10,5 @@ from pathlib import Path
 BUNDLED = Path(__file__).parent
 BUNDLED_TARGET = BUNDLED / "target"
 BUNDLED_HEAD = BUNDLED / "head"
+BUNDLED_EAGLE3 = BUNDLED / "eagle3"
+BUNDLED_DRAFT_MODEL = BUNDLED / "draft_model"

@@ -35,7 +35,7 @@ class SettingsFile(Options):
 
 
 class Pair(PairOptions, SettingsFile):
-    """A target and its draft head, and how to load them."""
+    """A target and a drafter, and how to load them."""
 
 
 Port = Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")]
@@ -106,7 +106,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
 
     settings = given_settings(pair.settings, tree, acceptance)
     model = EagleFSD.from_pretrained(
-        pair.target, pair.head, dtype=pair.dtype, device_map=pair.device
+        pair.target, pair.drafter, dtype=pair.dtype, device_map=pair.device
     )
     model.tree = model.tree.updated(**settings.tree)
     model.acceptance = model.acceptance.updated(**settings.acceptance)

@@ -27,6 +27,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "chat_template": ("--conv-template",),
     "device": ("--device", "--device-map"),
     "device_map": ("--device-map", "--device"),
+    "drafter": ("--drafter", "--head"),
     "divergences": ("--divergence", "-d"),
     "min_ratios": ("--min-ratio", "-r"),
     "names": ("--name",),

@@ -125,9 +125,9 @@ def calibrate(
         LoadError, QuestionSetError, JudgeError: As in
             :func:`~eagle_fsd.evaluation.runner.evaluate`.
     """
-    head = Path(request.head) if request.head else BUNDLED_HEAD
-    if install and not head.is_dir():
-        raise OptionsError(f"--install requires a head in a local folder; got {head}")
+    drafter = Path(request.drafter) if request.drafter else BUNDLED_HEAD
+    if install and not drafter.is_dir():
+        raise OptionsError(f"--install requires a drafter in a local folder; got {drafter}")
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
     series = list(fsd_series(grid or CalibrationGrid()).values())
@@ -159,7 +159,7 @@ def calibrate(
         return None
     files = [folder / SETTINGS_FILE]
     if install:
-        files.append(head / SETTINGS_FILE)
+        files.append(drafter / SETTINGS_FILE)
     for file in files:
         atomic_write(file, json.dumps(report["calibration"], indent=2) + "\n")
     ((chosen, table),) = found
@@ -340,7 +340,7 @@ def chosen_settings(
             "speed_over_exact": row["speed_over_exact"],
             "tau": row["tau"],
             "tau_exact": exact["tau"],
-            **{name: report["about"][name] for name in (*copied, "target", "head")},
+            **{name: report["about"][name] for name in (*copied, "target", "drafter")},
             "dtype": report["dtype"],
             "device": report["device"],
             "environment": report["environment"],

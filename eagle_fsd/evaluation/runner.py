@@ -104,7 +104,7 @@ class Evaluation:
             "questions": Path(request.questions).name,
             "count": len(questions),
             "target": request.target or "bundled",
-            "head": request.head or "bundled",
+            "drafter": request.drafter or "bundled",
             **config.model_dump(),
             "template": request.chat_template,
         }
@@ -149,7 +149,7 @@ class Evaluation:
         return {
             "fingerprint of the questions": _digest(json.dumps([turns, prompt]).encode()),
             "fingerprint of the target": fingerprint(model.model),
-            "fingerprint of the head": fingerprint(model.head),
+            "fingerprint of the drafter": fingerprint(model.drafter),
         }
 
     def answer(self, progress: Progress | None = None) -> None:
@@ -394,7 +394,7 @@ def load_pair(
         settings: Tree and acceptance options that override the head's ``fsd.json``.
     """
     model = EagleFSD.from_pretrained(
-        request.target, request.head, dtype=request.dtype, device_map=device
+        request.target, request.drafter, dtype=request.dtype, device_map=device
     )
     if settings is not None:
         model.tree = model.tree.updated(**settings.tree)
@@ -422,20 +422,20 @@ def _add_judgments(
         row["judge"] = found.get(row["method"])
 
 
-def fingerprint(module: nn.Module | None) -> str:
+def fingerprint(module: object) -> str:
     """Hash the name, shape, type and some elements of every tensor of a module.
 
     The hash identifies the weights in memory, whatever files they come from. Of tensors that are
     offloaded to disk, only name, shape and type are hashed.
 
     Args:
-        module: The module; None: hash no tensors.
+        module: The module. Other objects, such as drafters without weights, have no tensors.
 
     Returns:
         16 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items() if module is not None else ():
+    for name, tensor in module.state_dict().items() if isinstance(module, nn.Module) else ():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.device.type != "meta" and tensor.numel():
             flat = tensor.detach().flatten()

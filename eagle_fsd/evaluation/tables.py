@@ -13,7 +13,7 @@ Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
 #: Phases of decoding shown in tables, apart from the prefill.
-PHASE_COLUMNS = ("target", "draft", "tree", "verify", "cache", "host")
+PHASE_COLUMNS = ("target", "draft", "verify", "cache", "host")
 
 
 def main_table(rows: Sequence[Row]) -> Table:
@@ -203,7 +203,7 @@ def csv_text(report: dict[str, Any]) -> str:
         report: The report. Values that apply to the whole run are repeated in every line.
     """
     environment, about = report["environment"], report["about"]
-    names = ("questions", "count", "target", "head", "seed", "template")
+    names = ("questions", "count", "target", "drafter", "seed", "template")
     common = {
         **{name: about[name] for name in (*names, "temperature", "top_p", "batch")},
         "sampling_top_k": about["top_k"],

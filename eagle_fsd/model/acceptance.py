@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.config import AcceptanceConfig
-from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, pick
 
 
@@ -96,7 +96,9 @@ class FuzzyRule(AcceptanceRule):
         # Select whole rows: an elementwise gather costs several times as much.
         row = torch.arange(draft.shape[0], device=draft.device)[:, None] * draft.shape[1]
         index = (tree.draft_rows.clamp_min(0) + row).flatten()
-        draft = draft.flatten(0, 1).index_select(0, index).view_as(target)
+        draft = draft.flatten(0, 1).index_select(0, index).view(*target.shape[:2], -1)
+        if tree.token_ids is not None:
+            target, draft = on_draft_vocabulary(target, draft, tree.token_ids)
         value = DIVERGENCES[self.divergence](target, draft)
         known = (tree.draft_rows >= 0) & tree.has_children()
         return torch.where(known, value, torch.inf)

@@ -107,8 +107,8 @@ class AcceptanceConfig(Options):
 class SamplingConfig(Options):
     """Sampling options, with the same meaning as in Hugging Face.
 
-    ``None`` stands for the default of ``temperature``, ``top_p`` and ``top_k``. Temperatures below
-    :data:`MIN_TEMPERATURE` become 0.
+    ``None`` stands for the default of every option. Temperatures below :data:`MIN_TEMPERATURE`
+    become 0.
     """
 
     temperature: float = Field(
@@ -123,11 +123,18 @@ class SamplingConfig(Options):
     top_k: int = Field(
         default=0, ge=0, description="Sample from the k most likely tokens only; 0 is off."
     )
+    min_p: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Sample only tokens with at least this fraction of the largest probability;"
+        " 0 is off.",
+    )
     seed: int | None = Field(
         default=None, ge=0, le=2**63 - 1, description="Seed that makes sampling reproducible."
     )
 
-    @field_validator("temperature", "top_p", "top_k", mode="before")
+    @field_validator("temperature", "top_p", "top_k", "min_p", mode="before")
     @classmethod
     def _replace_none(cls, value: Any, info: ValidationInfo) -> Any:
         return cls.model_fields[str(info.field_name)].default if value is None else value
@@ -162,12 +169,12 @@ class TargetOptions(Options):
 
 
 class PairOptions(TargetOptions):
-    """Which target and draft head to load, and where."""
+    """Which target and drafter to load, and where."""
 
-    head: ModelName | None = Field(
+    drafter: ModelName | None = Field(
         default=None,
-        description="Draft head: a folder or a Hub name; default with the bundled target: the"
-        " bundled head.",
+        description="Drafter: a folder or a Hub name; default with the bundled target: the bundled"
+        " head.",
     )
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."

@@ -140,6 +140,26 @@ def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return bucketed(log_p), bucketed(log_q)
 
 
+def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Express both distributions over the draft's tokens and one bucket for all others.
+
+    The draft gives the bucket no mass, so ``js``, ``tv`` and ``kl`` of the result are those over
+    the whole vocabulary. ``kl_reversed`` and ``js_reference`` over the whole vocabulary are
+    infinite if the target gives the bucket mass; only :data:`LOG_FLOOR` keeps them finite here.
+
+    Args:
+        log_p: ``[..., V]`` log-probabilities of the target.
+        log_q: ``[..., D]`` log-probabilities of the draft.
+        token_ids: ``[D]`` the target's token for each of the draft's.
+
+    Returns:
+        Two tensors ``[..., D + 1]``; the last entry is the bucket.
+    """
+    rest = log_p.index_fill(-1, token_ids, -torch.inf).logsumexp(-1, keepdim=True)
+    log_p = torch.cat([log_p.index_select(-1, token_ids), rest], -1)
+    return log_p, torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
+
+
 def _build(
     name: str, buckets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
 ) -> Divergence:

@@ -2,8 +2,8 @@
 
 All state stays on the device; the host reads only the result of :meth:`Engine.step`.
 
-Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``K`` nodes expanded per level, ``H``
-hidden size, ``V`` vocabulary, ``A`` the largest number of tokens that one step can emit.
+Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``V`` vocabulary, ``A`` the largest
+number of tokens that one step can emit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.acceptance import FuzzyRule, rule_for
-from eagle_fsd.model.cache import TreeCache, additive_mask
+from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.sampling import History, Sampler
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
+from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import (
     AcceptanceRule,
     Verification,
@@ -76,12 +76,10 @@ class Engine:
     ended rows.
 
     The target's cache holds all tokens of a row but the last, which is the root of the next tree.
-    The head's cache holds the (feature, next token) pairs up to the root, except for those that the
-    last step added: they stay pending until the next draft processes them.
 
     Args:
         target: The target.
-        head: The draft head. None for plain decoding, which is the same step on a tree of one node.
+        drafter: Proposes the trees.
         sampler: Processes logits and samples.
         tree: Shape of the draft tree.
         acceptance: Acceptance options.
@@ -92,14 +90,9 @@ class Engine:
     """
 
     cache: TreeCache
-    head_cache: TreeCache
-    builder: TreeBuilder
+    draft: DraftState
     roots: Tensor  # [B] the last token of each row, not in the target's cache
     lengths: Tensor  # [B] tokens in the target's cache
-    head_lengths: Tensor  # [B] pairs in the head's cache
-    pending: Tensor  # [B] number of pending pairs
-    pending_features: Tensor  # [B, S, H]
-    pending_tokens: Tensor  # [B, S]
     host_lengths: list[int]  # `lengths` on the host
     history: History | None
     prefilled: int  # prompt tokens processed
@@ -107,7 +100,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        head: EagleHead | None,
+        drafter: Drafter,
         sampler: Sampler,
         tree: TreeConfig,
         acceptance: AcceptanceConfig,
@@ -115,7 +108,7 @@ class Engine:
         clock: PhaseClock | None = None,
         details: int | None = None,
     ) -> None:
-        self.target, self.head, self.sampler = target, head, sampler
+        self.target, self.drafter, self.sampler = target, drafter, sampler
         self.tree, self.acceptance = tree, acceptance
         self.rule = rule or rule_for(acceptance)
         self.clock = clock or PhaseClock(target.device)
@@ -147,25 +140,23 @@ class Engine:
         self.clock.enter("prefill")
         self.history, self._prefix_cache = history, prefix_cache
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
-        self._single_token_prompt = self.host_lengths[0] == 0
         max_length = max(map(operator.add, self.host_lengths, max_new_tokens))
-        length, head_length = max_length + 1, 0
-        if self.head is not None:
-            self.builder = TreeBuilder(self.tree, self.target.vocab_size, self.head.device)
-            length = max_length + self.tree.total_tokens
-            head_length = max_length + self.tree.depth * (self.builder.width + 1) + 2
-        start = 0
+        length = max_length + self.drafter.max_nodes(self.tree)
+        draft_length = self.drafter.cache_length(max_length, self.tree)
+        start, draft_cache = 0, None
         if prefix_cache is None:
             self.cache = self.target.new_cache(len(prompts), length)
-            if self.head is not None:
-                self.head_cache = self.head.new_cache(len(prompts), head_length)
+            if draft_length:
+                draft_cache = self.drafter.new_cache(len(prompts), draft_length)
         else:
             self._sequence: list[int] = prompts[0].tolist()
-            start = prefix_cache.resume(self.target, self.head, self._sequence)
-            cache, head_cache = prefix_cache.caches(self.target, self.head, length, head_length)
-            self.cache = cache
-            if head_cache is not None:
-                self.head_cache = head_cache
+            # After a prompt of one token, a head's pairs are shifted by one slot.
+            self._keeps_entries = bool(draft_length) and self.host_lengths[0] > 0
+            start = prefix_cache.resume(self.target, self.drafter, self._sequence, draft_length)
+            self.cache, draft_cache = prefix_cache.caches(
+                self.target, self.drafter, length, draft_length
+            )
+        self.draft = self.drafter.start(prompts, max_length, self.tree, self.sampler, draft_cache)
         self.prefilled = sum(self.host_lengths) - start
         self._process_prompts(prompts, start)
         self._update_prefix_cache(max(0, self.host_lengths[0] - 1))
@@ -185,15 +176,16 @@ class Engine:
             The emitted tokens, ``[B]`` bool whether a row's logits are broken, and the result of
             :meth:`_describe`.
         """
-        if self.head is None:
-            tree = single_node(self.roots, self.target.vocab_size)
-        else:
-            tree = self._draft(self.head)
+        self.clock.enter("draft")
+        max_length = max(self.host_lengths)
+        tree = self.draft.draft(self.roots, max_length)
         self.clock.enter("target")
-        scored = self.target.forward_tree(tree, self.lengths, max(self.host_lengths), self.cache)
+        scored = self.target.forward_tree(
+            tree, self.lengths, max_length, self.cache, self.drafter.reads
+        )
         self.clock.enter("verify")
         inputs = self.sampler(tree, scored.logits, self.history)
-        if self.head is None:
+        if tree.size == 1:
             kept = verify_root(inputs)
         else:
             kept = verify(inputs, self.rule, self.acceptance.fallback, self.acceptance.selection)
@@ -225,11 +217,7 @@ class Engine:
         keep = len(order)
         self.roots, self.lengths = self.roots[:keep], self.lengths[:keep]
         del self.host_lengths[keep:]
-        if self.head is not None:
-            self.head_lengths = self.head_lengths[:keep]
-            self.pending_features = self.pending_features[:keep]
-            self.pending_tokens = self.pending_tokens[:keep]
-            self.pending = self.pending[:keep]
+        self.draft.keep(keep)
         if self.history is not None:
             self.history.keep(keep)
         return order
@@ -243,77 +231,17 @@ class Engine:
         self.lengths = torch.tensor(self.host_lengths, device=device)
         longest = max(self.host_lengths)
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # right: [B, longest + 1]
-        last = (self.lengths - 1).clamp_min(0)  # [B] position of each row's last feature
-        feature: Tensor | None = None
         for start in range(first, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
-            features = self.target.prefill(ids[:, start:stop], start, self.cache)
-            if self.head is None:
-                continue
-            pairs = torch.full_like(self.lengths, start)
-            self.head.append(features, ids[:, start + 1 : stop + 1], pairs, start, self.head_cache)
-            index = (last - start).clamp(0, stop - start - 1)[:, None, None]
-            here = features.gather(1, index.expand(-1, 1, features.shape[-1]))  # [B, 1, H]
-            inside = ((last >= start) & (last < stop))[:, None, None]
-            feature = here if feature is None else torch.where(inside, here, feature)
-        if self.head is None:
-            return
-        if feature is None:
-            shape = (len(prompts), 1, self.target.hidden_size)
-            feature = torch.zeros(shape, dtype=self.head.dtype, device=device)
-        # The last pair stays pending, because the next draft needs its output. A prompt of one
-        # token has no feature before that token; zeros take its place.
-        self.head_lengths = last
-        self.pending_features = feature.masked_fill((self.lengths == 0)[:, None, None], 0.0)
-        self.pending_tokens = self.roots[:, None]
-        self.pending = torch.ones_like(self.lengths)
+            features = self.target.prefill(
+                ids[:, start:stop], start, self.cache, self.drafter.reads
+            )
+            self.draft.prefill(ids, start, stop, features)
 
     # -- parts of a step -------------------------------------------------------------------------
 
-    def _draft(self, head: EagleHead) -> DraftTree:
-        """Grow a tree: the pending pairs give the root's children, then one pass per level."""
-        builder, cache = self.builder, self.head_cache
-        self.clock.enter("draft")
-        # The head's cache holds at most as many pairs as the target's holds tokens, plus one after
-        # a prompt of one token.
-        max_length = max(self.host_lengths) + 1
-        output = head.append(
-            self.pending_features, self.pending_tokens, self.head_lengths, max_length, cache
-        )
-        last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        features = output.gather(1, last)  # [B, 1, H], at the root
-        self.head_lengths = self.head_lengths + self.pending
-        log_probs = head.log_probs(features[:, 0])
-        self.clock.enter("tree")
-        builder.start(log_probs)
-
-        depth, width, lengths = builder.depth, builder.width, self.head_lengths[:, None]
-        steps = torch.arange(depth * width, device=lengths.device)
-        positions = (lengths + steps[:depth])[:, :, None].expand(-1, -1, width).unbind(1)
-        slots = (lengths + steps).view(-1, depth, width)  # where drafted pairs are written
-        addresses = cache.addresses(slots).transpose(0, 1).flatten(1).unbind()
-        own = slots[:, None, :, :, None].unbind(2)  # one entry per level: [B, 1, K, 1]
-        view = cache.visible(max_length + depth * width)
-        committed = torch.arange(view, device=lengths.device) < lengths
-        mask = additive_mask(committed[:, None], head.dtype).expand(-1, -1, width, -1)
-        features = features.expand(-1, width, -1)
-        for level in range(depth):
-            tokens, parents = builder.choose()
-            if level:  # every node starts from its parent's feature and sees what its parent saw
-                index = parents[:, :, None]
-                features = features.gather(1, index.expand_as(features))
-                mask = mask.gather(2, index[:, None].expand_as(mask))
-            mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, view]
-            cache.place_at(addresses[level], view)
-            self.clock.enter("draft")
-            features = head(features, tokens, positions[level], mask, cache)
-            log_probs = head.log_probs(features)
-            self.clock.enter("tree")
-            builder.extend(log_probs)
-        return builder.finish(self.roots)
-
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
-        """Compact the target's cache to the kept path and make the head's new pairs pending."""
+        """Compact the target's cache to the kept path."""
         if tree.size > 1:
             source = self.lengths[:, None] + kept.path
             slots = torch.arange(kept.path.shape[1], device=source.device)
@@ -322,11 +250,7 @@ class Engine:
             self.cache.move(source, self.lengths[:, None] + target)
         self.lengths = self.lengths + kept.count
         self.roots = kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0]
-        if self.head is None:
-            return
-        index = kept.path[:, :, None].expand(-1, -1, features.shape[-1])
-        self.pending_features, self.pending_tokens = features.gather(1, index), kept.tokens
-        self.pending = kept.count
+        self.draft.commit(features, kept)
 
     def _describe(
         self, inputs: VerificationInputs, kept: Verification, count: int
@@ -363,33 +287,30 @@ class Engine:
         width = kept.tokens.shape[1]
         tokens = [row[2 : 2 + row[0]] for row in packed]
         origins = [row[2 + width : 2 + width + row[0]] for row in packed]
-        pairs = self.host_lengths[0]  # the pairs of the new tokens stay pending
+        entries = self.host_lengths[0]  # the drafter has not processed the new tokens
         for row, emitted in enumerate(tokens):
             self.host_lengths[row] += len(emitted)
             if self.history is not None:
                 self.history.append(row, kept.tokens[row], len(emitted))
+        self.draft.observe(tokens)
         if self._prefix_cache is not None:
             self._sequence += tokens[0]
-            self._update_prefix_cache(pairs)
+            self._update_prefix_cache(entries)
         return StepResult(tokens, origins, _token_details(tokens, details))
 
-    def _update_prefix_cache(self, pairs: int) -> None:
-        """Record the tokens and pairs that the caches hold now."""
+    def _update_prefix_cache(self, entries: int) -> None:
+        """Record the tokens that the caches hold now."""
         if self._prefix_cache is None:
             return
         self._prefix_cache.tokens = self._sequence[: self.host_lengths[0]]
-        # After a prompt of one token the head's pairs are shifted by one slot and cannot be reused.
-        if self.head is not None and not self._single_token_prompt:
-            self._prefix_cache.pairs = pairs
+        if self._keeps_entries:
+            self._prefix_cache.entries = entries
 
     def _move_row(self, source: int, target: int) -> None:
-        tensors = [self.roots, self.lengths]
         self.cache.move_row(source, target)
+        self.draft.move_row(source, target)
         self.host_lengths[target] = self.host_lengths[source]
-        if self.head is not None:
-            self.head_cache.move_row(source, target)
-            tensors += [self.head_lengths, self.pending_features, self.pending_tokens, self.pending]
-        for tensor in tensors:
+        for tensor in (self.roots, self.lengths):
             tensor[target] = tensor[source]
         if self.history is not None:
             self.history.move_row(source, target)

@@ -1,4 +1,4 @@
-"""Decoding with a target and a draft head: :class:`EagleFSD`."""
+"""Decoding with a target and a drafter: :class:`EagleFSD`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.model.acceptance import rule_for
-from eagle_fsd.model.checkpoint import load_head, settings_file
+from eagle_fsd.model.checkpoint import settings_file
 from eagle_fsd.model.config import (
     AcceptanceConfig,
     SamplingConfig,
@@ -39,7 +39,8 @@ from eagle_fsd.model.config import (
     TreeConfig,
     read_settings,
 )
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.drafters.loading import load_drafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
 from eagle_fsd.model.loading import load_target, load_tokenizer
@@ -93,14 +94,14 @@ class _CallOptions(Options):
 
 
 class EagleFSD:
-    """A target and its draft head, ready to decode.
+    """A target and a drafter, ready to decode.
 
-    Use :meth:`from_pretrained`, or pass a loaded Hugging Face model and head.
+    Use :meth:`from_pretrained`, or pass a loaded Hugging Face model and drafter.
 
     Args:
         model: An unmodified Hugging Face causal LM. The model inside is used if it is a PEFT model
             or was compiled by ``torch.compile``.
-        head: A head for this target. None permits plain decoding (``method="ar"``) only.
+        drafter: A drafter for this target. None permits plain decoding (``method="ar"``) only.
         tree: Shape of the draft tree; default: :meth:`TreeConfig.for_device`.
         acceptance: Acceptance options of calls that pass none; default: lossless.
         tokenizer: The target's tokenizer; default: loaded on first use. Decoding works on token ids
@@ -108,7 +109,7 @@ class EagleFSD:
 
     Raises:
         ValueError: The model's architecture, attention implementation or PEFT adapter is not
-            supported, or the head belongs to another target.
+            supported, or the drafter belongs to another target.
         TypeError: ``model`` is not a Hugging Face model.
 
     Attributes:
@@ -118,14 +119,16 @@ class EagleFSD:
     def __init__(
         self,
         model: nn.Module,
-        head: EagleHead | None,
+        drafter: Drafter | None,
         tree: TreeConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.model = unwrap_model(model).eval()
         self.target = Target(self.model)
-        self.head = head.attach(self.target).eval() if head is not None else None
+        self.drafter = (drafter or NoDrafter()).attach(self.target)
+        if isinstance(self.drafter, nn.Module):
+            self.drafter.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)
         self.acceptance = acceptance or AcceptanceConfig()
         self._name: str | None = None
@@ -137,7 +140,7 @@ class EagleFSD:
     def from_pretrained(
         cls,
         target: str | Path | nn.Module | None = None,
-        head: str | Path | EagleHead | None = None,
+        drafter: str | Path | Drafter | None = None,
         *,
         dtype: str | torch.dtype | None = None,
         device_map: str | torch.device | dict[str, Any] | None = None,
@@ -150,17 +153,17 @@ class EagleFSD:
         token: str | None = None,
         **target_options: Any,
     ) -> EagleFSD:
-        """Load a target and a head; the bundled pair if neither is given.
+        """Load a target and a drafter; the bundled pair if neither is given.
 
         Args:
             target: A folder, a Hub name, or a loaded model, which may be a PEFT or compiled model.
                 Default: the bundled target.
-            head: A folder or Hub name in the published EAGLE-1/2 layout, or a loaded head. Default
-                with the bundled target: the bundled head.
+            drafter: A folder, a Hub name, or a loaded drafter. Default with the bundled target: the
+                bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
             settings: An ``fsd.json`` file with tree and acceptance options. Default: ``fsd.json``
-                beside the head; decoding is lossless if there is none.
+                beside the drafter; decoding is lossless if there is none.
             tree: Shape of the draft tree; overrides ``settings``.
             acceptance: Acceptance options; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
@@ -171,19 +174,19 @@ class EagleFSD:
 
         Raises:
             LoadError: The target's files are missing or damaged.
-            CheckpointError: The head's files are missing or damaged.
-            ValueError: A target is given without a head, they do not match, the architecture is not
-                supported, or an option is invalid.
+            CheckpointError: The drafter's files are missing or damaged.
+            ValueError: A target is given without a drafter, they do not match, the architecture is
+                not supported, or an option is invalid.
             TypeError: An option does not apply to a target that is already loaded, or ``target`` is
                 neither a name nor a Hugging Face model.
         """
         if target is None:
             target = BUNDLED_TARGET
-            head = BUNDLED_HEAD if head is None else head
-        if head is None:
+            drafter = BUNDLED_HEAD if drafter is None else drafter
+        if drafter is None:
             raise ValueError(
-                "pass both a target and a head (--head): the bundled head fits the bundled target"
-                " only, and eagle-fsd train trains one for yours"
+                "pass both a target and a drafter (--drafter): the bundled head fits the bundled"
+                " target only, and eagle-fsd train trains one for yours"
             )
         name = None
         if isinstance(target, (str, Path)):
@@ -196,15 +199,15 @@ class EagleFSD:
             raise TypeError(f"{', '.join(names)} cannot be set on a target that is already loaded")
         target = unwrap_model(target)
         wrapped = Target(target)
-        if settings is None and not isinstance(head, EagleHead):
-            settings = settings_file(head, token)
+        if settings is None and not isinstance(drafter, Drafter):
+            settings = settings_file(drafter, token)
         from_file = read_settings(settings) if settings is not None else Settings()
-        if not isinstance(head, EagleHead):
-            head = load_head(head, wrapped, token=token)
+        if not isinstance(drafter, Drafter):
+            drafter = load_drafter(drafter, wrapped, token)
         default_tree = TreeConfig.for_device(wrapped.device.type).updated(**from_file.tree)
         model = cls(
             target,
-            head,
+            drafter,
             _override(
                 default_tree, "tree", tree, total_tokens=total_tokens, depth=depth, top_k=top_k
             ),
@@ -258,7 +261,7 @@ class EagleFSD:
                   greedy. (The tree's ``top_k`` is set in :meth:`from_pretrained`.)
                 - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
                   :attr:`acceptance`; or pass ``acceptance`` to replace all of it.
-                - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without the draft head.
+                - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
                 - ``rule``: an acceptance rule that replaces FSD's.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
@@ -498,17 +501,17 @@ class EagleFSD:
             draw_uniform=rule.needs_uniform,
             generator=generator,
         )
-        head = self.head if method == "fsd" else None
+        drafter = self.drafter if method == "fsd" else NoDrafter()
         clock = PhaseClock(target.device)
-        engine = Engine(target, head, sampler, self.tree, acceptance, rule, clock, details)
-        check_target(target, drafted=head is not None)
+        engine = Engine(target, drafter, sampler, self.tree, acceptance, rule, clock, details)
+        check_target(target, projected=drafter.projects)
         return Generation(engine, input_ids, prompts, ends, prefix_cache)
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-        if method == "fsd" and self.head is None:
-            raise ValueError('this model has no draft head; only method="ar" is available')
+        if method == "fsd" and isinstance(self.drafter, NoDrafter):
+            raise ValueError('this model has no drafter; only method="ar" is available')
         if method == "fsd" and self.tree.top_k > self.target.vocab_size:
             raise ValueError(
                 f"the tree's top_k must be at most the vocabulary of {self.target.vocab_size}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from eagle_fsd.model.cache import TreeCache
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.target import Target
 
 #: Extra slots allocated when a cache grows.
@@ -23,15 +23,15 @@ class PrefixCache:
 
     Attributes:
         tokens: The tokens in the target's cache.
-        pairs: Number of (feature, next token) pairs in the head's cache.
+        entries: Number of entries in the drafter's cache, one per token.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.pairs = 0
+        self.entries = 0
         self._target: Target | None = None
         self._cache: TreeCache | None = None
-        self._head_cache: TreeCache | None = None
+        self._draft_cache: TreeCache | None = None
         self._in_use = False
 
     @contextmanager
@@ -51,17 +51,17 @@ class PrefixCache:
         finally:
             self._in_use = False
 
-    def resume(self, target: Target, head: EagleHead | None, prompt: list[int]) -> int:
+    def resume(self, target: Target, drafter: Drafter, prompt: list[int], draft_length: int) -> int:
         """Drop cached tokens that are not a prefix of a prompt.
 
-        The last token of a prompt is the root of the first tree and is never cached. With a head,
-        one more token is processed again, because the head's next pair needs its feature, which is
-        not stored.
+        The last token of a prompt is the root of the first tree and is never cached. If the drafter
+        reads hidden states, one more token is processed again, because they are not stored.
 
         Args:
             target: The target.
-            head: The target's draft head, or None for plain decoding.
+            drafter: Proposes the trees.
             prompt: Token ids.
+            draft_length: Slots needed in the drafter's cache; 0 if it has none.
 
         Returns:
             The number of leading tokens of ``prompt`` that are cached.
@@ -77,29 +77,34 @@ class PrefixCache:
             if old != new:
                 break
             common += 1
-        start = common if head is None else max(0, min(common - 1, self.pairs))
+        start = common
+        if draft_length:
+            start = max(0, min(common - bool(drafter.reads), self.entries))
         del self.tokens[start:]
-        self.pairs = min(self.pairs, start)
+        self.entries = min(self.entries, start)
         return start
 
     def caches(
-        self, target: Target, head: EagleHead | None, length: int, head_length: int
+        self, target: Target, drafter: Drafter, length: int, draft_length: int
     ) -> tuple[TreeCache, TreeCache | None]:
         """Return the caches, enlarged if necessary.
 
         Args:
             target: The target.
-            head: The target's draft head, or None for plain decoding.
+            drafter: Proposes the trees.
             length: Slots needed in the target's cache.
-            head_length: Slots needed in the head's cache.
+            draft_length: Slots needed in the drafter's cache; 0 if it has none.
 
         Returns:
-            The target's cache, and the head's if there is one.
+            The target's cache, and the drafter's if it has one.
         """
         self._cache = _enlarged(self._cache, length, len(self.tokens), target.new_cache)
-        if head is not None:
-            self._head_cache = _enlarged(self._head_cache, head_length, self.pairs, head.new_cache)
-        return self._cache, self._head_cache
+        if not draft_length:
+            return self._cache, None
+        self._draft_cache = _enlarged(
+            self._draft_cache, draft_length, self.entries, drafter.new_cache
+        )
+        return self._cache, self._draft_cache
 
 
 def _enlarged(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -32,7 +33,7 @@ WARPERS = (
     TopKLogitsWarper,
     TopPLogitsWarper,
     hf.TopHLogitsWarper,
-    hf.MinPLogitsWarper,
+    MinPLogitsWarper,
     hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper,
@@ -104,11 +105,11 @@ class Sampler:
     """Compute the processed distributions and the target's sample at every node.
 
     Args:
-        sampling: Temperature, top-k and top-p. At temperature 0, top-k and top-p do not apply, as
-            in Hugging Face.
+        sampling: Temperature, top-k, top-p and min-p. At temperature 0, the others do not apply,
+            as in Hugging Face.
         processors: Applied before temperature, in order.
-        warpers: Replace temperature, top-k and top-p if Hugging Face has built the warpers already;
-            used at temperatures above 0 only. They must not read previous tokens.
+        warpers: Replace those of ``sampling`` if Hugging Face has built the warpers already; used
+            at temperatures above 0 only. They must not read previous tokens.
         draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
         warp_draft: Also warp the draft's distributions.
         draw_uniform: Also draw a uniform random number at every node.
@@ -170,7 +171,9 @@ class Sampler:
         if self.draw_from_draft:
             drawn = tree.tokens
             if warped_draft is not None and warped_draft.shape[1]:
-                drawn = self._choose(warped_draft).gather(1, tree.draft_rows.clamp_min(0))
+                drawn = self._choose(warped_draft)
+                drawn = drawn if tree.token_ids is None else tree.token_ids[drawn]
+                drawn = drawn.gather(1, tree.draft_rows.clamp_min(0))
         # Greedy decoding compares the logits themselves: after subtracting the normalizer two
         # different logits can round to the same value.
         sampled = self._choose(logits if self.greedy else warped)
@@ -181,6 +184,17 @@ class Sampler:
             tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform
         )
 
+    def draw_draft(self, log_probs: Tensor) -> Tensor:
+        """Sample from the draft's distributions after temperature, top-k and top-p.
+
+        Args:
+            log_probs: ``[..., D]`` float32 log-probabilities.
+
+        Returns:
+            ``[...]`` indices into the draft's vocabulary.
+        """
+        return self._choose(self._warp(log_probs))
+
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the argmax, or a sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""
         if self.greedy:
@@ -189,9 +203,9 @@ class Sampler:
         return (scores - noise.log_()).argmax(-1)
 
     def _warp(self, log_probs: Tensor) -> Tensor:
-        flat = log_probs.flatten(0, 1)
-        if not flat.shape[0]:
+        if not log_probs.numel():
             return log_probs
+        flat = log_probs.flatten(0, -2)
         for warper in self.warpers:
             flat = warper(None, flat)
         return F.log_softmax(flat, -1).view_as(log_probs)
@@ -251,7 +265,7 @@ def _check_processor(processor: LogitsProcessor) -> None:
 
 
 def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
-    """Build Hugging Face's warpers for temperature, top-k and top-p, in the order it uses."""
+    """Build Hugging Face's warpers for the sampling options, in the order it uses."""
     found: list[LogitsProcessor] = []
     if sampling.temperature != 1.0:
         found.append(TemperatureLogitsWarper(sampling.temperature))
@@ -259,6 +273,8 @@ def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
         found.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         found.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        found.append(MinPLogitsWarper(sampling.min_p))
     return found
 
 

@@ -39,14 +39,14 @@ _passed: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDicti
 _lock = threading.Lock()
 
 
-def check_target(target: Target, drafted: bool = True) -> None:
+def check_target(target: Target, projected: bool = True) -> None:
     """Check a target when it is first used; later calls return at once.
 
     The windows in the model's configuration are shorter for the duration of the check.
 
     Args:
         target: The target, in evaluation mode.
-        drafted: Whether a draft head is to share its output projection.
+        projected: Whether a draft head applies the target's output projection.
 
     Raises:
         ValueError: The target cannot be decoded in trees, or cannot have a draft head, or parts of
@@ -56,7 +56,7 @@ def check_target(target: Target, drafted: bool = True) -> None:
     with _lock:
         if target.model not in _passed:
             _run_check(target, name)
-    if drafted and not _passed.get(target.model, True):
+    if projected and not _passed.get(target.model, True):
         raise ValueError(
             f"{name} cannot have a draft head: its logits are not the output projection of its last"
             " hidden states"
@@ -128,7 +128,7 @@ def _errors(target: Target) -> tuple[float, float]:
         depths=torch.tensor([DEPTHS] * len(PREFIXES), device=device),
         ancestors=ancestor_matrix(parents),
         draft_rows=torch.full_like(parents, -1),
-        draft_log_probs=torch.empty(len(PREFIXES), 0, target.vocab_size, device=device),
+        draft_log_probs=torch.empty(len(PREFIXES), 0, 0, device=device),
         max_depth=max(DEPTHS),
     )
     cache = target.new_cache(*shape)

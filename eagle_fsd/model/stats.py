@@ -13,7 +13,7 @@ import torch
 from eagle_fsd.model.verify import Origin
 
 #: Phases of a call; all but prefill repeat in every step.
-PHASES = ("prefill", "draft", "tree", "target", "verify", "cache", "host")
+PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
 
 
 class PhaseClock:

@@ -1,14 +1,17 @@
 """The target: an unmodified Hugging Face causal language model and its pass over a draft tree.
 
-Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``H`` hidden size, ``V`` vocabulary.
+Shape letters: ``B`` rows, ``S`` tokens, ``N`` tree nodes, ``H`` hidden size, ``F`` = ``H`` times
+the number of requested hidden states, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,13 +34,17 @@ WINDOW_FIELDS = {
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
+#: Index of the last hidden state after the final norm, as in Hugging Face's ``hidden_states``.
+LAST = -1
+
+
 @dataclass
 class TargetPass:
     """The target's outputs on a tree.
 
     Attributes:
         logits: ``[B, N, V]`` float32.
-        features: ``[B, N, H]`` last hidden states after the final norm.
+        features: ``[B, N, F]`` the requested hidden states, concatenated.
     """
 
     logits: Tensor
@@ -90,7 +97,7 @@ class Target:
         # A few families do not name their body; the base model is then the model itself.
         self._body: Any = model.base_model if model.base_model is not model else model.model
         self._layout = _layouts.setdefault(model, Layout())
-        _record_inputs(self.lm_head)
+        _record_input(self.lm_head, LAST)
 
     @property
     def vocab_size(self) -> int:
@@ -181,16 +188,19 @@ class Target:
         """
         return TreeCache(rows, length, self._layout)
 
-    def prefill(self, ids: Tensor, start: int, cache: TreeCache) -> Tensor:
+    def prefill(
+        self, ids: Tensor, start: int, cache: TreeCache, states: Sequence[int] = (LAST,)
+    ) -> Tensor:
         """Process a chunk of every row's prompt.
 
         Args:
             ids: ``[B, S]`` token ids.
             start: Position of the first token, the same in every row.
             cache: Receives keys and values.
+            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
 
         Returns:
-            ``[B, S, H]`` features.
+            ``[B, S, F]`` the hidden states, concatenated.
         """
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]  # [1, S]
         view = cache.visible(start + ids.shape[1])
@@ -198,18 +208,24 @@ class Target:
         mask = self._masks(slots[:, None] <= positions[:, :, None], positions, slots, len(ids))
         positions = positions.expand_as(ids)
         cache.place(positions, view)
-        output = self._body(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        features: Tensor = output.last_hidden_state
-        return features.to(self.device)
+        with self.recording(states) as recorded:
+            output = self._body(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        recorded[LAST] = output.last_hidden_state
+        return self._features(recorded, states)
 
     def forward_tree(
-        self, tree: DraftTree, lengths: Tensor, max_length: int, cache: TreeCache
+        self,
+        tree: DraftTree,
+        lengths: Tensor,
+        max_length: int,
+        cache: TreeCache,
+        states: Sequence[int] = (LAST,),
     ) -> TargetPass:
         """Score every node of a tree in one pass.
 
@@ -219,6 +235,7 @@ class Target:
             max_length: Upper bound of ``lengths``, known without reading from the device.
             cache: Receives the keys and values of node ``i`` of row ``b`` in slot
                 ``lengths[b] + i``.
+            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
         """
         view = cache.visible(max_length + tree.size)
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
@@ -233,9 +250,7 @@ class Target:
         # Nodes beyond the context are never emitted, but must not index out of a position table or
         # switch RoPE to frequencies for longer sequences.
         positions = positions.clamp_max(self.stable_rope_length - 1)
-        outer = getattr(_projected, "features", None)  # set if passes are nested
-        _projected.features = []
-        try:
+        with self.recording(states) as recorded:
             # Call the whole model, because some architectures scale their logits.
             output = self.model(
                 input_ids=tree.tokens,
@@ -244,10 +259,36 @@ class Target:
                 past_key_values=cache,
                 use_cache=True,
             )
-            features = _projected.features[-1]
+        logits = output.logits.to(self.device).float()
+        return TargetPass(logits, self._features(recorded, states))
+
+    @contextmanager
+    def recording(self, states: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Record hidden states during a pass of this thread.
+
+        Args:
+            states: Indices into Hugging Face's ``hidden_states``; the caller adds :data:`LAST`.
+
+        Returns:
+            A context manager with the hidden states by index.
+        """
+        for state in states:
+            if state != LAST:
+                _record_input(self.layers[state], state)
+        outer = getattr(_recorded, "states", None)  # set if passes are nested
+        recorded = _recorded.states = {}
+        try:
+            yield recorded
         finally:
-            _projected.features = outer
-        return TargetPass(output.logits.to(self.device).float(), features.to(self.device))
+            _recorded.states = outer
+
+    def _features(self, recorded: dict[int, Tensor], states: Sequence[int]) -> Tensor:
+        """Concatenate hidden states on :attr:`device`."""
+        found = [recorded[state].to(self.device) for state in states]
+        if not found:
+            last = recorded[LAST]
+            return last.new_empty(*last.shape[:2], 0)
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def _masks(
         self, seen: Tensor, queries: Tensor, keys: Tensor, rows: int = -1
@@ -276,7 +317,7 @@ class Target:
             masks[kind] = additive_mask(allowed, self.dtype).expand(rows, -1, -1, -1)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    @property
+    @cached_property
     def layers(self) -> nn.ModuleList:
         """The decoder layers.
 
@@ -290,24 +331,26 @@ class Target:
         raise ValueError(f"{type(self.model).__name__} has no list of {count} decoder layers")
 
 
-#: ``features``: this thread's list for the inputs of the output projection during a tree pass.
-_projected = threading.local()
+#: ``states``: during a pass, this thread's inputs of hooked modules, by index of the hidden state.
+_recorded = threading.local()
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: What the caches of each model allocated.
 _layouts: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 
 
-def _record_inputs(lm_head: nn.Module) -> None:
-    """Make an output projection record its inputs during tree passes; repeated calls do nothing."""
-    if lm_head not in _hooked:
-        lm_head.register_forward_pre_hook(_append_features)
-        _hooked.add(lm_head)
+def _record_input(module: nn.Module, state: int) -> None:
+    """Make a module record its input during passes; repeated calls do nothing."""
+    if module not in _hooked:
+        module.register_forward_pre_hook(partial(_record, state), with_kwargs=True)
+        _hooked.add(module)
 
 
-def _append_features(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    features = getattr(_projected, "features", None)
-    if features is not None:
-        features.append(inputs[0])
+def _record(
+    state: int, _module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]
+) -> None:
+    states = getattr(_recorded, "states", None)
+    if states is not None:
+        states[state] = inputs[0] if inputs else options["hidden_states"]
 
 
 def _attention_types(config: PreTrainedConfig) -> set[str]:

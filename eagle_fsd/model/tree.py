@@ -1,11 +1,13 @@
 """The EAGLE-2 dynamic draft tree (arXiv 2406.16858, section 4), built with tensor operations.
 
-Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``K`` = ``top_k``, ``M`` nodes that
-the drafter expanded (``1 + depth * K``), ``P`` candidates in the pool (``1 + M * K``).
+Shape letters: ``B`` rows, ``N`` tree nodes, ``D`` tokens of the draft's vocabulary, ``K`` =
+``top_k``, ``M`` nodes that the drafter expanded (``1 + depth * K``), ``P`` candidates in the pool
+(``1 + M * K``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +30,12 @@ class DraftTree:
             ``i``. This is the tree's attention mask.
         draft_rows: ``[B, N]`` the row of ``draft_log_probs`` that holds the draft's distribution
             at the node, or -1 where the node was not expanded.
-        draft_log_probs: ``[B, M, V]`` float32, the draft's distributions at the expanded nodes.
+        draft_log_probs: ``[B, M, D]`` float32, the draft's distributions at the expanded nodes.
         max_depth: Upper bound of ``depths``.
+        token_ids: ``[D]`` the token of each entry of the draft's distributions; None if the draft's
+            vocabulary is the target's. The draft gives all other tokens probability 0.
+        sampled: Whether the tree is a chain whose tokens were sampled from the draft's
+            distributions, after the same temperature, top-k and top-p as the target's.
     """
 
     tokens: Tensor
@@ -39,6 +45,8 @@ class DraftTree:
     draft_rows: Tensor
     draft_log_probs: Tensor
     max_depth: int
+    token_ids: Tensor | None = None
+    sampled: bool = False
 
     @property
     def size(self) -> int:
@@ -67,11 +75,22 @@ class TreeBuilder:
 
     Args:
         config: The tree's shape; ``top_k`` is limited to the vocabulary.
-        vocab_size: ``V``.
+        vocab_size: ``D``.
         device: Device of the index tables.
+        token_ids: ``[D]`` the target's token for each of the draft's; default: the same.
+        draw: Samples from distributions ``[..., D]``: ``[...]``. With ``top_k = 1`` only; default:
+            the most likely tokens.
     """
 
-    def __init__(self, config: TreeConfig, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: TreeConfig,
+        vocab_size: int,
+        device: torch.device | str,
+        token_ids: Tensor | None = None,
+        draw: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.token_ids, self.draw = token_ids, draw
         self.total_tokens = config.total_tokens
         self.depth = depth = config.depth
         self.width = width = min(config.top_k, vocab_size)
@@ -88,12 +107,12 @@ class TreeBuilder:
         """Begin a tree.
 
         Args:
-            log_probs: ``[B, V]`` the draft's distribution after the root.
+            log_probs: ``[B, D]`` the draft's distribution after the root.
         """
         batch, vocab_size = log_probs.shape
         self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocab_size)
         self.draft_log_probs[:, 0] = log_probs
-        scores, tokens = log_probs.topk(self.width)
+        scores, tokens = self._children(log_probs)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
         self.scores = [scores.new_zeros(batch, 1), _ranked(scores)]
         self.tokens = [tokens]
@@ -120,13 +139,22 @@ class TreeBuilder:
         """Add the children of the selected candidates.
 
         Args:
-            log_probs: ``[B, K, V]`` the draft's distributions at the selected candidates.
+            log_probs: ``[B, K, D]`` the draft's distributions at the selected candidates.
         """
         first = 1 + (len(self.chosen) - 2) * self.width
         self.draft_log_probs[:, first : first + self.width] = log_probs
-        scores, tokens = log_probs.topk(self.width)  # [B, K, K]
+        scores, tokens = self._children(log_probs)  # [B, K, K]
         self.scores.append(_ranked(scores + self.chosen_scores[:, :, None]).flatten(1))
         self.tokens.append(tokens.flatten(1))
+
+    def _children(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and tokens of the children: ``[..., K]``."""
+        if self.draw is None:
+            scores, index = log_probs.topk(self.width)
+        else:
+            index = self.draw(log_probs)[..., None]
+            scores = log_probs.gather(-1, index)
+        return scores, index if self.token_ids is None else self.token_ids[index]
 
     def finish(self, root: Tensor) -> DraftTree:
         """Keep the best candidates.
@@ -152,6 +180,8 @@ class TreeBuilder:
             draft_rows=rows.gather(1, kept),
             draft_log_probs=self.draft_log_probs,
             max_depth=self.depth + 1,
+            token_ids=self.token_ids,
+            sampled=self.draw is not None,
         )
 
 
@@ -176,12 +206,11 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     return reach > 0.5
 
 
-def single_node(root: Tensor, vocab_size: int) -> DraftTree:
+def single_node(root: Tensor) -> DraftTree:
     """Return a tree that consists of its root; verifying it is plain decoding.
 
     Args:
         root: ``[B]`` the token at the root of each row.
-        vocab_size: ``V``.
     """
     zero = torch.zeros_like(root)[:, None]
     return DraftTree(
@@ -190,7 +219,7 @@ def single_node(root: Tensor, vocab_size: int) -> DraftTree:
         depths=zero,
         ancestors=torch.ones_like(zero, dtype=torch.bool)[:, :, None],
         draft_rows=zero - 1,
-        draft_log_probs=torch.empty(root.shape[0], 0, vocab_size, device=root.device),
+        draft_log_probs=torch.empty(root.shape[0], 0, 0, device=root.device),
         max_depth=0,
     )
 

@@ -3,8 +3,9 @@
 One code path serves greedy decoding and sampling, every acceptance rule and every batch size, in a
 few tensor operations over ``[B, N]`` and without host synchronization.
 
-Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``M`` expanded nodes, ``Q`` queried
-(node, token) pairs, ``A`` = ``max_depth + 1``, the largest number of tokens that one step can emit.
+Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``D`` tokens of the draft's
+vocabulary, ``M`` expanded nodes, ``Q`` queried (node, token) pairs, ``A`` = ``max_depth + 1``, the
+largest number of tokens that one step can emit.
 
 At every node ``i`` the target's distribution ``p_i`` is known, and one token ``s_i`` is sampled
 from it. An edge into node ``c`` is *exact* when ``c`` carries its parent's ``s``; it is *relaxed*
@@ -49,7 +50,7 @@ class VerificationInputs:
             Without processors this is the tensor ``raw_log_probs``.
         warped_log_probs: ``[B, N, V]`` after temperature, top-k and top-p: the distribution that is
             sampled from. At temperature 0 it is ``log_probs``.
-        warped_draft_log_probs: ``[B, M, V]`` the draft's distributions after the same warping.
+        warped_draft_log_probs: ``[B, M, D]`` the draft's distributions after the same warping.
             None if neither the options nor the rule need it.
         sampled: ``[B, N]`` the target's own sample ``s`` at each node.
         drawn: ``[B, N]`` one token sampled from the draft's distribution at each expanded node

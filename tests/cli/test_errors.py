@@ -67,7 +67,7 @@ USAGE_ERRORS: list[tuple[str, str]] = [
 
 FAILURES: list[tuple[str, str]] = [
     ("generate x --target no/such/a --head no/such/b", "cannot load the target no/such/a"),
-    ("generate x --target no/such", "pass both a target and a head"),
+    ("generate x --target no/such", "pass both a target and a drafter"),
     ("generate x --target /no/such --head x", "/no/such"),
     ("generate x --settings no-such-file.json", "no-such-file.json"),
     ("generate x --dtype foo", "dtype"),

@@ -140,7 +140,7 @@ def check_needs_target(words: tuple[object, ...], other_head: Path, run: Run) ->
 def test_target_needs_its_head(words: tuple[object, ...], run: Run) -> None:
     status, out, err = run(*words, "--target", BUNDLED_TARGET)
     assert (status, out) == (1, "")
-    assert err.splitlines()[-1].startswith("error: pass both a target and a head (--head)")
+    assert err.splitlines()[-1].startswith("error: pass both a target and a drafter (--drafter)")
 
 
 # -- targets without a chat template ---------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_options_reach_the_servers_that_take_them(
     assert worker["server"] == WorkerServer(port=3, controller=url, names=("a", 'my "b"'))
     assert worker["pair"] == Pair(
         target="a target",
-        head="a/head",
+        drafter="a/head",
         dtype="float32",
         device="cpu",
         chat_template="vicuna_v1.1",

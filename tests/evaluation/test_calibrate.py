@@ -170,8 +170,8 @@ def test_a_grid_requires_a_threshold_above_zero() -> None:
 
 
 def test_install_requires_a_local_head() -> None:
-    with pytest.raises(OptionsError, match="--install requires a head in a local folder"):
-        calibrate(EvaluationRequest(head="nowhere"), LossBounds(max_drop=1.0), install=True)
+    with pytest.raises(OptionsError, match="--install requires a drafter in a local folder"):
+        calibrate(EvaluationRequest(drafter="nowhere"), LossBounds(max_drop=1.0), install=True)
 
 
 # -- runs on the bundled pair ----------------------------------------------------------------------
@@ -183,7 +183,7 @@ CONFIG = CalibrationConfig(max_new_tokens=8, batch=15)
 def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     out, head = tmp_path / "out", tmp_path / "head"
     shutil.copytree(BUNDLED_HEAD, head)
-    request = EvaluationRequest(count=30, out=out, head=str(head), target=str(BUNDLED_TARGET))
+    request = EvaluationRequest(count=30, out=out, drafter=str(head), target=str(BUNDLED_TARGET))
     grid = CalibrationGrid(thresholds=(0.4,), min_ratios=(0.0,))
     found = calibrate(request, LossBounds(max_nats=10.0), CONFIG, grid, install=True)
     assert found is not None

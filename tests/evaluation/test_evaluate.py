@@ -282,7 +282,7 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
 def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(BUNDLED_TARGET, target)
-    request = {"target": str(target), "head": str(BUNDLED_HEAD)}
+    request = {"target": str(target), "drafter": str(BUNDLED_HEAD)}
     run(tmp_path / "out", request=request)
     weights = load_file(target / "model.safetensors")
     name = next(name for name in weights if name.endswith("13.mlp.down_proj.weight"))
@@ -290,7 +290,7 @@ def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="fingerprint of the target was") as error:
         run(tmp_path / "out", request=request)
-    assert "fingerprint of the head" not in str(error.value)
+    assert "fingerprint of the drafter" not in str(error.value)
 
 
 def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path: Path) -> None:

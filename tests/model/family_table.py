@@ -100,7 +100,7 @@ def check_trees(target: Target, expected: Tensor) -> None:
     This drives the engine itself, because not every family can have a draft head.
     """
     sequences = [torch.cat([ids[0], row]) for ids, row in zip(prompts(), expected, strict=True)]
-    head = OracleHead(pad_sequence(sequences, batch_first=True), target.vocab_size)
+    head = OracleHead(pad_sequence(sequences, batch_first=True), target.vocab_size).attach(target)
     for tree in (TREE, CHAIN):
         engine = Engine(target, head, Sampler(), tree, AcceptanceConfig())
         answers: list[list[int]] = [[] for _ in PROMPTS]

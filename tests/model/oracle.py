@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_fsd.model.cache import TreeCache
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.drafters.levels import LevelDrafter
+from eagle_fsd.model.target import LAST, Target
 
 #: Rank of the right token among the drafted ones, by its position: most often the first.
 RANKS = torch.tensor([0, 0, 0, 1, 0, 0, 2])
@@ -14,11 +15,11 @@ RANKS = torch.tensor([0, 0, 0, 1, 0, 0, 2])
 LOG_PROBS = (-0.3, -1.5, -2.5)
 
 
-class OracleHead(nn.Module):
-    """Propose the right token among wrong ones, with the interface of ``EagleHead``.
+class OracleHead(LevelDrafter):
+    """Propose the right token among wrong ones, as a head that reads features but ignores them.
 
     The right token comes first, second or third, so steps accept zero to many tokens, on varying
-    branches. A "feature" of this head is a distribution over the next token.
+    branches. A hidden state of this head is a distribution over the next token.
 
     Args:
         sequences: ``[B, L]`` the prompts and their answers, padded on the right. Prompts have at
@@ -26,12 +27,15 @@ class OracleHead(nn.Module):
         vocab_size: Size of the target's vocabulary.
     """
 
-    def __init__(self, sequences: Tensor, vocab_size: int) -> None:
-        super().__init__()
-        self.sequences, self.vocab_size = sequences, vocab_size
-        self.device, self.dtype = sequences.device, torch.float32
+    reads = (LAST,)
+    vocab_size, feature_size = 0, 0
+    device, dtype = torch.device("cpu"), torch.float32
 
-    def attach(self, _target: Target) -> OracleHead:
+    def __init__(self, sequences: Tensor, vocab_size: int) -> None:
+        self.sequences, self.vocab_size = sequences, vocab_size
+
+    def attach(self, target: Target) -> OracleHead:
+        self.feature_size = target.hidden_size
         return self
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
@@ -40,10 +44,11 @@ class OracleHead(nn.Module):
     def append(
         self, _features: Tensor, tokens: Tensor, lengths: Tensor, _max: int, cache: _RowCache
     ) -> Tensor:
-        return self(None, tokens, lengths[:, None] + torch.arange(tokens.shape[1]), None, cache)
+        positions = lengths[:, None] + torch.arange(tokens.shape[1])
+        return self.extend(tokens, tokens, positions, tokens, cache)
 
-    def forward(
-        self, _features: object, _tokens: Tensor, positions: Tensor, _mask: object, cache: _RowCache
+    def extend(
+        self, _hidden: Tensor, _tokens: Tensor, positions: Tensor, _mask: Tensor, cache: _RowCache
     ) -> Tensor:
         """Predict the token that follows the pair of a feature at ``positions`` and a token."""
         index = (positions + 2).clamp_max(self.sequences.shape[1] - 1)
@@ -55,8 +60,8 @@ class OracleHead(nn.Module):
             log_probs.scatter_(2, candidate[:, :, None], value)
         return log_probs
 
-    def log_probs(self, features: Tensor) -> Tensor:
-        return features
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 class _RowCache(TreeCache):

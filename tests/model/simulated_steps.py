@@ -25,6 +25,7 @@ from eagle_fsd.model.acceptance import (
     TypicalRule,
 )
 from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.drafters.interface import NoDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.stats import PhaseClock
@@ -52,7 +53,7 @@ def pair(split: bool = False) -> EagleFSD:
     pair = EagleFSD(model, untrained_head(model), small_tree())
     with simulated_accelerator():
         move(model)
-        move(pair.head, DEVICES[split])
+        move(pair.drafter, DEVICES[split])
         if split:  # like accelerate, with a hook on every module that it places
             base = model.base_model
             for module in (base.embed_tokens, base.rotary_emb, base.layers[0]):
@@ -79,8 +80,8 @@ def run_steps(
         warp_draft=True,
         draw_uniform=rule is not None and rule.needs_uniform,
     )
-    head = pair.head if drafted else None
-    engine = Engine(pair.target, head, sampler, pair.tree, options, rule, clock, details=2)
+    drafter = pair.drafter if drafted else NoDrafter()
+    engine = Engine(pair.target, drafter, sampler, pair.tree, options, rule, clock, details=2)
     device = pair.target.device
     with simulated_accelerator():
         lengths = range(9, 9 - 4 * rows, -4)

@@ -256,7 +256,7 @@ def test_log_probs_of_the_head_are_scaled_like_the_target() -> None:
         pair = EagleFSD(model, untrained_head(model), small_tree())
         logits, features = plain_logits(model, prompt(9, 4)[0])
         with torch.no_grad():
-            log_probs = pair.head.log_probs(features)
+            log_probs = pair.drafter.log_probs(features)
         torch.testing.assert_close(log_probs, logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
 
 

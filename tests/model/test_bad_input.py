@@ -96,7 +96,7 @@ def test_unknown_keyword_arguments_raise_type_error(name: str) -> None:
 
 
 def test_tree_wider_than_the_vocabulary_raises() -> None:
-    pair = EagleFSD(random_pair().model, random_pair().head, small_tree(top_k=97))
+    pair = EagleFSD(random_pair().model, random_pair().drafter, small_tree(top_k=97))
     with pytest.raises(ValueError, match="tree's top_k must be at most the vocabulary of 96"):
         pair.generate(prompt(5))
 
@@ -145,7 +145,7 @@ def test_tokens_that_the_target_masks_are_never_emitted(threshold: float) -> Non
         output.logits[..., masked] = -math.inf
 
     model.register_forward_hook(mask)
-    pair = EagleFSD(model, aligned_pair().head, small_tree())
+    pair = EagleFSD(model, aligned_pair().drafter, small_tree())
     out = pair.generate(ids, max_new_tokens=20, threshold=threshold)
     assert not torch.isin(answers(out), masked).any()
     if threshold == 0.0:

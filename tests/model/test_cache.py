@@ -24,6 +24,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.model import pipeline
 from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
+from eagle_fsd.model.drafters.levels import LevelState
 from eagle_fsd.model.engine import Engine, StepResult
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import VerificationInputs
@@ -42,7 +43,9 @@ class RecordedEngine(Engine):
         self.instances.append(self)
 
     def step(self) -> StepResult:
-        caches = [self.cache] if self.head is None else [self.cache, self.head_cache]
+        caches = [self.cache]
+        if isinstance(self.draft, LevelState):
+            caches.append(self.draft.cache)
         stores = [store for cache in caches for store in cache._stores]
         self.memory.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
         return super().step()
@@ -173,7 +176,8 @@ def test_caches_are_allocated_once_with_the_size_of_the_call(
     length = 12 + 30 + tree.total_tokens
     assert engine.cache.nbytes == LAYERS * 2 * 2 * length * KV_HEADS * HEAD_SIZE * 4
     drafted = tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
-    assert engine.head_cache.nbytes == 1 * 2 * 2 * (12 + 30 + drafted) * KV_HEADS * HEAD_SIZE * 4
+    assert isinstance(engine.draft, LevelState)
+    assert engine.draft.cache.nbytes == 1 * 2 * 2 * (12 + 30 + drafted) * KV_HEADS * HEAD_SIZE * 4
     assert len(engine.memory) == out.stats.passes > 5
     assert len(set(engine.memory)) == 1
 
@@ -184,7 +188,7 @@ def test_plain_decoding_allocates_no_tree_and_no_head_cache(
     new_random_pair().generate(prompt(9), max_new_tokens=20, method="ar")
     (engine,) = engines
     assert engine.cache.nbytes == LAYERS * 2 * 1 * (8 + 20 + 1) * KV_HEADS * HEAD_SIZE * 4
-    assert not hasattr(engine, "head_cache")
+    assert not isinstance(engine.draft, LevelState)
     assert len(set(engine.memory)) == 1
 
 
@@ -260,7 +264,7 @@ def test_head_shares_embedding_and_output_projection_with_the_target() -> None:
 def test_casting_the_head_does_not_cast_the_target() -> None:
     model = tiny_target()
     pair = EagleFSD(model, untrained_head(model))
-    pair.head.to(torch.bfloat16)
+    pair.drafter.to(torch.bfloat16)
     assert Target(model).dtype == model.get_input_embeddings().weight.dtype == torch.float32
 
 

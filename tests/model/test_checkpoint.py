@@ -116,9 +116,9 @@ def test_saved_head_decodes_as_before(
 ) -> None:
     """With everything accepted the output is the head's, including the effect of its RoPE."""
     pair = make(architecture)
-    save_head(pair.head, tmp_path / "head")
+    save_head(pair.drafter, tmp_path / "head")
     loaded = EagleFSD(pair.model, load_head(tmp_path / "head", pair.target), pair.tree)
-    assert same_state(loaded.head, pair.head.state_dict())
+    assert same_state(loaded.drafter, pair.drafter.state_dict())
     options = {"max_new_tokens": 30, "threshold": threshold}
     before, after = (item.generate(prompt(8), **options) for item in (pair, loaded))
     assert torch.equal(before.sequences, after.sequences)
@@ -129,7 +129,7 @@ def test_saved_head_decodes_as_before(
 def test_saved_head_has_two_files_without_the_target_tensors(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    head = EagleFSD(model, untrained_head(model)).head
+    head = EagleFSD(model, untrained_head(model)).drafter
     save_head(head, tmp_path / "head", dtype=torch.float16)
     assert sorted(item.name for item in (tmp_path / "head").iterdir()) == [
         "config.json",
@@ -409,10 +409,10 @@ def test_tensor_names_and_shapes_match_a_published_7b_head(bias: bool) -> None:
 def test_head_that_fits_the_bundled_target_needs_no_other(tmp_path: Path) -> None:
     """Given as files, or loaded; its own ``fsd.json`` counts, not the bundled head's."""
     bundled = EagleFSD.from_pretrained(device_map="cpu")
-    save_head(bundled.head, tmp_path)
+    save_head(bundled.drafter, tmp_path)
     (tmp_path / "fsd.json").write_text('{"threshold": 0.25}')
-    from_files = EagleFSD.from_pretrained(head=tmp_path, device_map="cpu")
-    from_memory = EagleFSD.from_pretrained(head=load_head(tmp_path, bundled.target))
+    from_files = EagleFSD.from_pretrained(drafter=tmp_path, device_map="cpu")
+    from_memory = EagleFSD.from_pretrained(drafter=load_head(tmp_path, bundled.target))
     assert [pair.acceptance.threshold for pair in (from_files, from_memory)] == [0.25, 0.0]
     ids = prompt(8, vocab_size=1024)
     expected = bundled.generate(ids, max_new_tokens=20, threshold=0.1)
@@ -426,15 +426,15 @@ def test_head_that_does_not_fit_the_bundled_target_needs_its_own(
 ) -> None:
     published(tmp_path, model)
     with pytest.raises(ValueError, match=r"belongs to another target: .*--target") as error:
-        EagleFSD.from_pretrained(head=tmp_path)
+        EagleFSD.from_pretrained(drafter=tmp_path)
     assert not isinstance(error.value, CheckpointError)
     one_line(error)
     with pytest.raises(ValueError, match="belongs to another target"):
-        EagleFSD.from_pretrained(head=untrained_head(model))
+        EagleFSD.from_pretrained(drafter=untrained_head(model))
 
 
 def test_target_needs_a_head(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"pass both a target and a head .*eagle-fsd train"):
+    with pytest.raises(ValueError, match=r"pass both a target and a drafter .*eagle-fsd train"):
         EagleFSD.from_pretrained(model)
 
 

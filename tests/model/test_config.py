@@ -35,6 +35,7 @@ RANGES: dict[type, dict[str, str]] = {
         "temperature": "a finite number of at least 0",
         "top_p": "a number in (0, 1]",
         "top_k": "an integer of at least 0",
+        "min_p": "a number in [0, 1]",
     },
 }
 FIELDS = [(options, name) for options, fields in RANGES.items() for name in fields]
@@ -77,6 +78,7 @@ def test_defaults_are_lossless_and_greedy() -> None:
         "temperature": 0.0,
         "top_p": 1.0,
         "top_k": 0,
+        "min_p": 0.0,
         "seed": None,
     }
 

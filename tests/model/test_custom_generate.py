@@ -210,7 +210,7 @@ def test_custom_generate_with_eos_token_none_runs_to_max_new_tokens() -> None:
     free = greedy_reference(pair.model, ids, new=NEW_TOKENS)
     model = copy.deepcopy(pair.model)
     model.generation_config.eos_token_id = int(free[0, ids.shape[1] + 5])
-    ending = EagleFSD(model, copy.deepcopy(pair.head), pair.tree)
+    ending = EagleFSD(model, copy.deepcopy(pair.drafter), pair.tree)
     options = {"custom_generate": ending.custom_generate}
     ended = greedy_reference(model, ids, new=NEW_TOKENS, **options)
     assert torch.equal(ended, free[:, : ids.shape[1] + 6])

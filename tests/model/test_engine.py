@@ -15,14 +15,15 @@ from torch import Tensor
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.drafters.interface import NoDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.sampling import Sampler
 
 
 def _engine(acceptance: AcceptanceConfig | None = None, drafted: bool = True) -> Engine:
     pair = aligned_pair()
-    head = pair.head if drafted else None
-    return Engine(pair.target, head, Sampler(), small_tree(), acceptance or AcceptanceConfig())
+    drafter = pair.drafter if drafted else NoDrafter()
+    return Engine(pair.target, drafter, Sampler(), small_tree(), acceptance or AcceptanceConfig())
 
 
 def _prompts() -> list[Tensor]:
@@ -69,7 +70,7 @@ def test_drop_returns_previous_indices_in_the_new_order() -> None:
 def test_constructor_allocates_nothing() -> None:
     engine = _engine()
     assert not hasattr(engine, "cache")
-    assert not hasattr(engine, "head_cache")
+    assert not hasattr(engine, "draft")
 
 
 def test_stream_prefills_on_the_first_iteration() -> None:

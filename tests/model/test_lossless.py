@@ -81,7 +81,7 @@ def test_model_without_a_head_decodes_plainly_only() -> None:
         ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, method="ar"
     )
     assert torch.equal(out.sequences, reference())
-    with pytest.raises(ValueError, match="has no draft head"):
+    with pytest.raises(ValueError, match="has no drafter"):
         EagleFSD(model, None).generate(ids, max_new_tokens=2)
 
 
@@ -116,7 +116,7 @@ def test_greedy_output_does_not_depend_on_the_tree(
     ids, mask = batch()
     base = aligned_pair() if aligned else random_pair()
     tree = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
-    out = EagleFSD(base.model, base.head, tree).generate(ids, mask, max_new_tokens=12)
+    out = EagleFSD(base.model, base.drafter, tree).generate(ids, mask, max_new_tokens=12)
     assert torch.equal(out.sequences, reference(aligned=aligned)[:, : ids.shape[1] + 12])
     assert max(map(max, out.stats.accepted)) <= min(depth + 2, total_tokens)
     if aligned and total_tokens > 2:

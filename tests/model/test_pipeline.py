@@ -85,9 +85,9 @@ def _draft_without_cache(pair: EagleFSD, features: Tensor, tokens: Tensor, path:
         for extent in range(len(path) + 1):
             extended = torch.cat([tokens, path[:extent]])
             positions = torch.arange(len(extended), device=tokens.device)
-            predicted = pair.head(features[None], extended[None], positions[None])[0]
+            predicted = pair.drafter(features[None], extended[None], positions[None])[0]
             features = torch.cat([features, predicted[-1:]])
-        return pair.head.log_probs(predicted[-1])
+        return pair.drafter.log_probs(predicted[-1])
 
 
 def test_origin_is_fuzzy_exactly_where_the_target_prefers_another_token() -> None:
@@ -143,7 +143,7 @@ def test_scalar_overrides_one_field_of_the_models_acceptance() -> None:
     """A config object replaces all of them."""
     base, ids = random_pair(), prompt(6, 3)
     acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, selection="target")
-    pair = EagleFSD(base.model, base.head, base.tree, acceptance)
+    pair = EagleFSD(base.model, base.drafter, base.tree, acceptance)
 
     def answer(pair: EagleFSD, **options: Any) -> list[int]:
         return pair.generate(ids, max_new_tokens=20, **options).sequences[0].tolist()
@@ -204,7 +204,7 @@ def test_statistics_agree_with_the_emitted_tokens(threshold: float) -> None:
         assert not (out.origins[row, : len(inner)][inner] == Origin.TARGET).any()
     assert (stats["origins"]["fuzzy"] > 0) == (threshold > 0)
     assert stats["tokens_per_second"] > 0
-    assert set(stats["seconds"]) >= {"prefill", "draft", "tree", "target", "verify", "cache"}
+    assert set(stats["seconds"]) >= {"prefill", "draft", "target", "verify", "cache"}
     assert all(value >= 0 for value in stats["seconds"].values())
     assert stats["seconds"]["target"] > 0
 
@@ -261,7 +261,7 @@ def test_numpy_scalars_and_tensors_count_as_numbers() -> None:
         }
         tree = pair.tree.updated(total_tokens=integer(12), depth=integer(3), top_k=integer(3))
         assert tree == pair.tree
-        assert decode(EagleFSD(pair.model, pair.head, tree), **scalars) == expected
+        assert decode(EagleFSD(pair.model, pair.drafter, tree), **scalars) == expected
     listed = {**options, "eos_token_id": np.array([95, 93])}
     assert decode(pair, **listed) == expected
 
@@ -295,7 +295,7 @@ def test_minimum_temperature_decodes() -> None:
     model = copy.deepcopy(aligned_pair().model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e4)
-    pair, ids = EagleFSD(model, aligned_pair().head, small_tree()), prompt(6, 3)
+    pair, ids = EagleFSD(model, aligned_pair().drafter, small_tree()), prompt(6, 3)
     found = pair.generate(ids, None, 16, temperature=MIN_TEMPERATURE, seed=0).sequences
     assert torch.equal(found, greedy_reference(model, ids, new=16))
 

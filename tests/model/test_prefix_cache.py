@@ -123,7 +123,7 @@ def test_cache_needs_a_single_prompt_and_its_own_model() -> None:
     with pytest.raises(ValueError, match="needs a single prompt; got 2"):
         model.generate(torch.tensor([[3, 4], [5, 6]]), prefix_cache=cache)
     decode(model, [3, 17, 5], cache)
-    other = EagleFSD(model.model, model.head)
+    other = EagleFSD(model.model, model.drafter)
     with pytest.raises(ValueError, match="belongs to another model"):
         decode(other, [3, 17, 5], cache)
 

@@ -94,7 +94,7 @@ def test_samples_are_followed_while_they_are_in_the_tree(
 @pytest.mark.parametrize("fallback", ["exact", "stop"])
 def test_single_node_emits_its_sample(rule: AcceptanceRule, selection: str, fallback: str) -> None:
     """Two rows; :func:`verify_root` gives the same outcome."""
-    tree = single_node(torch.tensor([A, B]), VOCAB_SIZE)
+    tree = single_node(torch.tensor([A, B]))
     p = torch.tensor(P).log().expand(2, 1, -1)
     sampled = torch.tensor([[C], [D]])
     inputs = VerificationInputs(tree, p, p, p, tree.draft_log_probs, sampled, tree.tokens)

@@ -28,7 +28,11 @@ from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Origin, VerificationInputs, verify
 
-TREE_FIELDS = [field.name for field in fields(DraftTree) if field.name != "max_depth"]
+TREE_FIELDS = [
+    field.name
+    for field in fields(DraftTree)
+    if field.name not in ("max_depth", "token_ids", "sampled")
+]
 OTHER_FIELDS = [
     field.name for field in fields(VerificationInputs) if field.name not in ("tree", "uniform")
 ]

@@ -43,7 +43,7 @@ TORCHAO = Path(sys.prefix) / "torchao"
 
 
 def _pair(model: nn.Module) -> EagleFSD:
-    return EagleFSD(model, copy.deepcopy(aligned_pair().head), small_tree())
+    return EagleFSD(model, copy.deepcopy(aligned_pair().drafter), small_tree())
 
 
 def _check_decoding(pair: EagleFSD, wrapped: Any, expected: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ def test_disabled_adapter_does_not_decode() -> None:
 
 def test_from_pretrained_takes_a_wrapped_target() -> None:
     model = _with_lora("q_proj")
-    head = copy.deepcopy(aligned_pair().head)
+    head = copy.deepcopy(aligned_pair().drafter)
     for wrapped in (model, torch.compile(model)):
         pair = EagleFSD.from_pretrained(wrapped, head)
         assert pair.model is model.base_model.model
@@ -190,7 +190,7 @@ def decode_int8_weights() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = copy.deepcopy(aligned_pair().model).to(dtype)
         quantize_(model, Int8WeightOnlyConfig())
-        pair = EagleFSD(model, copy.deepcopy(aligned_pair().head).to(dtype), small_tree())
+        pair = EagleFSD(model, copy.deepcopy(aligned_pair().drafter).to(dtype), small_tree())
         assert "Int8" in type(pair.model.lm_head.weight).__name__
         ids, mask = batch()
         expected = greedy_reference(model, ids, mask, new=NEW_TOKENS)

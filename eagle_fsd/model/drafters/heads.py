@@ -1,0 +1,226 @@
+"""What all draft heads share: the target's embedding, a cache, and decoder layers of a family.
+
+A draft head processes pairs of a hidden state and the token after it. Before an accepted token the
+hidden states are the target's, which :meth:`DraftHead.fuse` converts to the head's input; before a
+drafted token it is the head's own output, which :meth:`DraftHead.carry` converts.
+
+Shape letters: ``B`` rows, ``S`` new pairs, ``L`` visible slots of the cache, ``F`` values of the
+target's features, ``H`` hidden size of the head.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
+from typing_extensions import Self
+
+from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
+from eagle_fsd.model.drafters.levels import LevelDrafter
+from eagle_fsd.model.target import Target
+
+
+class DraftHead(nn.Module, LevelDrafter):
+    """Base class of EAGLE heads.
+
+    The embedding is the target's module, set by :meth:`attach`. A head that was trained with
+    another embedding keeps it in ``embed_tokens``.
+
+    Args:
+        config: Configuration of the head's layers.
+    """
+
+    fc: nn.Linear
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens: nn.Embedding | None = None
+        self._target: Target | None = None
+        self._layout = Layout()
+
+    def attach(self, target: Target) -> Self:
+        """Use the target's modules, and move to the target's device.
+
+        Args:
+            target: The target that the head was trained for.
+
+        Returns:
+            The head itself.
+
+        Raises:
+            ValueError: Head and target differ in hidden size or vocabulary size.
+        """
+        if self.target_hidden_size != target.hidden_size:
+            raise ValueError(
+                f"this head belongs to another target: its hidden size is"
+                f" {self.target_hidden_size}, the target's is {target.hidden_size}"
+            )
+        if self.config.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"this head belongs to another target: its vocabulary has"
+                f" {self.config.vocab_size} tokens, the target's has {target.vocab_size}"
+            )
+        self._target = target  # not a module, so its parameters are not registered here
+        return self.to(target.device)
+
+    @property
+    def target(self) -> Target:
+        """The target that the head is attached to.
+
+        Raises:
+            RuntimeError: :meth:`attach` has not been called.
+        """
+        if self._target is None:
+            raise RuntimeError("attach the head to its target first")
+        return self._target
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Hidden size of the target."""
+        return int(self.config.hidden_size)
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.reads) * self.target_hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens with the head's own embedding if it has one, else the target's.
+
+        Args:
+            tokens: ``[B, S]`` token ids.
+
+        Returns:
+            ``[B, S, H]``.
+        """
+        embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
+        embedded: Tensor = embedding(tokens)
+        return embedded.to(self.device, self.dtype)
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Convert the target's hidden states to the head's input.
+
+        Args:
+            features: ``[B, S, F]``.
+
+        Returns:
+            ``[B, S, H]``.
+        """
+
+    @abstractmethod
+    def carry(self, hidden: Tensor) -> Tensor:
+        """Convert the head's output to its input at the next token.
+
+        Args:
+            hidden: ``[..., H]`` result of :meth:`forward`.
+
+        Returns:
+            ``[..., H]``.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: TreeCache | None = None,
+    ) -> Tensor:
+        """Process pairs of a hidden state and the token after it.
+
+        Args:
+            x: ``[B, S, H]`` result of :meth:`fuse` or :meth:`carry`, before each token.
+            tokens: ``[B, S]`` token ids.
+            positions: ``[B, S]`` the position of each hidden state, for the rotary embedding.
+            mask: ``[B, 1, S, L]`` additive attention mask; None is causal over ``S``.
+            cache: A cache on which :meth:`TreeCache.place` has been called.
+
+        Returns:
+            ``[B, S, H]``.
+        """
+
+    def new_cache(self, rows: int, length: int) -> TreeCache:
+        """Create a cache for the head's layers.
+
+        Args:
+            rows: Number of sequences.
+            length: Slots per sequence.
+        """
+        return TreeCache(rows, length, self._layout)
+
+    def append(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        max_length: int,
+        cache: TreeCache,
+    ) -> Tensor:
+        """Process pairs of a feature and the token after it; see :meth:`LevelDrafter.append`."""
+        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
+        view = cache.visible(max_length + tokens.shape[1])
+        seen = torch.arange(view, device=lengths.device) <= positions[:, :, None]
+        cache.place(positions, view)
+        mask = additive_mask(seen, self.dtype)
+        return self.forward(self.fuse(features), tokens, positions, mask, cache)
+
+    def extend(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+    ) -> Tensor:
+        """Pair each node's token with the head's output at its parent."""
+        return self.forward(self.carry(hidden), tokens, positions, mask, cache)
+
+
+def decoder_layers(
+    config: PreTrainedConfig, count: int, dtype: torch.dtype
+) -> tuple[nn.ModuleList, nn.Module, str]:
+    """Build decoder layers with full attention.
+
+    Args:
+        config: A configuration of the layers' family.
+        count: Number of layers.
+        dtype: Data type of the weights.
+
+    Returns:
+        The layers, their rotary embedding, and their attention implementation.
+
+    Raises:
+        TypeError: The layers do not have the interface of Llama's.
+    """
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = count
+    config.vocab_size = 1  # the embedding is discarded
+    config.pad_token_id = 0
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * count
+    # By default, a family may choose an implementation that takes no mask.
+    for attention in ("sdpa", "eager"):
+        try:
+            base = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
+            break
+        except ValueError:
+            if attention == "eager":
+                raise
+    layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
+    needed = {"past_key_values", "position_embeddings"}
+    if (
+        not layers
+        or rotary is None
+        or not needed <= set(inspect.signature(layers[0].forward).parameters)
+    ):
+        raise TypeError("they take no RoPE or no cache")
+    return layers, rotary, attention
