@@ -5,6 +5,7 @@ RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEEPSPEED := $(VENV)/.deepspeed
 TORCHAO := $(VENV)/torchao
+LM_EVAL := $(VENV)/lm-eval
 INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
@@ -22,7 +23,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-slow: $(DEEPSPEED) $(TORCHAO)
+slow: $(DEEPSPEED) $(TORCHAO) $(LM_EVAL)
 	$(PYTEST) -m slow
 
 quality: $(INSTALLED)
@@ -49,11 +50,12 @@ $(DEEPSPEED): $(INSTALLED) requirements-deepspeed.txt
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# One slow test decodes with int8 weights of torchao. It is not installed beside the other packages,
-# because transformers would import it in every process, which takes seconds and prints warnings.
-$(TORCHAO): $(INSTALLED) requirements-torchao.txt
-	@echo "installing torchao"
-	@$(RUN)/python -m pip install --no-deps --upgrade --target $@ -r requirements-torchao.txt \
+# One slow test decodes with int8 weights of torchao, and one runs lm-evaluation-harness. They are not
+# installed beside the other packages: transformers would import torchao in every process, which takes
+# seconds and prints warnings, and nothing else needs the harness.
+$(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
+	@echo "installing $*"
+	@$(RUN)/python -m pip install --no-deps --upgrade --target $@ -r $< \
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
-from torch import Tensor
+import torch
+from pydantic import Field, field_validator, model_validator
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.request_body import RequestError
@@ -15,6 +16,7 @@ from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
+from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 from eagle_fsd.utils.options import OptionsError
 
 #: Maximum number of alternatives per token, as in OpenAI's API.
@@ -28,13 +30,31 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WorkerParams(AnswerOptions):
-    """Parameters of a worker request: those that FastChat's API server sends, and ``fsd``.
+    """Parameters of a worker request: those that FastChat's servers send, and further ones.
 
-    Unknown parameters are ignored.
+    Unknown parameters are rejected.
     """
 
-    model_config = ConfigDict(extra="ignore")
-
+    model: str = Field(default="", description="Name of the model; any is accepted.")
+    prompt: str | None = Field(
+        default=None, description="A raw prompt, or an encoded chat (see wire_format)."
+    )
+    prompt_token_ids: list[int] | None = Field(
+        default=None, description="A raw prompt as token ids, instead of ``prompt``."
+    )
+    max_new_tokens: int = Field(
+        ge=0,
+        le=1_048_576,
+        description="Maximum number of new tokens; 0, with ``echo``, scores the prompt only.",
+    )
+    min_tokens: int = Field(
+        default=0, ge=0, description="Minimum number of tokens before a token may end the answer."
+    )
+    ignore_eos: bool = Field(
+        default=False,
+        description="Whether only ``stop`` and ``stop_token_ids`` end the answer early, not the"
+        " model's end-of-sequence tokens nor what the chat template adds.",
+    )
     stop: list[str] = Field(default=[], description="Strings that end the answer.")
     stop_token_ids: list[int] = Field(default=[], description="Tokens that end the answer.")
     logprobs: int | None = Field(
@@ -43,9 +63,13 @@ class WorkerParams(AnswerOptions):
         le=MAX_ALTERNATIVES,
         description="Report log-probabilities, with this many alternatives per token.",
     )
-    echo: bool = Field(default=False, description="Begin the answer with a raw prompt.")
+    echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
+    )
+    best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
+    use_beam_search: Literal[False] = Field(
+        default=False, description="Not supported; FastChat sends false."
     )
 
     @model_validator(mode="before")
@@ -81,15 +105,25 @@ class WorkerParams(AnswerOptions):
             raise ValueError(f"fsd must be an object; got {fsd!r}")
         return _without_nulls(fsd)
 
-    def answer_options(self, limits: Limits) -> AnswerOptions:
-        """Return the options of the answer, reduced to a server's limits.
+    @model_validator(mode="after")
+    def _check_combinations(self) -> WorkerParams:
+        if not self.prompt and not self.prompt_token_ids:
+            raise ValueError(
+                "prompt must be a non-empty string, or prompt_token_ids a non-empty list of token"
+                " ids"
+            )
+        if self.prompt is not None and self.prompt_token_ids is not None:
+            raise ValueError("prompt and prompt_token_ids exclude each other")
+        if self.echo and self.chat is not None:
+            raise ValueError("echo requires a raw prompt; got a chat")
+        if not self.max_new_tokens and not self.echo:
+            raise ValueError("max_new_tokens must be at least 1 unless echo is true; got 0")
+        return self
 
-        Args:
-            limits: The server's limits.
-        """
-        names = set(AnswerOptions.model_fields)
-        options = AnswerOptions.from_dict(self.model_dump(include=names))
-        return options.updated(max_new_tokens=min(options.max_new_tokens, limits.max_new_tokens))
+    @property
+    def chat(self) -> list[dict[str, str]] | None:
+        """The messages of an encoded chat; None for a raw prompt."""
+        return None if self.prompt is None else decode_chat(self.prompt)
 
 
 def read_request(
@@ -107,9 +141,6 @@ def read_request(
         RequestError: A parameter is missing, of the wrong type or out of bounds, or the prompt does
             not fit the context.
     """
-    prompt = params.get("prompt")
-    if not isinstance(prompt, str) or not prompt:
-        raise RequestError("prompt must be a non-empty string", RequestError.INVALID)
     given = _without_nulls(params)
     given.setdefault("max_new_tokens", limits.max_new_tokens)
     try:
@@ -117,32 +148,45 @@ def read_request(
     except OptionsError as error:
         raise RequestError(str(error)) from error
     acceptance = _acceptance(parsed.fsd, model.acceptance, limits)
+    max_new_tokens = min(parsed.max_new_tokens, limits.max_new_tokens)
+    if parsed.min_tokens > max_new_tokens:
+        raise RequestError(
+            f"min_tokens must be at most max_new_tokens, {max_new_tokens}; got {parsed.min_tokens}"
+        )
     last_token = model.target.vocab_size - 1
-    if not all(0 <= token <= last_token for token in parsed.stop_token_ids):
-        raise RequestError(f"stop_token_ids must be token ids in [0, {last_token}]")
+    for name in ("prompt_token_ids", "stop_token_ids"):
+        if not all(0 <= token <= last_token for token in getattr(parsed, name) or ()):
+            raise RequestError(f"{name} must be token ids in [0, {last_token}]")
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
-    chat, dropped = decode_chat(prompt), 0
+    echo_texts: list[str] = []
+    dropped = 0
     try:
-        if chat is None:
-            ids = _encode_raw(prompt, model)
+        if parsed.chat is None:
+            tokens, echo_texts = _encode_raw(parsed, model)
+            ids = torch.tensor([tokens], dtype=torch.long)
         else:
-            ids, dropped = fit_chat(model, chat_template, chat)
-            stop += chat_template.stop
-            stop_token_ids += chat_template.stop_token_ids
+            ids, dropped = fit_chat(model, chat_template, parsed.chat)
+            if not parsed.ignore_eos:
+                stop += chat_template.stop
+                stop_token_ids += chat_template.stop_token_ids
     except ContextLengthError as error:
         raise RequestError(str(error), RequestError.CONTEXT) from error
-    except ValueError as error:  # the template rejects the chat
+    except ValueError as error:  # the template rejects the chat, or the target the length
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
+    options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
         ids,
-        parsed.answer_options(limits),
+        AnswerOptions.from_dict({**options, "max_new_tokens": max(1, max_new_tokens)}),
         acceptance,
         stop,
         stop_token_ids,
+        ignore_eos=parsed.ignore_eos,
+        min_tokens=parsed.min_tokens,
         details=parsed.logprobs,
-        echo=prompt if parsed.echo and chat is None else "",
+        echo_texts=echo_texts if parsed.echo else (),
+        prompt_only=not max_new_tokens,
         dropped=dropped,
     )
 
@@ -163,17 +207,31 @@ def _acceptance(
     return acceptance
 
 
-def _encode_raw(prompt: str, model: EagleFSD) -> Tensor:
-    """Tokenize a raw prompt, which must leave room for at least one new token."""
-    context = model.target.context_length
-    if len(prompt) > max_chars(context):
+def _encode_raw(params: WorkerParams, model: EagleFSD) -> tuple[list[int], list[str]]:
+    """Tokenize a raw prompt, which must leave room for the first new token.
+
+    Returns:
+        Token ids, and the text of each; the texts add up to the prompt.
+    """
+    context, prompt = model.target.context_length, params.prompt
+    if prompt is None:
+        ids = params.prompt_token_ids or []
+        detokenizer = IncrementalDetokenizer(model.tokenizer)
+        texts = [detokenizer.step(token) for token in ids]
+    elif len(prompt) > max_chars(context):
         raise ContextLengthError(
             f"the prompt has {len(prompt)} characters, more than the {max_chars(context)} that are"
             f" tokenized; the context length is {context} tokens"
         )
-    ids: Tensor = model.tokenizer(prompt, return_tensors="pt").input_ids
-    if ids.shape[1] >= context:
+    else:
+        encoded = model.tokenizer(prompt, return_offsets_mapping=True)
+        ids = encoded.input_ids
+        ends = [0, *accumulate((end for _, end in encoded.offset_mapping), max)]
+        texts = [prompt[start:end] for start, end in pairwise(ends)]
+    length = len(ids) + min(1, params.max_new_tokens)
+    if length > context:
         raise ContextLengthError(
-            f"the prompt's {ids.shape[1]} tokens fill the context of {context} tokens"
+            f"the prompt's {len(ids)} tokens fill the context of {context} tokens"
         )
-    return ids
+    model.target.check_length(length)
+    return ids, texts

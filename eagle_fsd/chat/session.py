@@ -1,25 +1,33 @@
 """Generate one answer as a stream; terminal chat, worker and web page share this code.
 
-Start with :class:`Answer`. :func:`fit_chat` turns a chat into a prompt that fits the context.
+Start with :class:`Answer`. :func:`fit_chat` turns a chat into a prompt that fits the context, and
+:func:`score_prompt` computes the log-probabilities of a prompt's tokens.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.model.engine import TokenDetail
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 #: Minimum number of tokens to leave for an answer; older messages are dropped to make room.
@@ -27,6 +35,8 @@ MIN_ANSWER_TOKENS = 64
 #: Upper bound on the average number of characters per token. Longer text cannot fit the context and
 #: is not tokenized, which would take seconds for megabytes.
 MAX_CHARS_PER_TOKEN = 32
+#: Prompt tokens that are scored in one pass, which bounds the memory for logits ``[S, V]``.
+SCORE_CHUNK = 256
 
 
 class ContextLengthError(ValueError):
@@ -128,10 +138,13 @@ class AnswerRequest:
         stop: Strings that end the answer; they are not part of it.
         stop_token_ids: Tokens that end the answer, in addition to the target's end-of-sequence
             tokens.
+        ignore_eos: Whether the target's end-of-sequence tokens do not end the answer.
+        min_tokens: Minimum number of tokens before such a token may end the answer.
         details: Number of alternatives to report with each token's log-probability; None: report
             neither.
         method: ``"fsd"``, or ``"ar"`` to decode without the draft head.
-        echo: The raw prompt, if the answer begins with it, else an empty string.
+        echo_texts: The text of each prompt token, if the answer begins with the prompt, else empty.
+        prompt_only: Whether nothing is generated, so that the answer is the prompt.
         dropped: Number of messages that were dropped to fit the context.
     """
 
@@ -140,10 +153,18 @@ class AnswerRequest:
     acceptance: AcceptanceConfig | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
     details: int | None = None
     method: str = "fsd"
-    echo: str = ""
+    echo_texts: Sequence[str] = ()
+    prompt_only: bool = False
     dropped: int = 0
+
+    @property
+    def echo(self) -> str:
+        """The prompt's text, if the answer begins with it, else an empty string."""
+        return "".join(self.echo_texts)
 
 
 class Answer:
@@ -178,7 +199,15 @@ class Answer:
         self.prompt_tokens, self.new_tokens = ids.shape[1], 0
         self.text = ""
         self.finish_reason: str | None = None
-        self._end_tokens = {*model.eos_token_ids, *request.stop_token_ids}
+        self._end_tokens = {*request.stop_token_ids}
+        if not request.ignore_eos:
+            self._end_tokens.update(model.eos_token_ids)
+        processors = _penalties(options, self.prompt_tokens)
+        if request.min_tokens and self._end_tokens:
+            ends = torch.tensor(sorted(self._end_tokens), device=model.target.device)
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(self.prompt_tokens, request.min_tokens, ends)
+            )
         self._stream = TextStream(model.tokenizer, request.stop)
         self.generation = model.stream(
             ids.to(model.target.device),
@@ -188,7 +217,7 @@ class Answer:
             acceptance=request.acceptance,
             method=request.method,
             eos_token_id=sorted(self._end_tokens),
-            logits_processor=_penalties(options, self.prompt_tokens),
+            logits_processor=processors,
             prefix_cache=prefix_cache,
             details=request.details,
         )
@@ -218,25 +247,83 @@ class Answer:
 
     def stats(self) -> dict[str, Any]:
         """Return decoding statistics: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
-        stats = self.generation.stats
-        origins, speed = stats.origins[0], stats.tokens_per_second
-        return {
-            "tau": stats.tau,
-            "steps": stats.steps,
-            "fuzzy_tokens": origins["fuzzy"],
-            "exact_tokens": origins["exact"],
-            "target_tokens": origins["target"],
-            "tokens_per_second": speed if math.isfinite(speed) else 0.0,
-            "prefilled_tokens": stats.prefilled,
-        }
+        return answer_stats(self.generation.stats)
 
     def usage(self) -> dict[str, int]:
         """Return token counts in OpenAI's format."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.new_tokens,
-            "total_tokens": self.prompt_tokens + self.new_tokens,
-        }
+        return token_usage(self.prompt_tokens, self.new_tokens)
+
+
+def answer_stats(stats: DecodeStats) -> dict[str, Any]:
+    """Return the statistics of an answer as JSON values.
+
+    Args:
+        stats: Statistics of a call with one prompt.
+    """
+    origins, speed = stats.origins[0], stats.tokens_per_second
+    return {
+        "tau": stats.tau,
+        "steps": stats.steps,
+        "fuzzy_tokens": origins["fuzzy"],
+        "exact_tokens": origins["exact"],
+        "target_tokens": origins["target"],
+        "tokens_per_second": speed if math.isfinite(speed) else 0.0,
+        "prefilled_tokens": stats.prefilled,
+    }
+
+
+def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    """Return token counts in OpenAI's format.
+
+    Args:
+        prompt_tokens: Number of tokens in the prompt.
+        new_tokens: Number of tokens generated.
+    """
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
+
+
+@torch.inference_mode()
+def score_prompt(
+    model: EagleFSD, ids: Tensor, count: int, cancelled: Callable[[], bool] = lambda: False
+) -> list[TokenDetail]:
+    """Compute the target's log-probabilities of a prompt's tokens, given the tokens before them.
+
+    Args:
+        model: The pair.
+        ids: ``[1, S]`` prompt.
+        count: Number of alternatives to report with each token.
+        cancelled: Returns whether to skip the remaining tokens; called between passes.
+
+    Returns:
+        The details of every token but the first; fewer if cancelled.
+
+    Raises:
+        FloatingPointError: The target produced NaN or infinite logits.
+    """
+    ids, end = ids.to(model.target.device), ids.shape[1] - 1
+    cache = DynamicCache(config=model.model.config)
+    details: list[TokenDetail] = []
+    for start in range(0, end, SCORE_CHUNK):
+        if cancelled():
+            break
+        stop = min(start + SCORE_CHUNK, end)
+        output = model.model(ids[:, start:stop], past_key_values=cache, use_cache=True)
+        logits = output.logits[0].to(ids.device, torch.float32)  # [stop - start, V]
+        log_probs = logits.log_softmax(-1)
+        own = log_probs.gather(1, ids[0, start + 1 : stop + 1, None])
+        top = log_probs.topk(min(count, log_probs.shape[1]), -1)
+        rows = torch.cat([own, top.values], 1).tolist()
+        if any(math.isnan(row[0]) for row in rows):
+            raise FloatingPointError("the target produced NaN or infinite logits")
+        details += [
+            TokenDetail(log_prob, None, list(zip(tokens, values, strict=True)))
+            for (log_prob, *values), tokens in zip(rows, top.indices.tolist(), strict=True)
+        ]
+    return details
 
 
 def _penalties(options: AnswerOptions, prompt_length: int) -> list[LogitsProcessor]:

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from fastchat.conversation import get_conv_template
 from fastchat.serve import cli as fastchat_cli
@@ -363,16 +362,21 @@ def run_chat(
         return session.stream(params["prompt"], params.get("stop"), params.get("stop_token_ids"))
 
     session.print_opening()
-    # FastChat's loop loads a model and selects a decoding function through these names. It derives
-    # the context length from a configuration, but fails on those of transformers 5.
+    # FastChat's loop derives the context length from a configuration, but fails on those of
+    # transformers 5.
     config = SimpleNamespace(max_position_embeddings=session.model.target.context_length)
     loaded = SimpleNamespace(config=config), session.model.tokenizer
-    with (
-        patch.object(inference, "load_model", lambda *_, **__: loaded),
-        patch.object(inference, "get_generate_stream_function", lambda *_: stream),
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        inference.chat_loop(
+    names = {
+        "load_model": lambda *_, **__: loaded,
+        "get_generate_stream_function": lambda *_: stream,
+    }
+    # The same loop with these two functions among its globals; FastChat's module is not changed.
+    original = inference.chat_loop
+    chat_loop = FunctionType(
+        original.__code__, {**vars(inference), **names}, argdefs=original.__defaults__
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        chat_loop(
             TEMPLATE_NAME,
             "cpu",
             num_gpus=1,

@@ -23,8 +23,8 @@ class EvaluationRequest(PairOptions):
 
     questions: str = Field(
         "bundled",
-        description="Question set: bundled, mt-bench, spec-bench, gsm8k, gsm8k-train,"
-        " commonsense-qa, mmlu, humaneval, or a file.",
+        description="Question set: bundled, bundled-edits, mt-bench, spec-bench, gsm8k,"
+        " gsm8k-train, commonsense-qa, mmlu, humaneval, or a file.",
     )
     count: int | None = Field(
         None,
@@ -84,9 +84,8 @@ class EvaluationConfig(SamplingConfig):
         Args:
             seed: The seed of the call, which replaces :attr:`seed`.
         """
-        return SamplingConfig(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed
-        )
+        names = set(SamplingConfig.model_fields)
+        return SamplingConfig.from_dict({**self.model_dump(include=names), "seed": seed})
 
 
 class CalibrationConfig(EvaluationConfig):

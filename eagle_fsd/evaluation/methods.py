@@ -278,8 +278,7 @@ def _generation_config(
     pad_token_id: int | None,
 ) -> GenerationConfig:
     """Translate options into Hugging Face's generation configuration."""
-    warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    warpers["top_k"] = sampling.top_k
+    warpers = sampling.model_dump(exclude={"seed"})
     return GenerationConfig(
         do_sample=bool(sampling.temperature),
         eos_token_id=list(eos_token_ids) or None,

@@ -205,7 +205,7 @@ def csv_text(report: dict[str, Any]) -> str:
     environment, about = report["environment"], report["about"]
     names = ("questions", "count", "target", "drafter", "seed", "template")
     common = {
-        **{name: about[name] for name in (*names, "temperature", "top_p", "batch")},
+        **{name: about[name] for name in (*names, "temperature", "top_p", "min_p", "batch")},
         "sampling_top_k": about["top_k"],
         "max_new_tokens": about["max_new_tokens"],
         **{name: report["settings"][name] for name in ("total_tokens", "depth", "top_k")},
@@ -287,6 +287,8 @@ def _describe_sampling(about: dict[str, Any]) -> str:
         parts.append(f"top-p {about['top_p']:g}")
     if about["top_k"]:
         parts.append(f"top-k {about['top_k']}")
+    if about["min_p"]:
+        parts.append(f"min-p {about['min_p']:g}")
     return ", ".join([*parts, f"seed {about['seed']}"])
 
 

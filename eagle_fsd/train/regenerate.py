@@ -30,7 +30,7 @@ from eagle_fsd.utils.signals import StopSignals, interrupt_on_second_signal
 log = logging.getLogger(__name__)
 
 #: Options missing from fingerprints of earlier versions, with the values that those versions used.
-_LATER_OPTIONS = {"top_p": 1.0, "top_k": 0}
+_LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 #: Statuses by which a server rejects a single request, such as one that exceeds its context.
 REJECTIONS = (400, 413, 422)
 #: Options that a server replaces.
@@ -245,8 +245,8 @@ def _request_turns(
         "top_p": config.top_p,
         "max_tokens": config.max_new_tokens,
     }
-    if config.top_k:  # not a parameter of OpenAI's
-        options["extra_body"] = {"top_k": config.top_k}
+    own = {"top_k": config.top_k, "min_p": config.min_p}  # not parameters of OpenAI's
+    options["extra_body"] = {name: value for name, value in own.items() if value}
     for turn, message in enumerate(chat):
         if not is_answer(message):
             new.append(message)
@@ -311,6 +311,7 @@ def _rewrite_batch(
     """
     model = EagleFSD(loaded.target.model, None)
     tokenizer = loaded.tokenizer
+    sampling = config.model_dump(include=set(SamplingConfig.model_fields))
     rewritten: list[Chat] = [[] for _ in chats]
     for turn in range(max(map(len, chats))):
         prompts = []
@@ -336,12 +337,7 @@ def _rewrite_batch(
             padded["input_ids"],
             padded["attention_mask"],
             max_new_tokens=config.max_new_tokens,
-            sampling=SamplingConfig(
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                seed=seed + turn,
-            ),
+            sampling=SamplingConfig.from_dict({**sampling, "seed": seed + turn}),
             method="ar",
         )
         texts = tokenizer.batch_decode(

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from processes import CHAT, HELLO, NAME, TIMEOUT, free_ports, seconds_until
 from test_web_remote import Server as ThreadServer
 
 from eagle_fsd.chat.serve.guard import Access, Guard
-from eagle_fsd.chat.wire_format import conversation_template
 
 KEY = "0123456789abcdef"
 MAX_FILES = 256
@@ -198,10 +196,7 @@ def test_requests_move_to_a_worker_that_answers() -> None:
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             output = {"text": "Hi", "error_code": 0, "usage": usage, "finish_reason": "stop"}
             return Response(json.dumps(output).encode() + b"\0")
-        conv = {**asdict(conversation_template())}
-        status = {"model_names": [NAME], "speed": 1, "queue_length": 5}
-        counts = {"context_length": 99, "count": 1, "error_code": 0}
-        return {**counts, **status, "conv": {**conv, "sep_style": int(conv["sep_style"])}}
+        return {"model_names": [NAME], "speed": 1, "queue_length": 5}
 
     api_port, dead = free_ports(2)
     api = f"http://127.0.0.1:{api_port}"
@@ -216,7 +211,7 @@ def test_requests_move_to_a_worker_that_answers() -> None:
             body["worker_status"]["queue_length"] = queue
             assert post(f"{controller.url}/register_worker", body, **key).status_code == 200
         arguments = ("--port", str(api_port), "--controller", controller.url)
-        server = Server(f"{api}/docs", "api", *arguments, **environment)
+        server = Server(f"{api}/health", "api", *arguments, **environment)
         stack.callback(server.close)
         for stream in (False, True):
             body = {"model": NAME, "messages": HELLO, "stream": stream}
@@ -234,7 +229,7 @@ def test_requests_move_to_a_worker_that_answers() -> None:
 def test_api_keys_are_checked_before_the_body_is_read() -> None:
     (port,) = free_ports(1)
     api = f"http://127.0.0.1:{port}"
-    server = Server(f"{api}/docs", "api", "--port", str(port), EAGLE_FSD_API_KEYS="one,two")
+    server = Server(f"{api}/health", "api", "--port", str(port), EAGLE_FSD_API_KEYS="one,two")
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += "Content-Length: 100\r\nAuthorization: Bearer {}\r\n\r\n"
     try:

@@ -151,6 +151,7 @@ def check_load(
     assert "Traceback" not in "".join(servers.log[logged:])
 
 
+@pytest.mark.slow
 def test_many_clients(servers: Servers, record_property: Any) -> None:
     check_load(servers, 1, 3, record_property)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from typing import Any
 
@@ -28,9 +29,12 @@ def expected(model: EagleFSD, messages: Any = HELLO, **options: Any) -> str:
 def test_printed_command_works(servers: Servers, client: openai.OpenAI) -> None:
     assert f"http://127.0.0.1:{servers.api}/v1" in "".join(servers.lines)
     assert [item.id for item in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="the model other does not exist"):
+        client.models.retrieve("other")
     command = servers.lines[-1]
     output = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
-    assert '"role": "assistant"' in output
+    assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_greedy_text_equals_hugging_face(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -129,9 +133,7 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
         if chunk.choices and chunk.choices[0].logprobs
         for item in chunk.choices[0].logprobs.content
     ]
-    # The end token has no text and therefore no chunk.
-    assert streamed == pytest.approx(own[: len(streamed)], abs=1e-4)
-    assert len(streamed) >= len(own) - 1
+    assert streamed == pytest.approx(own, abs=1e-4)
     completion = client.completions.create(
         model=NAME, prompt="Mia has", temperature=0, max_tokens=5, logprobs=3
     )
@@ -141,6 +143,76 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
     assert len(columns.token_logprobs) == completion.usage.completion_tokens
     assert len(columns.tokens) == completion.usage.completion_tokens
     assert all(len(top) == 3 for top in columns.top_logprobs)
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_prompt_log_probs(as_ids: bool, model: EagleFSD, client: openai.OpenAI) -> None:
+    """As lm-evaluation-harness requests them, for several prompts at once."""
+    texts = ["Mia has 8 apples", "Tom"]
+    ids = [model.tokenizer(text).input_ids for text in texts]
+    response = client.completions.create(
+        model=NAME,
+        prompt=ids if as_ids else texts,
+        temperature=0,
+        max_tokens=1,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    for choice, text, tokens in zip(response.choices, texts, ids, strict=True):
+        with torch.no_grad():
+            log_probs = model.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        own = log_probs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        columns = choice.logprobs
+        assert columns is not None
+        assert columns.token_logprobs is not None
+        assert columns.top_logprobs is not None
+        assert len(columns.token_logprobs) == len(tokens) + 1
+        assert columns.token_logprobs[0] is columns.top_logprobs[0] is None
+        assert columns.token_logprobs[1:-1] == pytest.approx(own, abs=1e-4)
+        largest = [max(top.values()) for top in columns.top_logprobs[1:-1]]
+        assert largest == pytest.approx(log_probs[:-1].max(1).values.tolist(), abs=1e-4)
+        assert choice.text.startswith(text)
+        assert columns.text_offset is not None
+        assert columns.text_offset[-1] == len(text)
+
+
+def test_prompts_are_scored_without_an_answer(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": NAME, "prompt": "Mia has 8 apples", "logprobs": 0}
+    options |= {"max_tokens": 0, "echo": True}
+    response = client.completions.create(**options)
+    assert response.choices[0].text == "Mia has 8 apples"
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage is not None
+    assert response.usage.completion_tokens == 0
+    assert response.choices[0].logprobs is not None
+    found = response.choices[0].logprobs.token_logprobs
+    chunks = list(client.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Mia has 8 apples"
+    streamed = [
+        value
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for value in chunk.choices[0].logprobs.token_logprobs or []
+    ]
+    assert streamed == found
+
+
+def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) -> None:
+    def tokens(**extra: Any) -> list[str]:
+        response = ask(client, max_tokens=80, logprobs=True, extra_body={**EXACT, **extra})
+        return [item.token for item in response.choices[0].logprobs.content]
+
+    greedy = tokens()
+    assert len(greedy) < 70
+    assert len(tokens(ignore_eos=True)) == 80
+    assert len(tokens(min_tokens=75)) >= 75
+    (stop, *_) = model.tokenizer(greedy[2], add_special_tokens=False).input_ids
+    assert tokens(stop_token_ids=[stop]) == greedy[:3]
+    assert tokens(repetition_penalty=5.0, ignore_eos=True) != tokens(ignore_eos=True)
+    # Only the most likely token has as much probability as the most likely token.
+    sampled = {"temperature": 1.5, "seed": 1}
+    assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
 
 
 def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
@@ -157,16 +229,17 @@ def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
     [
         ({"model": "other"}, openai.NotFoundError, "other"),
         ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be an integer in"),
-        ({"n": 99}, openai.BadRequestError, r"n must be an integer in \[1, 16\]; got 99"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be greater than or equal"),
+        ({"n": 999}, openai.BadRequestError, "n must be less than or equal to 128; got 999"),
+        ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
         ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
         ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
-        ({"messages": []}, openai.BadRequestError, "at least one message"),
+        ({"messages": []}, openai.BadRequestError, "at least 1 item"),
         (
             {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
             openai.BadRequestError,
-            "role 'tool'",
+            "messages.0.role must be",
         ),
         (
             {"messages": [{"role": "user", "content": "Hello! " * 9000}]},

@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 import pytest
-from prompts import ENCODED_HELLO, request
+from prompts import ENCODED_HELLO, GREEDY, request
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import session
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH, MAX_NESTING, RequestError, read_json
-from eagle_fsd.chat.serve.api.requests import ApiError
+from eagle_fsd.chat.requests import read_request
 from eagle_fsd.chat.session import MIN_ANSWER_TOKENS, fit_chat
 from eagle_fsd.chat.wire_format import (
     ASSISTANT,
@@ -24,7 +24,11 @@ from eagle_fsd.chat.wire_format import (
     decode_chat,
     encode_chat,
 )
-from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
+from eagle_fsd.utils.chat_templates import (
+    TokenizerTemplate,
+    encode_prompt,
+    load_chat_template,
+)
 
 
 def long_chat(count: int) -> str:
@@ -34,19 +38,38 @@ def long_chat(count: int) -> str:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"prompt": None}, "prompt must be a non-empty string"),
+        ({"prompt": None}, "prompt must be a non-empty string, or prompt_token_ids"),
         ({"prompt": ""}, "prompt must be a non-empty string"),
-        ({"prompt": ["a"]}, "prompt must be a non-empty string"),
+        ({"prompt": ["a"]}, r"prompt must be a string; got \['a'\]"),
+        ({"prompt_token_ids": [7]}, "prompt and prompt_token_ids exclude each other"),
+        ({"prompt": None, "prompt_token_ids": []}, "prompt_token_ids a non-empty list"),
+        (
+            {"prompt": None, "prompt_token_ids": [7, 1024]},
+            r"prompt_token_ids must be .* \[0, 1023\]",
+        ),
+        ({"prompt": None, "prompt_token_ids": [-1]}, "prompt_token_ids must be token ids"),
+        ({"prompt": None, "prompt_token_ids": [[7]]}, "prompt_token_ids.0 must be a valid integer"),
+        ({"prompt": None, "prompt_token_ids": [7] * 2048}, "2048 tokens fill the context of 2048"),
         ({"temperature": -1}, "temperature must be a finite number of at least 0; got -1"),
         ({"temperature": "hot"}, "temperature must be a finite number of at least 0; got 'hot'"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"top_p": 2}, r"top_p must be a number in \(0, 1\]; got 2"),
         ({"top_k": -7}, "top_k must be an integer of at least 0; got -7"),
-        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer in \[1, 1048576\]; got 0"),
+        ({"max_new_tokens": -1}, r"max_new_tokens must be an integer in \[0, 1048576\]; got -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 unless echo is true; got 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
         ({"seed": -1}, "seed must be an integer in"),
+        ({"min_p": 1.5}, r"min_p must be a number in \[0, 1\]; got 1.5"),
+        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0; got -1"),
+        ({"min_tokens": 65}, "min_tokens must be at most max_new_tokens, 64; got 65"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false; got 1"),
+        ({"best_of": 2}, "best_of must be one of 1; got 2"),
+        ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
+        ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
+        ({"images": ["x"]}, "unknown option images"),
         ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
         ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
+        ({"echo": True}, "echo requires a raw prompt; got a chat"),
         ({"fsd": []}, r"fsd must be an object; got \[\]"),
         ({"fsd": {"threshold": 0.9}}, "fsd: threshold must be at most 0.5 on this server; got 0.9"),
         ({"fsd": {"threshold": -1}}, "fsd: threshold must be a number of at least 0; got -1"),
@@ -89,7 +112,57 @@ def test_parameters_are_limited_and_translated(model: EagleFSD) -> None:
     assert request(model, stop="a").stop == ["a"]
     assert request(model, logprobs=True).details == 0
     assert request(model, logprobs=False).details is None
-    assert request(model, unknown=1, best_of=7).options == request(model).options
+    assert request(model, ignore_eos=None, min_tokens=None).ignore_eos is False
+
+
+class NoEndTemplate(TokenizerTemplate):
+    """A template with its own stop strings and tokens."""
+
+    stop, stop_token_ids = ("###",), (3,)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_ignore_eos_keeps_the_stops_of_the_request_only(ignore_eos: bool, model: EagleFSD) -> None:
+    params = {**GREEDY, "stop": "a", "stop_token_ids": [9], "ignore_eos": ignore_eos}
+    read = read_request(params, model, NoEndTemplate(model.tokenizer), Limits())
+    assert read.stop == (["a"] if ignore_eos else ["a", "###"])
+    assert read.stop_token_ids == ([9] if ignore_eos else [9, 3])
+
+
+#: With special tokens, a character of several tokens, and spaces at both ends.
+PROMPT = " Mia<|end|> has \U0001f600 and é<|user|>8 apples "
+
+
+def test_echoed_texts_add_up_to_the_prompt(model: EagleFSD) -> None:
+    ids = model.tokenizer(PROMPT).input_ids
+    read = request(model, prompt=PROMPT, echo=True)
+    assert read.ids.tolist() == [ids]
+    assert len(read.echo_texts) == len(ids)
+    assert read.echo == PROMPT
+    assert request(model, prompt=PROMPT).echo == ""
+    as_ids = request(model, prompt=None, prompt_token_ids=ids, echo=True)
+    assert as_ids.ids.tolist() == [ids]
+    assert len(as_ids.echo_texts) == len(ids)
+    assert as_ids.echo == model.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_prompt_that_is_only_scored_may_fill_the_context(model: EagleFSD) -> None:
+    options = {"prompt": None, "echo": True, "max_new_tokens": 0}
+    read = request(model, prompt_token_ids=[7] * 2048, **options)
+    assert read.prompt_only
+    assert read.ids.shape == (1, 2048)
+    with pytest.raises(RequestError, match="2049 tokens fill the context of 2048"):
+        request(model, prompt_token_ids=[7] * 2049, **options)
+
+
+def test_prompt_at_whose_length_attention_changes_is_rejected(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(model.target), "stable_rope_length", 8)
+    options = {"prompt": None, "max_new_tokens": 1}
+    assert request(model, prompt_token_ids=[7] * 7, **options).ids.shape == (1, 7)
+    with pytest.raises(RequestError, match="may reach 9 tokens, but beyond 8 the target's"):
+        request(model, prompt_token_ids=[7] * 8, **options)
 
 
 @pytest.mark.parametrize("turns", [1, 40, 301, 3001])
@@ -175,4 +248,3 @@ def test_read_json_accepts_bounded_finite_json() -> None:
 
 def test_error_messages_are_shortened() -> None:
     assert len(str(RequestError("x" * 10**6))) == MAX_ERROR_LENGTH
-    assert len(str(ApiError("x" * 10**6))) == MAX_ERROR_LENGTH

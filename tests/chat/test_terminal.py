@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastchat.serve import inference
 from processes import QUESTION
 from prompts import reference
 from rich.console import Console
@@ -343,3 +344,17 @@ def test_programmatic_style_ends_with_its_input(
         assert f"[!OP:User]: Hello!\n[!OP:Assistant]: {answer_to(model, 'Hello!')}\n" in printed
         assert "[!OP:User]: two\nlines\n[!OP:Assistant]: " in printed
         assert printed.endswith("exit...\n")
+
+
+def test_loop_replaces_no_function_of_fastchat(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch, talk: Talk
+) -> None:
+    before, during, answer = dict(vars(inference)), [], session.stream
+
+    def stream(*args: Any) -> Any:
+        during.append(dict(vars(inference)))
+        return answer(*args)
+
+    monkeypatch.setattr(session, "stream", stream)
+    talk("Hello!")
+    assert during == [before]

@@ -95,6 +95,7 @@ def test_pasted_lines_are_one_message(start: Start, tmp_path: Path) -> None:
     assert question[1] == "First line\nsecond line\n\nthird line"
 
 
+@pytest.mark.slow
 def test_rich_style(start: Start) -> None:
     child = start("--style", "rich")
 
@@ -115,6 +116,7 @@ def test_rich_style(start: Start) -> None:
     assert child.exitstatus == 0
 
 
+@pytest.mark.slow
 def test_characters_missing_in_the_encoding_are_replaced(tmp_path: Path) -> None:
     saved = {"template_name": "eagle-fsd", "system_message": "", "messages": [["User", "café"]]}
     (tmp_path / "chat.json").write_text(json.dumps(saved))
@@ -138,7 +140,7 @@ def test_characters_missing_in_the_encoding_are_replaced(tmp_path: Path) -> None
         (("--style", "fancy"), '"simple", "rich", "programmatic"'),
         (("--conv-template", "nonsense"), "unknown FastChat template 'nonsense'"),
         (("--temperature", "-1"), "--temperature must be a finite number of at least 0"),
-        (("--target", "nowhere"), "both a target and a head"),
+        (("--target", "nowhere"), "both a target and a drafter"),
     ],
 )
 def test_invalid_options_are_reported_in_one_line(

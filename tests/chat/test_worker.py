@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from eagle_fsd.model.self_check import check_target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
+ORIGINS = ("exact", "fuzzy", "target")
 
 
 def make_worker(model: EagleFSD, controller: str | None = None) -> FSDWorker:
@@ -77,7 +79,8 @@ def test_streamed_and_whole_answers_are_those_of_generate(
     assert outputs[-1]["usage"] == whole["usage"]
     assert whole["fsd"]["fuzzy_tokens"] == 0
     assert whole["fsd"]["tau"] > 2
-    assert all("fsd" not in output for output in outputs[:-1])
+    tokens = [sum(output["fsd"][f"{name}_tokens"] for name in ORIGINS) for output in outputs]
+    assert tokens == [output["usage"]["completion_tokens"] for output in outputs]
     fuzzy = generate(client, fsd={"threshold": 0.4})
     assert fuzzy["text"] == reference(model, threshold=0.4)
     assert fuzzy["fsd"]["fuzzy_tokens"] > 0
@@ -115,6 +118,121 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: TestClient) -> None:
     positions = {whole["text"].index(word) for word in whole["text"].split()[:2]}
     offsets = columns["text_offset"]
     assert positions <= {*offsets, *(offset + 1 for offset in offsets)}  # a space may come first
+
+
+ECHOED = "Mia<|end|> has \U0001f600 8 apples"
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("max_new_tokens", [0, 5])
+def test_echoed_prompt_has_the_targets_logprobs(
+    max_new_tokens: int, as_ids: bool, model: EagleFSD, client: TestClient
+) -> None:
+    """The prompt's columns come first; the values are those of one pass over the whole text."""
+    ids = model.tokenizer(ECHOED).input_ids
+    params = {"prompt": None, "prompt_token_ids": ids} if as_ids else {"prompt": ECHOED}
+    params |= {"echo": True, "max_new_tokens": max_new_tokens, "logprobs": 2}
+    outputs, whole = stream(client, **params), generate(client, **params)
+    assert outputs[-1]["text"] == whole["text"]
+    echoed = model.tokenizer.decode(ids, skip_special_tokens=True) if as_ids else ECHOED
+    assert outputs[0]["text"] == echoed
+    assert len(outputs[0]["logprobs"]["tokens"]) == len(ids)
+    columns = whole["logprobs"]
+    for name, column in columns.items():
+        streamed = [value for output in outputs for value in output["logprobs"][name]]
+        if name in ("tokens", "text_offset"):
+            assert column == streamed
+        assert len(column) == len(streamed) == len(ids) + max_new_tokens
+    usage = {"prompt_tokens": len(ids), "completion_tokens": max_new_tokens}
+    assert whole["usage"] == {**usage, "total_tokens": len(ids) + max_new_tokens}
+    assert whole["finish_reason"] == "length"
+    assert sum(whole["fsd"][f"{origin}_tokens"] for origin in ORIGINS) == max_new_tokens
+    assert len(outputs) == 1 or outputs[0]["finish_reason"] is None
+    sequence = torch.tensor([ids])
+    if max_new_tokens:
+        sequence = model.generate(
+            sequence, max_new_tokens=5, threshold=0.0, eos_token_id=[]
+        ).sequences
+    with torch.no_grad():
+        log_probs = model.model(sequence).logits[0, :-1].log_softmax(-1)
+    own = log_probs.gather(1, sequence[0, 1:, None])[:, 0]
+    assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+    assert columns["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+    for found, expected in zip(columns["top_logprobs"][1:], log_probs, strict=True):
+        assert max(found.values()) == pytest.approx(float(expected.max()), abs=1e-4)
+    offsets = columns["text_offset"]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    for token, offset in zip(columns["tokens"], offsets, strict=True):
+        if token.isascii() and not token.startswith("<|"):
+            assert whole["text"].startswith(token, offset)
+
+
+def test_echo_without_logprobs_scores_nothing(
+    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "score_prompt", lambda *_: 1 / 0)
+    output = generate(client, prompt="Mia has", echo=True, max_new_tokens=3)
+    assert output["text"].startswith("Mia has")
+    assert output["logprobs"] is None
+    (output,) = stream(client, prompt="Mia has", echo=True, max_new_tokens=0)
+    assert output["text"] == "Mia has"
+    failed = generate(client, prompt="Mia has", echo=True, max_new_tokens=0, logprobs=0)
+    assert failed["error_code"] == 50001
+    assert 'requests_total{outcome="ended"} 2.0' in client.get("/metrics").text
+
+
+def test_scoring_of_a_client_that_left_is_cancelled(
+    worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring, ended = threading.Event(), threading.Event()
+
+    def score(_model: EagleFSD, _ids: Any, _count: int, cancelled: Any) -> list[Any]:
+        scoring.set()
+        while not cancelled():
+            time.sleep(0.001)
+        ended.set()
+        return []
+
+    monkeypatch.setattr(worker_module, "score_prompt", score)
+    params = {"prompt": "Mia has", "echo": True, "logprobs": 1, "max_new_tokens": 5}
+
+    async def work() -> None:
+        answers = asyncio.create_task(anext(worker.answers(params)))
+        await asyncio.to_thread(scoring.wait, 60)
+        answers.cancel()
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+
+
+def test_equal_texts_of_tokens_keep_the_larger_logprob(
+    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_token_text", lambda token: "x")
+    params = {"prompt": "Mia has 8", "echo": True, "max_new_tokens": 0}
+    best = generate(client, logprobs=1, **params)["logprobs"]["top_logprobs"]
+    assert generate(client, logprobs=5, **params)["logprobs"]["top_logprobs"] == best
+
+
+def test_prompts_as_token_ids(model: EagleFSD, client: TestClient) -> None:
+    ids = tokenize(model)[0].tolist()
+    assert generate(client, prompt=None, prompt_token_ids=ids)["text"] == reference(model)
+    count = client.post("/count_token", json={"prompt_token_ids": ids}).json()
+    assert count == {"count": len(ids), "error_code": 0}
+
+
+def test_parameters_of_fastchats_servers_are_accepted(model: EagleFSD, client: TestClient) -> None:
+    """What its API server and its web server send; anything else is rejected by name."""
+    api = {"model": "pair", "top_p": 1.0, "top_k": -1, "presence_penalty": 0.0, "logprobs": None}
+    api |= {"frequency_penalty": 0.0, "echo": False, "stop_token_ids": None, "stop": []}
+    web = {"model": "pair", "repetition_penalty": 1.0, "top_p": 1.0, "echo": False, "stop": None}
+    for params in (api, {**api, "best_of": 1, "use_beam_search": False}, web):
+        assert generate(client, **params)["text"] == reference(model)
+    for params in ({"best_of": 2}, {"use_beam_search": True}, {"images": ["x"]}, {"n": 1}):
+        output = generate(client, **params)
+        assert output["error_code"] == 40302
+        assert next(iter(params)) in output["text"]
 
 
 def test_embeddings_are_normalized_and_comparable(client: TestClient) -> None:
@@ -253,8 +371,7 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     assert float(values['eagle_fsd_requests_total{outcome="ended"}']) == 1
     assert float(values['eagle_fsd_requests_total{outcome="refused"}']) == 1
     tokens = sum(
-        float(values[f'eagle_fsd_tokens_total{{origin="{origin}"}}'])
-        for origin in ("exact", "fuzzy", "target")
+        float(values[f'eagle_fsd_tokens_total{{origin="{origin}"}}']) for origin in ORIGINS
     )
     assert tokens == answer["usage"]["completion_tokens"]
     assert tokens / float(values["eagle_fsd_steps_total"]) == pytest.approx(answer["fsd"]["tau"])

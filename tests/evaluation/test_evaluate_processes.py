@@ -162,8 +162,9 @@ def run_and_kill(
         kept[name] = records
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator")
-@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, 4])
 def test_kills_change_no_answer(
     kills: int, start: Start, undisturbed: Path, tmp_path: Path
 ) -> None:

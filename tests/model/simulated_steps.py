@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import target_model, untrained_eagle3
 from pairs import small_tree, tiny_target, untrained_head
 from simulated_accelerator import DEVICES, move, receive_inputs, simulated_accelerator
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -25,10 +26,14 @@ from eagle_fsd.model.acceptance import (
     TypicalRule,
 )
 from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.eagle3 import Eagle3Flags
 from eagle_fsd.model.drafters.interface import NoDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
 
 GREEDY = SamplingConfig()
@@ -63,6 +68,33 @@ def pair(split: bool = False) -> EagleFSD:
     return pair
 
 
+@lru_cache
+def draft_model_pair(top_k: int) -> EagleFSD:
+    """Return a pair with a draft model, whose layers differ in their windows, on one device."""
+    kinds = ["sliding_attention", "full_attention"]
+    target = tiny_target()
+    draft = tiny_target("qwen2", sliding_window=6, use_sliding_window=True, layer_types=kinds)
+    check_target(Target(draft))  # it reads the result
+    tree = small_tree(top_k=top_k, total_tokens=5)
+    pair = EagleFSD(target, DraftModel(draft), tree)
+    with simulated_accelerator():
+        move(target)
+        move(draft)
+    return pair
+
+
+@lru_cache
+def eagle3_pair() -> EagleFSD:
+    """Return a pair with an EAGLE-3 head over a part of the vocabulary, on one device."""
+    target = target_model()
+    head = untrained_eagle3(target, flags=Eagle3Flags(fc_norm=True, norm_output=True))
+    pair = EagleFSD(target, head, small_tree())
+    with simulated_accelerator():
+        move(target)
+        move(head)
+    return pair
+
+
 def run_steps(
     pair: EagleFSD,
     sampling: SamplingConfig = GREEDY,
@@ -79,6 +111,7 @@ def run_steps(
         draw_from_draft=options.selection == "sample",
         warp_draft=True,
         draw_uniform=rule is not None and rule.needs_uniform,
+        block=options.threshold == 0.0,
     )
     drafter = pair.drafter if drafted else NoDrafter()
     engine = Engine(pair.target, drafter, sampler, pair.tree, options, rule, clock, details=2)
@@ -121,6 +154,21 @@ def test_step_on_one_device_and_on_two(rows: int, drafted: bool, split: bool) ->
         assert (item.device, item.shape[0]) == (home, rows)
     devices = {store.device for store in engine.cache._stores}
     assert devices == {torch.device(name) for name in DEVICES[: 1 + split]}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+@pytest.mark.parametrize("selection", ["longest", "sample"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_step_with_a_draft_model(
+    top_k: int, selection: str, threshold: float, sampling: SamplingConfig
+) -> None:
+    run_steps(draft_model_pair(top_k), sampling, threshold=threshold, selection=selection)
+
+
+@pytest.mark.parametrize("divergence", ["js", "top_k_js", "top_p_js"])
+def test_step_with_an_eagle3_head(divergence: str) -> None:
+    run_steps(eagle3_pair(), SAMPLED, divergence=divergence, threshold=0.2)
 
 
 def test_reading_from_the_device_is_detected() -> None:

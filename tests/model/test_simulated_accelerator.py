@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_steps_neither_synchronize_nor_mix_devices() -> None:
     """Run ``simulated_steps.py``, in a new process because it registers a device."""
     tests = Path(__file__).with_name("simulated_steps.py")

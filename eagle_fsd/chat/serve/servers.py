@@ -1,11 +1,13 @@
-"""Run one FastChat server in this process: controller, worker or API."""
+"""Run one server in this process: controller, worker or API."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.serve.api.app import api_app, import_fastchat
-from eagle_fsd.chat.serve.api.requests import ApiError
+from eagle_fsd.chat.serve.api.app import api_app
+from eagle_fsd.chat.serve.api.errors import ApiError
 from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
 from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard, cluster_headers
 
@@ -27,6 +29,26 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the controller waits for a worker's status.
 STATUS_TIMEOUT = 5.0
+
+
+def import_fastchat(name: str) -> Any:
+    """Import a FastChat server module without letting it redirect stdout or create log files.
+
+    Args:
+        name: The module's name in ``fastchat.serve``.
+    """
+    # FastChat reads LOGDIR once, when it is first imported. If unset, FastChat would write logs to
+    # the working directory.
+    utils: Any = importlib.import_module("fastchat.utils")
+    utils.LOGDIR = os.environ.get("LOGDIR", "")
+    streams = sys.stdout, sys.stderr
+    try:
+        module = importlib.import_module(f"fastchat.serve.{name}")
+    finally:
+        sys.stdout, sys.stderr = streams
+    if getattr(module, "logger", None) is not None:
+        module.logger.setLevel(logging.WARNING)
+    return module
 
 
 def run_controller(host: str, port: int, access: Access = ANYONE) -> None:
@@ -63,7 +85,7 @@ def run_controller(host: str, port: int, access: Access = ANYONE) -> None:
 def run_api(
     host: str, port: int, controller: str, access: Access = ANYONE, max_body: int = 1 << 20
 ) -> None:
-    """Serve FastChat's OpenAI-compatible API until SIGINT or SIGTERM.
+    """Serve the OpenAI-compatible API until SIGINT or SIGTERM.
 
     Args:
         host: Address to listen on.
@@ -75,8 +97,7 @@ def run_api(
     Raises:
         OSError: The address is invalid or the port is in use.
     """
-    app = api_app(controller, None, max_body)  # the guard checks the keys
-    run_server(Guard(app, access, max_body, error_body=_api_error), host, port)
+    run_server(Guard(api_app(controller), access, max_body, error_body=_api_error), host, port)
 
 
 def run_worker(
@@ -189,8 +210,7 @@ def _worker_status(worker: str) -> dict[str, Any] | None:
 
 
 def _api_error(message: str, status: int) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return ApiError(message, status, kind, "invalid_api_key" if status == 401 else None).body()
+    return ApiError(message, status, "invalid_api_key" if status == 401 else None).body()
 
 
 def _bypass_proxy() -> None:

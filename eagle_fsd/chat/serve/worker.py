@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -28,16 +28,24 @@ from starlette.requests import ClientDisconnect
 
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError, Update
+from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError
 from eagle_fsd.chat.remote_backend import add_page_routes
 from eagle_fsd.chat.request_body import RequestError, read_body, read_json, shorten
 from eagle_fsd.chat.requests import read_request
+from eagle_fsd.chat.serve.asgi import until_disconnected
 from eagle_fsd.chat.serve.guard import cluster_headers
 from eagle_fsd.chat.serve.metrics import WorkerMetrics
-from eagle_fsd.chat.session import AnswerRequest, max_chars
-from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.session import (
+    AnswerRequest,
+    answer_stats,
+    max_chars,
+    score_prompt,
+    token_usage,
+)
 from eagle_fsd.chat.wire_format import conversation_template
+from eagle_fsd.model.engine import TokenDetail
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -144,10 +152,11 @@ class FSDWorker(BaseModelWorker):
         count is the context length and the response holds the error.
 
         Args:
-            params: The request, with its ``prompt``.
+            params: The request, with its ``prompt`` or ``prompt_token_ids``.
         """
+        names = ("prompt", "prompt_token_ids")
         try:
-            request = await self.read({"prompt": params.get("prompt")})
+            request = await self.read({name: params.get(name) for name in names})
         except RequestError as error:
             count = self.context_len if error.code == RequestError.CONTEXT else 0
             return {**error_output(str(error), error.code), "count": count}
@@ -167,24 +176,43 @@ class FSDWorker(BaseModelWorker):
         )
 
     async def answers(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Stream the outputs of a request: the text so far, usage, and the finish reason.
+        """Stream the outputs of a request.
 
         Args:
             params: The request.
 
         Yields:
-            Outputs in FastChat's format. An error is the last output, with its code.
+            Outputs in FastChat's format: the text so far, log-probabilities of the new tokens,
+            usage, statistics, and at the end the finish reason. With ``echo`` the first output is
+            the prompt. An error is the last output, with its code.
         """
         self.call_ct += 1
         try:
             self.queue.check_room()
             request = await self.read(params)
+            if request.echo_texts:
+                yield await self._echo(request)
+            if request.prompt_only:
+                return
             offset = len(request.echo)
             async with aclosing(self.queue.submit(request).updates()) as updates:
                 async for update in updates:
                     assert update is not None  # there is no heartbeat
-                    yield self._output(update, offset, request.details is not None)
+                    logprobs = None
+                    if request.details is not None:
+                        logprobs = self._logprobs(
+                            ((piece.token, piece.text, piece.detail) for piece in update.pieces),
+                            offset,
+                        )
                     offset += sum(len(piece.text) for piece in update.pieces)
+                    yield {
+                        "text": update.text,
+                        "error_code": 0,
+                        "usage": update.usage,
+                        "finish_reason": update.finish_reason,
+                        "logprobs": logprobs,
+                        "fsd": update.stats,
+                    }
         except RequestError as error:
             self.metrics.requests.labels("refused").inc()
             yield error_output(str(error), error.code)
@@ -198,34 +226,56 @@ class FSDWorker(BaseModelWorker):
             self.metrics.requests.labels("failed").inc()
             yield error_output("the request could not be processed", ErrorCode.INTERNAL_ERROR)
 
-    def _output(self, update: Update, offset: int, logprobs: bool) -> dict[str, Any]:
-        output = {
-            "text": update.text,
+    async def _echo(self, request: AnswerRequest) -> dict[str, Any]:
+        """Return the output that holds the prompt, scored in the decoding queue if requested."""
+        logprobs = None
+        if request.details is not None:
+            count = request.details
+            details = await self.queue.call(
+                lambda cancelled: score_prompt(self.model, request.ids, count, cancelled)
+            )
+            # In the tokenizing thread: a long prompt has many alternatives to decode.
+            tokens = zip(request.ids[0].tolist(), request.echo_texts, [None, *details], strict=True)
+            logprobs = await asyncio.get_running_loop().run_in_executor(
+                self._reader, self._logprobs, tokens, 0
+            )
+        if request.prompt_only:
+            self.metrics.requests.labels("ended").inc()
+            self.metrics.prompt_tokens.inc(request.ids.shape[1])
+        return {
+            "text": request.echo,
             "error_code": 0,
-            "usage": update.usage,
-            "finish_reason": update.finish_reason,
-            "logprobs": self._logprobs(update.pieces, offset) if logprobs else None,
+            "usage": token_usage(request.ids.shape[1], 0),
+            "finish_reason": "length" if request.prompt_only else None,
+            "logprobs": logprobs,
+            "fsd": answer_stats(DecodeStats.empty(1)),
         }
-        if update.finish_reason is not None:
-            output["fsd"] = update.stats
-        return output
 
-    def _logprobs(self, pieces: list[Piece], offset: int) -> dict[str, Any]:
-        """Return the log-probabilities of new pieces in the format of OpenAI's completions."""
+    def _logprobs(
+        self, tokens: Iterable[tuple[int, str, TokenDetail | None]], offset: int
+    ) -> dict[str, list[Any]]:
+        """Return log-probabilities in the format of OpenAI's completions.
+
+        Args:
+            tokens: Each token's id, the text that it completes, and its details; None for the first
+                token of a prompt.
+            offset: Position of the first token in the answer's text.
+        """
         columns: dict[str, list[Any]] = {
             "text_offset": [],
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
         }
-        for piece in pieces:
-            assert piece.detail is not None
+        for token, text, detail in tokens:
             columns["text_offset"].append(offset)
-            columns["tokens"].append(self._token_text(piece.token))
-            columns["token_logprobs"].append(piece.detail.log_prob)
-            top = {self._token_text(token): value for token, value in piece.detail.top}
+            columns["tokens"].append(self._token_text(token))
+            columns["token_logprobs"].append(detail and detail.log_prob)
+            top: dict[str, float] = {}
+            for other, log_prob in detail.top if detail else ():
+                top.setdefault(self._token_text(other), log_prob)  # of equal texts the likeliest
             columns["top_logprobs"].append(top or None)
-            offset += len(piece.text)
+            offset += len(text)
         return columns
 
     def _token_text(self, token: int) -> str:
@@ -301,31 +351,6 @@ def worker_error(message: str, status: int) -> dict[str, Any]:
     return error_output(message, code)
 
 
-async def until_disconnected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """Await work, but cancel it if the client disconnects.
-
-    Args:
-        request: The client's request, its body already read.
-        work: The work.
-
-    Returns:
-        The result, or None if the client disconnected.
-    """
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def worker_app(worker: FSDWorker) -> FastAPI:
     """Return the application that serves FastChat's worker protocol, ``/metrics`` and ``/health``.
 
@@ -375,7 +400,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
                     logprobs.setdefault(name, []).extend(values)
             return output
 
-        output = await until_disconnected(request, last_output())
+        output = await until_disconnected(request.receive, last_output())
         if output is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse({**output, "logprobs": logprobs or None})
@@ -394,7 +419,7 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         base64 = params.get("encoding_format") == "base64"
         work = worker.queue.call(lambda cancelled: worker.embed(texts, base64, cancelled))
         try:
-            output = await until_disconnected(request, work)
+            output = await until_disconnected(request.receive, work)
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), ErrorCode.ENGINE_OVERLOADED))
         if output is None:

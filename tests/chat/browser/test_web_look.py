@@ -23,7 +23,7 @@ from .browsing import (
     WebElement,
 )
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 ORIGINS = ("exact", "fuzzy", "target")
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'><b>bold</b>"
 SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
@@ -382,7 +382,6 @@ def test_page_requests_no_other_host(page: PageObject) -> None:
     assert errors == []
 
 
-@pytest.mark.slow
 def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> None:
     """Take docs/web-*.png with EAGLE_FSD_SCREENSHOTS=docs on an idle machine."""
     folder = Path(os.environ.get("EAGLE_FSD_SCREENSHOTS", tmp_path))

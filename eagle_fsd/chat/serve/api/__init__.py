@@ -1,7 +1,8 @@
-"""FastChat's OpenAI-compatible API server, adapted to current OpenAI clients.
+"""The OpenAI-compatible API server.
 
-Start with :mod:`~eagle_fsd.chat.serve.api.app`, the middleware around FastChat's application.
-:mod:`~eagle_fsd.chat.serve.api.requests` translates requests,
-:mod:`~eagle_fsd.chat.serve.api.upstream` calls workers, and
-:mod:`~eagle_fsd.chat.serve.api.replies` completes responses.
+Start with :mod:`~eagle_fsd.chat.serve.api.app`, the routes.
+:mod:`~eagle_fsd.chat.serve.api.schemas` declares requests,
+:mod:`~eagle_fsd.chat.serve.api.workers` sends them to workers,
+:mod:`~eagle_fsd.chat.serve.api.responses` builds responses from the workers' outputs, and
+:mod:`~eagle_fsd.chat.serve.api.errors` builds error responses.
 """

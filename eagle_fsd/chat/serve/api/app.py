@@ -1,215 +1,235 @@
-"""FastChat's OpenAI-compatible API server behind a middleware.
+"""The routes of the API.
 
-The server is FastChat's installed module; its files are not changed. :func:`api_app` replaces some
-of its functions: those that call workers, to preserve the workers' errors; the one that builds the
-parameters of worker requests, to add the request's context; and the ``json`` method of two response
-classes, which fails with pydantic 2. :class:`OpenAICompatMiddleware` translates requests and
-responses.
+The guard in front of the application checks keys, hosts, content types and the size of bodies
+(:mod:`eagle_fsd.chat.serve.guard`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib
-import logging
-import os
-import sys
-import warnings
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any
 
-from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
-from eagle_fsd.chat.serve.api.replies import ResponseWriter
-from eagle_fsd.chat.serve.api.requests import ApiError, RequestContext, translate_body
-from eagle_fsd.chat.serve.api.upstream import (
-    REQUEST_CONTEXT,
-    fetch_remote,
-    generate,
-    generate_stream,
-    make_check_length,
-    make_check_model,
-    make_get_embedding,
-    make_get_worker_address,
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from openai.types import CreateEmbeddingResponse, Embedding, Model
+from openai.types.create_embedding_response import Usage
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from eagle_fsd.chat.request_body import RequestError, read_json
+from eagle_fsd.chat.serve.api.errors import ApiError, validation_error
+from eagle_fsd.chat.serve.api.responses import ResponseBuilder
+from eagle_fsd.chat.serve.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
 )
-from eagle_fsd.chat.serve.asgi import (
-    App,
-    ClientDisconnectedError,
-    Message,
-    Receive,
-    Send,
-    body_chunks,
-    replay_body,
-    send_json,
-)
+from eagle_fsd.chat.serve.api.workers import Workers
+from eagle_fsd.chat.serve.asgi import until_disconnected
 
-#: The routes that are served. FastChat's other routes are closed: some require no API key, and none
-#: limits its requests.
-POST_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-GET_ROUTES = ("/v1/models", "/openapi.json")
-#: Seconds that a stream gets to end by itself after its client has disconnected.
-DISCONNECT_TIMEOUT = 0.5
+#: Status of a response that no client receives.
+CLIENT_CLOSED_REQUEST = 499
 
 
-def import_fastchat(name: str) -> Any:
-    """Import a FastChat server module without letting it redirect stdout or create log files.
+class JsonRequest(Request):
+    """A request whose body is a bounded JSON object."""
+
+    async def json(self) -> Any:
+        """Parse the body; see :func:`eagle_fsd.chat.request_body.read_json`."""
+        try:
+            return read_json(await self.body())
+        except RequestError as error:
+            raise ApiError(str(error)) from error
+
+
+class CancellableRoute(APIRoute):
+    """A route that reads a :class:`JsonRequest` and is cancelled if its client disconnects."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See ``APIRoute``."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            request = JsonRequest(request.scope, request.receive)
+            await request.body()  # from here on, only a disconnect can be received
+            response = await until_disconnected(request.receive, handle(request))
+            return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
+
+        return handler
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed when the client disconnects.
 
     Args:
-        name: The module's name in ``fastchat.serve``.
+        first: The first event.
+        others: The other events.
     """
-    # FastChat reads LOGDIR once, when it is first imported. If unset, FastChat would write logs to
-    # the working directory.
-    utils: Any = importlib.import_module("fastchat.utils")
-    utils.LOGDIR = os.environ.get("LOGDIR", "")
-    # FastChat's model list has a field that is declared as a string but holds a boolean.
-    warnings.filterwarnings("ignore", "Pydantic serializer warnings", UserWarning)
-    streams = sys.stdout, sys.stderr
-    try:
-        module = importlib.import_module(f"fastchat.serve.{name}")
-    finally:
-        sys.stdout, sys.stderr = streams
-    if getattr(module, "logger", None) is not None:
-        module.logger.setLevel(logging.WARNING)
-    return module
+
+    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
+        # The second header tells nginx not to buffer the response.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
+        self.first, self.others = first, others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; see the ASGI specification for the arguments."""
+        async with aclosing(self.others):
+            await super().__call__(scope, receive, send)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        yield self.first
+        async for event in self.others:
+            yield event
 
 
-def api_app(
-    controller: str, api_keys: list[str] | None = None, max_body: int = 1 << 20
-) -> OpenAICompatMiddleware:
-    """Return the ASGI application.
+def api_app(controller: str) -> FastAPI:
+    """Return the application.
 
     Args:
         controller: URL of the controller.
-        api_keys: Keys, one of which every request must send; None: no key is required.
-        max_body: Maximum size of a request in bytes.
     """
-    server = import_fastchat("openai_api_server")
-    server.app_settings.controller_address = controller
-    server.app_settings.api_keys = api_keys
-    for kind in (server.ChatCompletionStreamResponse, server.CompletionStreamResponse):
-        kind.json = _dump_json
-    if not getattr(server.get_gen_params, "adds_context", False):
-        server.get_gen_params = _add_context(server.get_gen_params)
-        server.generate_completion = generate
-        server.generate_completion_stream = generate_stream
-        server.check_length = make_check_length(server)
-        server.check_model = make_check_model(server)
-        server.get_embedding = make_get_embedding(server)
-        server.get_worker_address = make_get_worker_address(server)
-        server.fetch_remote = fetch_remote
-    return OpenAICompatMiddleware(server.app, max_body)
+    workers, created = Workers(controller), int(time.time())
+    app = FastAPI(
+        title="eagle-fsd",
+        version=version("eagle-fsd"),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.router.route_class = CancellableRoute
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _error_response(validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def rejected(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):  # from the router
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            error = ApiError(message, error.status_code)
+        return _error_response(error)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
+        return _error_response(ApiError("the request failed", 500))
+
+    def card(name: str) -> dict[str, Any]:
+        model = Model(id=name, created=created, object="model", owned_by="eagle-fsd")
+        return model.model_dump(exclude_unset=True)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in await workers.models()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in await workers.models():
+            raise ApiError(f"the model {name} does not exist", 404, "model_not_found", "model")
+        return card(name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest) -> Response:
+        return await answer(workers, body)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest) -> Response:
+        return await answer(workers, body)
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest) -> Response:
+        vectors, tokens = await workers.embed(body.model, body.input, body.encoding_format)
+        # Not validated: the type only allows lists of numbers, but clients request base64.
+        data = [
+            Embedding.construct(object="embedding", index=index, embedding=vector)
+            for index, vector in enumerate(vectors)
+        ]
+        usage = Usage(prompt_tokens=tokens, total_tokens=tokens)
+        return _json_response(
+            CreateEmbeddingResponse.construct(
+                object="list", data=data, model=body.model, usage=usage
+            )
+        )
+
+    return app
 
 
-def _dump_json(self: Any, **options: Any) -> str:
-    """Replace pydantic's ``json``, to which FastChat passes an option of pydantic 1."""
-    options.pop("ensure_ascii", None)
-    text: str = self.model_dump_json(**options)
-    return text
-
-
-def _add_context(get_gen_params: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[..., Any]:
-    """Wrap FastChat's function so that it adds the parameters of the request's context."""
-
-    async def wrapper(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        params = await get_gen_params(*args, **kwargs)
-        context = REQUEST_CONTEXT.get()
-        return {**params, **context.worker_params} if context else params
-
-    wrapper.adds_context = True  # type: ignore[attr-defined]
-    return wrapper
-
-
-class OpenAICompatMiddleware:
-    """ASGI middleware that translates and limits requests, and completes responses.
+async def answer(workers: Workers, request: ChatRequest | CompletionRequest) -> Response:
+    """Answer a request for a chat or for completions.
 
     Args:
-        app: FastChat's application.
-        max_body: Maximum size of a request in bytes.
+        workers: Where the choices are decoded.
+        request: The request.
+
+    Raises:
+        ApiError: The request failed before its response began.
     """
+    requests, chat = request.worker_requests(), isinstance(request, ChatRequest)
+    logprobs = request.logprobs is not None and request.logprobs is not False
+    builder = ResponseBuilder(chat, request.model, len(requests), request.n, logprobs)
+    outputs = workers.answers(requests)
+    if request.stream:
+        events = stream(outputs, builder, request.stream_options.include_usage)
+        return EventStream(await anext(events), events)  # an earlier error sets the HTTP status
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            list(builder.add(index, output))
+    return _json_response(builder.response())
 
-    def __init__(self, app: App, max_body: int) -> None:
-        self.app, self.max_body = app, max_body
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
-        if scope["type"] != "http":
-            return
-        method, path = scope["method"], scope["path"]
-        try:
-            if path not in (*POST_ROUTES, *GET_ROUTES):
-                raise ApiError(f"{path} not found", 404)
-            if method != ("GET" if path in GET_ROUTES else "POST"):
-                raise ApiError(f"method {method} is not allowed for {path}", 405)
-            if method == "GET":
-                await self._get(scope, receive, send)
-            else:
-                await self._post(scope, receive, send)
-        except ApiError as error:
-            await send_json(send, error.status, error.body())
+async def stream(
+    outputs: AsyncGenerator[tuple[int, dict[str, Any]], None],
+    builder: ResponseBuilder,
+    include_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed response.
 
-    async def _get(self, scope: Message, receive: Receive, send: Send) -> None:
-        writer = ResponseWriter(send, RequestContext())
-        try:
-            await self.app(scope, receive, writer)
-        except Exception as error:
-            await writer.fail(error)
+    Args:
+        outputs: Outputs of workers, with the index of their choice.
+        builder: Builds the chunks.
+        include_usage: Whether the stream ends with the usage.
 
-    async def _post(self, scope: Message, receive: Receive, send: Send) -> None:
-        body, context = await self._translate(scope, receive)
-        writer = ResponseWriter(send, context)
-        REQUEST_CONTEXT.set(context)
-        headers = [item for item in scope["headers"] if item[0] != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        scope = {**scope, "headers": headers}
-        left = asyncio.Event()
+    Raises:
+        ApiError: An error occurred before the first event; a later one becomes the last event.
+    """
+    started = False
+    try:
+        async with aclosing(outputs):
+            async for index, output in outputs:
+                for chunk in builder.add(index, output):
+                    yield _event(_dump(chunk))
+                    started = True
+    except ApiError as error:
+        if not started:
+            raise
+        yield _event(bytes(_error_response(error).body))
+        return
+    if include_usage:
+        yield _event(_dump(builder.usage_chunk()))
+    yield _event(b"[DONE]")
 
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left.set()
 
-        async def wait_for_disconnect() -> Message:
-            await left.wait()
-            return {"type": "http.disconnect"}
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
-        work = asyncio.ensure_future(
-            self.app(scope, replay_body(body, wait_for_disconnect), writer)
-        )
-        # FastChat does not notice a disconnect while it generates a response that is not streamed.
-        watcher = asyncio.ensure_future(watch())
-        try:
-            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and context.stream:
-                await asyncio.wait({work}, timeout=DISCONNECT_TIMEOUT)
-        finally:
-            work.cancel()  # no effect if it is done
-            watcher.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            try:
-                await work
-            except Exception as error:
-                await writer.fail(error)
-        await writer.finish()
 
-    async def _translate(self, scope: Message, receive: Receive) -> tuple[bytes, RequestContext]:
-        """Read a request; return the body for FastChat's server and the request's context."""
-        headers = dict(scope["headers"])
-        # Web pages can make a browser send other content types to any server without its consent.
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise ApiError("the Content-Type must be application/json", 415)
-        content_length = headers.get(b"content-length", b"").decode("latin-1")
-        try:
-            data = await read_body(body_chunks(receive), content_length, self.max_body)
-        except BodyTooLargeError as error:
-            raise ApiError(str(error), 413) from error
-        except BodyTimeoutError as error:
-            raise ApiError(str(error), 408) from error
-        except ClientDisconnectedError:
-            raise ApiError("the client disconnected", 499) from None
-        body, context = translate_body(scope["path"], data)
-        if len(body) > self.max_body:  # the worker receives the body as escaped ASCII
-            raise ApiError(f"the request body exceeds {self.max_body} bytes", 413)
-        return body, context
+def _dump(response: BaseModel) -> bytes:
+    return response.model_dump_json(exclude_unset=True, warnings=False).encode()
+
+
+def _json_response(response: BaseModel) -> Response:
+    return Response(_dump(response), media_type="application/json")
+
+
+def _error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status_code, error.headers)

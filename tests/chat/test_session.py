@@ -1,0 +1,107 @@
+"""Log-probabilities of prompts, and options that decide where an answer ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pairs import SEEDS, VOCAB_SIZE, prompt, tiny_target
+from prompts import request, tokenize
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.chat import session
+from eagle_fsd.chat.session import Answer, score_prompt
+
+QUESTION = [{"role": "user", "content": "Mia has 8 apples. How many apples are left?"}]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 31])
+@pytest.mark.parametrize("architecture", list(SEEDS))
+def test_prompt_scores_equal_those_of_one_pass(
+    architecture: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 5 tokens; windows are 8 tokens."""
+    monkeypatch.setattr(session, "SCORE_CHUNK", 5)
+    window = {"sliding_window": 8} if "window" in architecture else {}
+    pair, ids = EagleFSD(tiny_target(architecture, **window), None), prompt(length, 3)
+    details = score_prompt(pair, ids, 2)
+    with torch.no_grad():
+        log_probs = pair.model(ids).logits[0].log_softmax(-1)
+    assert len(details) == length - 1
+    for position, detail in enumerate(details):
+        row = log_probs[position]
+        assert detail.log_prob == pytest.approx(float(row[ids[0, position + 1]]), abs=1e-4)
+        assert [token for token, _ in detail.top] == row.topk(2).indices.tolist()
+        top = [value for _, value in detail.top]
+        assert top == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+
+
+def test_likeliest_token_has_the_largest_score_exactly() -> None:
+    """Clients recognize greedy tokens by comparing the numbers."""
+    pair, ids = EagleFSD(tiny_target(), None), prompt(5, 1)
+    ids = pair.generate(ids, max_new_tokens=20, method="ar").sequences
+    for detail in score_prompt(pair, ids, 1)[4:]:
+        assert detail.log_prob == detail.top[0][1]
+    (detail,) = score_prompt(pair, ids[:, :2], 10**6)
+    assert len(detail.top) == VOCAB_SIZE
+
+
+def test_cancelled_scoring_ends_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "SCORE_CHUNK", 5)
+    calls = 0
+
+    def cancelled() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 2
+
+    pair = EagleFSD(tiny_target(), None)
+    assert len(score_prompt(pair, prompt(31), 0, cancelled)) == 10
+
+
+def test_broken_logits_of_a_prompt_raise() -> None:
+    pair = EagleFSD(tiny_target(), None)
+    with torch.no_grad():
+        pair.model.lm_head.weight[7] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits"):
+        score_prompt(pair, prompt(5), 0)
+
+
+END_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"min_tokens": 40}, {"min_new_tokens": 40}),
+    ({"min_tokens": 64}, {"min_new_tokens": 64}),
+    ({"ignore_eos": True}, {"eos_token_id": -1}),
+    ({"stop_token_ids": [46, 48, 684]}, {"eos_token_id": [2, 46, 48, 684]}),
+    (
+        {"stop_token_ids": [46, 48, 684], "min_tokens": 12, "ignore_eos": True},
+        {"eos_token_id": [46, 48, 684], "min_new_tokens": 12},
+    ),
+    ({"repetition_penalty": 3.0}, {"repetition_penalty": 3.0}),
+    (
+        {"repetition_penalty": 3.0, "min_tokens": 50},
+        {"repetition_penalty": 3.0, "min_new_tokens": 50},
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "options"), END_OPTIONS, ids=str)
+def test_options_have_the_meaning_of_hugging_faces(
+    params: dict[str, Any], options: dict[str, Any], model: EagleFSD
+) -> None:
+    """Greedy answers of up to 64 tokens; each option changes the answer."""
+    ids = tokenize(model, QUESTION)
+
+    def hugging_face(**options: Any) -> list[int]:
+        output = model.model.generate(ids, max_new_tokens=64, do_sample=False, **options)
+        answer: list[int] = output[0, ids.shape[1] :].tolist()
+        return answer
+
+    read = request(model, prompt=None, prompt_token_ids=ids[0].tolist(), **params)
+    answer = Answer(model, read)
+    tokens = [piece.token for pieces in answer for piece in pieces]
+    assert tokens == hugging_face(**options)
+    assert tokens != hugging_face()
+    last = options.get("eos_token_id", 2)
+    ended = tokens[-1] in (last if isinstance(last, list) else [last])
+    assert answer.finish_reason == ("stop" if ended else "length")
