@@ -61,7 +61,8 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 
 # Train the bundled pair from scratch; see eagle_fsd/train/recipes/bundled.py.
 bundled: $(INSTALLED)
-	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head
+	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
+		--stage eagle3 --stage draft-model
 	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 16 --install
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
 

@@ -1,7 +1,7 @@
 """Fuzzy Speculative Decoding (FSD) on EAGLE-2 draft trees.
 
-Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and its draft head, ``generate``
-and ``stream`` decode. ``model`` holds the decoder, ``train`` trains draft heads, ``evaluation``
+Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and a drafter, ``generate`` and
+``stream`` decode. ``model`` holds the decoder, ``train`` trains draft heads, ``evaluation``
 measures speed and quality, ``chat`` holds the terminal chat, the web page and the servers, ``cli``
 is the command line, ``bundled`` a small pair that needs no download, and ``utils`` shared helpers.
 """
@@ -12,9 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle_fsd.model.beam_search import BeamSearchOutput
     from eagle_fsd.model.checkpoint import CheckpointError
     from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.model.drafters.draft_model import DraftModel
     from eagle_fsd.model.drafters.eagle import EagleHead
+    from eagle_fsd.model.drafters.eagle3 import Eagle3Head
+    from eagle_fsd.model.drafters.interface import Drafter
+    from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
     from eagle_fsd.model.engine import TokenDetail
     from eagle_fsd.model.generation import GenerateOutput, Generation, StreamChunk
     from eagle_fsd.model.loading import LoadError
@@ -31,14 +36,20 @@ __version__ = "0.2.0"
 _MODULES = {
     "AcceptanceConfig": "model.config",
     "AcceptanceRule": "model.verify",
+    "AdaptiveNGramDrafter": "model.drafters.ngram",
+    "BeamSearchOutput": "model.beam_search",
     "CheckpointError": "model.checkpoint",
     "DecodeOptions": "model.pipeline",
     "DecodeStats": "model.stats",
+    "DraftModel": "model.drafters.draft_model",
+    "Drafter": "model.drafters.interface",
+    "Eagle3Head": "model.drafters.eagle3",
     "EagleFSD": "model.pipeline",
     "EagleHead": "model.drafters.eagle",
     "GenerateOutput": "model.generation",
     "Generation": "model.generation",
     "LoadError": "model.loading",
+    "NGramDrafter": "model.drafters.ngram",
     "OptionsError": "utils.options",
     "Origin": "model.verify",
     "PrefixCache": "model.prefix_cache",
@@ -50,14 +61,20 @@ _MODULES = {
 __all__ = [
     "AcceptanceConfig",
     "AcceptanceRule",
+    "AdaptiveNGramDrafter",
+    "BeamSearchOutput",
     "CheckpointError",
     "DecodeOptions",
     "DecodeStats",
+    "DraftModel",
+    "Drafter",
+    "Eagle3Head",
     "EagleFSD",
     "EagleHead",
     "GenerateOutput",
     "Generation",
     "LoadError",
+    "NGramDrafter",
     "OptionsError",
     "Origin",
     "PrefixCache",

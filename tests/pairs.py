@@ -129,14 +129,39 @@ def small_tree(**changes: int) -> TreeConfig:
 def aligned_pair(
     architecture: str = DEFAULT_ARCHITECTURE, cycle: int = VOCAB_SIZE, context: float = 0.08
 ) -> EagleFSD:
-    """Return a target whose next token depends mostly on the current one, and a head to match.
+    """Return an :func:`aligned_target` and a head to match.
 
-    The target's attention is scaled by ``context`` and the layers above the first do nothing else,
-    so the head, a copy of the first layer fed mostly with the embedding, is a good guess but not a
-    perfect one. The output projection maps every token to its successor in a cycle of ``cycle``
-    tokens: a long cycle gives varied output, a short one repetitive output.
+    The head, a copy of the first layer fed mostly with the embedding, is a good guess but not a
+    perfect one.
     """
-    model = tiny_target(architecture, tie_word_embeddings=False)
+    model = aligned_target(architecture, cycle, context)
+    size = model.config.hidden_size
+    head = EagleHead(model.config, bias=False)
+    randomize(head, 7)
+    layers = model.base_model.layers
+    first = {name: item for name, item in layers[0].state_dict().items() if "attn" not in name}
+    del first["input_layernorm.weight"]
+    head.layers[0].load_state_dict(first, strict=False)
+    with torch.no_grad():
+        head.fc.weight.mul_(context / 2)
+        head.fc.weight[:, :size] = torch.eye(size)
+        head.layers[0].self_attn.o_proj.weight.mul_(context)
+    return EagleFSD(model, head, small_tree())
+
+
+def aligned_target(
+    architecture: str = DEFAULT_ARCHITECTURE,
+    cycle: int = VOCAB_SIZE,
+    context: float = 0.08,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Create a target whose next token depends mostly on the current one.
+
+    The attention is scaled by ``context`` and the layers above the first do nothing else. The
+    output projection maps every token to its successor in a cycle of ``cycle`` tokens: a long cycle
+    gives varied output, a short one repetitive output.
+    """
+    model = tiny_target(architecture, tie_word_embeddings=False, **changes)
     base, size = model.base_model, model.config.hidden_size
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -153,16 +178,7 @@ def aligned_pair(
         for layer in base.layers:
             noise = torch.randn(layer.self_attn.o_proj.weight.shape, generator=generator)
             layer.self_attn.o_proj.weight.copy_(context * noise)
-    head = EagleHead(model.config, bias=False)
-    randomize(head, 7)
-    first = {name: item for name, item in base.layers[0].state_dict().items() if "attn" not in name}
-    del first["input_layernorm.weight"]
-    head.layers[0].load_state_dict(first, strict=False)
-    with torch.no_grad():
-        head.fc.weight.mul_(context / 2)
-        head.fc.weight[:, :size] = torch.eye(size)
-        head.layers[0].self_attn.o_proj.weight.mul_(context)
-    return EagleFSD(model, head, small_tree())
+    return model
 
 
 def randomize(module: torch.nn.Module, seed: int) -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Literal
 
 Split = Literal["train", "test"]
@@ -129,6 +130,10 @@ on a trip|at the station|in the village|at a party|at the club|at the bakery""".
 class _Story:
     """A problem under construction.
 
+    Args:
+        rng: Source of all random choices.
+        people: The person that the story is about, and a friend; default: drawn.
+
     Attributes:
         rng: Source of all random choices.
         fields: Values of the template fields.
@@ -138,9 +143,10 @@ class _Story:
         answer: Sentences of the answer.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, people: Sequence[_Person] | None = None) -> None:
         self.rng = rng
-        who, friend = rng.sample(PEOPLE, 2)
+        drawn = rng.sample(PEOPLE, 2)
+        who, friend = people or drawn
         thing = rng.choice(THINGS)
         self.fields: dict[str, object] = {
             "name": who.name,
@@ -399,14 +405,16 @@ _CONCLUSION = (
 )
 
 
-def generate_problem(rng: random.Random) -> Problem:
+def generate_problem(rng: random.Random, people: Sequence[_Person] | None = None) -> Problem:
     """Generate one problem of either split.
 
     Args:
         rng: The source of randomness.
+        people: The person that the story is about, and a friend; default: drawn. The rest of the
+            problem does not depend on them.
     """
     while True:
-        story = _Story(rng)
+        story = _Story(rng, people)
         wanted = rng.randint(MIN_STEPS, MAX_STEPS)
         steps = rng.choice(_STARTS)(story)
         close = rng.choice(_CLOSES)
@@ -453,6 +461,32 @@ def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
         problem = generate_problem(rng)
         if split_of(problem.question) == split:
             found.setdefault(problem.question, problem)
+    return list(found.values())
+
+
+def edited_problems(
+    split: Split, count: int, versions: int = 3, seed: int = 0
+) -> list[list[Problem]]:
+    """Generate distinct problems, each told several times about other people.
+
+    Only names and pronouns differ between the versions, so in a chat that asks for one after the
+    other, every answer but the first largely repeats an earlier one.
+
+    Args:
+        split: The split that all versions belong to.
+        count: Number of problems.
+        versions: Number of versions of each.
+        seed: Seed of the generator. A larger count with the same seed extends the list.
+    """
+    rng = random.Random(f"edits-{split}-{seed}")
+    found: dict[str, list[Problem]] = {}
+    while len(found) < count:
+        state = rng.random()
+        people = rng.sample(PEOPLE, len(PEOPLE))
+        told = (generate_problem(random.Random(state), pair) for pair in pairwise(people))
+        kept = list(islice((item for item in told if split_of(item.question) == split), versions))
+        if len(kept) == versions:  # else too few of the versions belong to the split
+            found.setdefault(kept[0].question, kept)
     return list(found.values())
 
 

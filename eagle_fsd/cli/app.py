@@ -16,6 +16,7 @@ from eagle_fsd.cli.calibrate import calibrate
 from eagle_fsd.cli.chat import chat
 from eagle_fsd.cli.console import fail
 from eagle_fsd.cli.demo import demo
+from eagle_fsd.cli.doctor import doctor
 from eagle_fsd.cli.evaluate import evaluate
 from eagle_fsd.cli.generate import generate
 from eagle_fsd.cli.parsing import root_command, usage_message
@@ -27,7 +28,7 @@ from eagle_fsd.utils.options import OptionsError, validation_message
 INTERRUPTED = 130
 
 app = root_command("eagle-fsd", "Fuzzy speculative decoding with EAGLE-2 draft trees.", __version__)
-app.add(demo, generate, chat, serve.app, evaluate, sweep, calibrate, train.app, bench)
+app.add(demo, generate, chat, serve.app, evaluate, sweep, calibrate, train.app, bench, doctor)
 
 
 def main() -> None:

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eagle_fsd.model.generation import Generation
+    from eagle_fsd.model.pipeline import EagleFSD
 
 
 class GenerateConfig(SamplingConfig):
     """Sampling and length of the answer."""
 
     max_new_tokens: int = Field(256, ge=1, description="Maximum number of new tokens.")
+    num_beams: int = Field(
+        1, ge=1, le=256, description="Beams of a beam search; 1 for greedy decoding or sampling."
+    )
 
 
 def generate(
@@ -72,16 +76,25 @@ def generate(
     text = sys.stdin.read() if stdin else prompt
     if not text.strip():
         raise OptionsError("PROMPT is missing or empty")
+    if config.num_beams > 1 and (config.temperature or show_origins or acceptance.model_fields_set):
+        raise OptionsError(
+            "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"
+            " acceptance options"
+        )
     import torch
 
     model = load_pair(pair, tree, acceptance)
-    ids = _encode(text, model.tokenizer, pair.chat_template, raw)
+    ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
+    method = "ar" if plain else "fsd"
+    if config.num_beams > 1:
+        _print_best(model, ids, config, method, as_json)
+        return
     generation = model.stream(
-        ids.to(model.target.device),
+        ids,
         torch.ones_like(ids),
         max_new_tokens=config.max_new_tokens,
-        sampling=SamplingConfig(**config.model_dump(exclude={"max_new_tokens"})),
-        method="ar" if plain else "fsd",
+        sampling=SamplingConfig(**config.model_dump(exclude={"max_new_tokens", "num_beams"})),
+        method=method,
     )
     with contextlib.suppress(KeyboardInterrupt):  # the answer so far is kept
         if as_json:
@@ -107,6 +120,43 @@ def generate(
         f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
         f" threshold {0.0 if plain else model.acceptance.threshold:g}",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _print_best(
+    model: EagleFSD, ids: Tensor, config: GenerateConfig, method: str, as_json: bool
+) -> None:
+    """Print the best hypothesis of a beam search; as JSON, all of them."""
+    beams = config.num_beams
+    found = model.beam_search(
+        ids,
+        ids.new_ones(ids.shape),
+        max_new_tokens=config.max_new_tokens,
+        num_beams=beams,
+        num_return_sequences=beams,
+        method=method,
+    )
+    new = found.sequences[:, ids.shape[1] :]
+    texts = model.tokenizer.batch_decode(new, skip_special_tokens=True)
+    if as_json:
+        print_json(
+            {
+                "hypotheses": [
+                    {"text": text, "score": score}
+                    for text, score in zip(texts, found.scores.tolist(), strict=True)
+                ],
+                "stats": found.stats.as_dict(),
+                "tree": model.tree.model_dump(),
+            }
+        )
+        return
+    out.print(Text(escape_control_chars(texts[0]) if out.is_terminal else texts[0]), soft_wrap=True)
+    err.print(
+        f"score {float(found.scores[0]):.4f} with {beams} beams;"
+        f" {found.stats.tokens} steps in {found.stats.steps} target passes:"
+        f" tau {found.stats.tau:.2f}, {found.stats.tokens_per_second:.1f} steps/s",
         style="dim",
         soft_wrap=True,
     )

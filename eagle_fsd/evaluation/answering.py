@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ EMPTY_TURN: dict[str, Any] = {
     "wall_time": 0.0,
     "accepted": [],
     "origins": [],
+    "token_ids": [],
     "log_likelihood": None,
     "memory": None,
     "cut_off": False,
@@ -79,6 +81,7 @@ class Answerer:
         self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
         stop = list(chat_template.stop)
         self.stopping_criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
+        self._pairs: dict[str, EagleFSD] = {}
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
@@ -110,6 +113,7 @@ class Answerer:
                 warmed_up.add(method)
                 chats = [[{"role": "user", "content": item.turns[0]}] for _, item in group]
                 self._answer_turn(self.methods[method], chats, [0] * len(group))
+        self._pairs.clear()  # forget what was learned from these answers
         for method, group in work:
             for record in self.answer(group, self.methods[method]):
                 self.stores[method].append(record)
@@ -126,7 +130,8 @@ class Answerer:
             method: The method.
 
         Returns:
-            A record of the answer file for each question.
+            A record of the answer file for each question. ``batch`` is the same for the questions
+            that are answered at once.
         """
         choices: list[dict[str, Any]] = [{"index": 0} for _ in group]
         chats: list[list[dict[str, str]]] = [[] for _ in group]
@@ -147,6 +152,7 @@ class Answerer:
                 "answer_id": uuid.uuid4().hex[:22],
                 "model_id": method.name,
                 "session": self.session.begin(),
+                "batch": group[0][0] // (self.config.batch * self.processes),
                 "choices": [choice],
                 "tstamp": time.time(),
             }
@@ -183,17 +189,27 @@ class Answerer:
                 answers[row] = values
         return answers
 
+    def _pair(self, method: Method) -> EagleFSD:
+        """Return the pair for a method; a drafter that learns does so from its answers only."""
+        if method.name not in self._pairs:
+            pair = copy.copy(self.model)
+            pair.drafter = self.model.drafter.fresh().attach(pair.target)
+            self._pairs[method.name] = pair
+        return self._pairs[method.name]
+
     def _decode(
         self, method: Method, prompts: Sequence[Tensor], max_new_tokens: int, seed: int
     ) -> list[dict[str, Any]]:
         """Decode prompts in one call, and return a turn's values for each."""
-        model, config = self.model, self.config
+        model, config = self._pair(method), self.config
         padded = model.tokenizer.pad(
             {"input_ids": [prompt.tolist() for prompt in prompts]},
             padding_side="left",
             return_tensors="pt",
         ).to(model.target.device)
-        repeats = config.repeats if isinstance(config, BenchConfig) else 1
+        repeats = 1
+        if isinstance(config, BenchConfig) and not model.drafter.learns:
+            repeats = config.repeats
         seconds = 0.0
         phases: dict[str, float] = {}
         self.memory.start()
@@ -228,6 +244,7 @@ class Answerer:
                     "wall_time": seconds * share,
                     "accepted": out.stats.accepted[row] if out.stats else [],
                     "origins": out.origins[row] if out.origins else [],
+                    "token_ids": tokens.tolist(),
                     "log_likelihood": answer_log_likelihood(model.target, prompts[row], tokens),
                     "memory": memory,
                     "cut_off": self._is_cut_off(text, tokens),

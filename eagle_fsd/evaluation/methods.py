@@ -12,7 +12,20 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
-from eagle_fsd.model.acceptance import BudgetRule, DeferredRule, TargetRule, TopGapRule, TypicalRule
+from eagle_fsd.model.acceptance import (
+    BudgetRule,
+    CascadeRule,
+    DeferredRule,
+    FuzzyRule,
+    LimitedRule,
+    MarginRule,
+    MixtureRule,
+    PhaseRule,
+    RegretRule,
+    TargetRule,
+    TopKRule,
+    TypicalRule,
+)
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
@@ -30,8 +43,18 @@ RULES: dict[str, AcceptanceRule] = {
     "single 0.2": TargetRule(single=0.2),
     "acc 0.5": TargetRule(acc=0.5),
     "acc 0.2": TargetRule(acc=0.2),
-    "top-gap": TopGapRule(),
-    "top-gap 0.3": TopGapRule(gap=0.3),
+    "top-gap": TopKRule(gap=0.6),
+    "top-gap 0.3": TopKRule(gap=0.3),
+    "top-ratio": TopKRule(3, ratio=0.5),
+    "top-ratio 0.2": TopKRule(3, ratio=0.2),
+    "margin": MarginRule(),
+    "margin 0.8": MarginRule(0.8),
+    "cascade": CascadeRule(),
+    "cascade -1": CascadeRule(-1.0),
+    "mixture": MixtureRule(),
+    "mixture 0.5": MixtureRule(0.5),
+    "regret": LimitedRule(RegretRule(), 10.0),
+    "regret 0.2": LimitedRule(RegretRule(0.2), 5.0),
     "budget": BudgetRule(),
     "budget 0.02": BudgetRule(budget=0.02),
     "deferred": DeferredRule(),
@@ -53,6 +76,9 @@ class Method:
         decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
             Hugging Face's ``generate``.
         assistant: Draft model for Hugging Face's assisted generation.
+        phase: Markers at the beginning of a line between which ``rule`` applies; without the first
+            one, it applies from the beginning of the answer. Of a marker of several tokens, the
+            last one counts.
     """
 
     name: str
@@ -60,6 +86,23 @@ class Method:
     rule: AcceptanceRule | None = None
     decoder: Literal["fsd", "ar", "hf"] = "fsd"
     assistant: PreTrainedModel | None = None
+    phase: tuple[str | None, str] | None = None
+
+    def rule_for(self, model: EagleFSD) -> AcceptanceRule | None:
+        """Return the rule, restricted to the phase if there is one.
+
+        Args:
+            model: The pair, whose tokenizer knows the markers.
+        """
+        if self.rule is None or self.phase is None:
+            return self.rule
+        encode = model.tokenizer.encode
+        begin, end = (
+            None if marker is None else encode(f"\n{marker}", add_special_tokens=False)[-1]
+            for marker in self.phase
+        )
+        assert end is not None
+        return PhaseRule(self.rule, begin, end)
 
     def describe(self, tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
         """Return the settings that this method's answers depend on, as JSON values.
@@ -78,7 +121,8 @@ class Method:
         values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
         shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
         if self.rule is not None:
-            return {"method": repr(self.rule), **shape}
+            phase = {"phase": list(self.phase)} if self.phase else {}
+            return {"method": repr(self.rule), **phase, **shape}
         if effective == effective.updated(**EAGLE_ACCEPTANCE):
             return {"method": "exact", **shape}
         return {"method": "fsd", **values}
@@ -89,6 +133,19 @@ EXACT = Method("exact", EAGLE_ACCEPTANCE)
 FSD = Method("fsd")
 HF = Method("hf", decoder="hf")
 HF_ASSISTED = "hf assisted"
+#: FSD until the marker of the final number in answers to the bundled problems and to GSM8K.
+BEFORE_RESULT = Method(
+    "before ####", EAGLE_ACCEPTANCE, FuzzyRule(0.2, min_ratio=0.1), phase=(None, "####")
+)
+#: Priced paths without a gate.
+PRICED = [
+    Method(
+        f"price {price:g}",
+        {"threshold": 1.0, "divergence": "js", "min_ratio": 0.0, "fallback": "exact"}
+        | {"selection": "priced", "price": price},
+    )
+    for price in (1.5, 0.75)
+]
 #: Names of the methods that decode without a draft head.
 BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
 
@@ -192,8 +249,9 @@ def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
 
 
 def rule_methods() -> list[Method]:
-    """Return a method for each of :data:`RULES`."""
-    return [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in RULES.items()]
+    """Return a method for each of :data:`RULES`, FSD restricted to a phase, and priced paths."""
+    methods = [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in RULES.items()]
+    return [*methods, BEFORE_RESULT, *PRICED]
 
 
 @dataclass(frozen=True)
@@ -255,7 +313,7 @@ def decode(
         max_new_tokens,
         sampling=sampling,
         acceptance=model.acceptance.updated(**method.acceptance),
-        rule=method.rule,
+        rule=method.rule_for(model),
         method=method.decoder,
         eos_token_id=list(eos_token_ids),
         stopping_criteria=criteria,

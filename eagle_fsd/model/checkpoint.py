@@ -1,10 +1,13 @@
-"""Load and save draft heads in the layout of published EAGLE-1/2 heads.
+"""Read the files of drafters, and load and save EAGLE-1/2 heads in their published layout.
 
 A checkpoint is a folder or a Hub repository with ``config.json`` and ``model.safetensors`` or
-``pytorch_model.bin``. The weights are ``fc.weight``, ``fc.bias`` if ``config.bias`` is true (the
-default when absent) and in heads for SGLang, ``layers.0.*`` without an input norm, and in most
-checkpoints a copy of the target's ``embed_tokens.weight``. RoPE settings and data type are saved
-under their names in transformers 5 and in transformers 4.
+``pytorch_model.bin``, or shards of either. The weights of an EAGLE-1/2 head are ``fc.weight``,
+``fc.bias`` if ``config.bias`` is true (the default when absent) and in heads for SGLang,
+``layers.0.*`` without an input norm, and in most checkpoints a copy of the target's
+``embed_tokens.weight``. RoPE settings and data type are saved under their names in transformers 5
+and in transformers 4.
+
+:mod:`eagle_fsd.model.eagle3_checkpoint` loads and saves EAGLE-3 heads.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import errors as hub_errors
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,6 +29,7 @@ from transformers.utils import cached_file
 
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.text import one_line
 
@@ -32,6 +37,8 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+#: Ending of the file that lists the shards of one of :data:`WEIGHT_FILES`.
+INDEX = ".index.json"
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
 #: RoPE scaling that EAGLE's own code reads. It requires the older name, ``type``, and rejects other
@@ -42,9 +49,11 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 #: Exceptions that configuration classes raise for a field with a wrong type or value.
 _STRICT = (hub_errors.StrictDataclassError,)
 
+Head = TypeVar("Head", bound=DraftHead)
+
 
 class CheckpointError(ValueError):
-    """The files of a head are missing or damaged, or do not match its configuration."""
+    """The files of a drafter are missing or damaged, or do not match its configuration."""
 
 
 def load_head(
@@ -63,12 +72,8 @@ def load_head(
             wrong shape; the message names each.
         ValueError: The head's hidden size or vocabulary is not the target's.
     """
-    config = _read_config(path, token)
-    weights = {
-        name.removeprefix("model."): tensor
-        for name, tensor in _read_weights(path, token).items()
-        if not name.endswith(_COMPUTED)
-    }
+    config = parse_config(path, read_config(path, token))
+    weights = read_weights(path, token)
     bias = getattr(config, "bias", True) or FC_BIAS in weights
     try:
         head = EagleHead(config, bias, dtype or target.dtype)
@@ -76,16 +81,7 @@ def load_head(
         raise CheckpointError(
             f"{path}: cannot build a head from its {CONFIG_FILE}: {error}"
         ) from error
-    try:
-        head.attach(target)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; pass its own target (--target)") from error
-    embedding = weights.pop(EMBEDDING, None)
-    _check(path, head.state_dict(), weights)
-    head.load_state_dict(weights)
-    if embedding is not None:
-        _set_embedding(path, head, target, embedding)
-    return head.eval().requires_grad_(False)
+    return fill_head(path, head, target, weights)
 
 
 def save_head(
@@ -99,18 +95,8 @@ def save_head(
         dtype: Data type of the saved weights; default: the head's.
         binary: Write ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    config = head_config(head, dtype or head.dtype)
-    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    state = {
-        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in head.state_dict().items()
-    }
-    if binary:
-        torch.save(state, path / WEIGHT_FILES[1])
-    else:
-        save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+    dtype = dtype or head.dtype
+    write_head(path, head_config(head, dtype), head.state_dict(), dtype, binary)
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
@@ -120,18 +106,28 @@ def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
         head: The head.
         dtype: Data type of its saved weights.
     """
-    config = head.config.to_diff_dict()
+    return {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
+
+
+def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of ``config.json`` that describe a head's decoder layers.
+
+    Args:
+        config: Configuration of the layers.
+        layers: Their number.
+        dtype: Data type of the saved weights.
+    """
+    fields = config.to_diff_dict()
     for name in ("_name_or_path", "quantization_config"):  # a local path, and how the target's
-        config.pop(name, None)  # weights are stored
-    config.update(
-        num_hidden_layers=1,
-        bias=head.fc.bias is not None,
+        fields.pop(name, None)  # weights are stored
+    fields.update(
+        num_hidden_layers=layers,
         dtype=str(dtype).removeprefix("torch."),
-        **transformers4_fields(head.config, dtype),
+        **transformers4_fields(config, dtype),
     )
-    if config.get("layer_types"):  # one for each of the target's layers
-        config["layer_types"] = ["full_attention"]
-    return config
+    if fields.get("layer_types"):  # one for each of the target's layers
+        fields["layer_types"] = ["full_attention"] * layers
+    return fields
 
 
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -164,10 +160,10 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
 
 
 def settings_file(path: str | Path, token: str | None = None) -> Path | None:
-    """Return the path of the ``fsd.json`` beside a head, or None if there is none.
+    """Return the path of the ``fsd.json`` beside a drafter, or None if there is none.
 
     Args:
-        path: The head's folder or Hub name.
+        path: The drafter's folder or Hub name.
         token: A Hugging Face token for gated repositories.
 
     Raises:
@@ -177,11 +173,175 @@ def settings_file(path: str | Path, token: str | None = None) -> Path | None:
     return Path(found) if found else None
 
 
+def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
+    """Read the ``config.json`` of a drafter.
+
+    Args:
+        path: The drafter's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        CheckpointError: There is none, or it is not a JSON object.
+    """
+    found = _file(path, CONFIG_FILE, token)
+    if found is None:
+        raise CheckpointError(f"{path} has no {CONFIG_FILE}")
+    return _read_json(found)
+
+
+def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Convert the description of a head's decoder layers to a configuration of transformers.
+
+    Args:
+        path: The head's folder or Hub name, for errors.
+        values: Fields by their names in transformers 5 or 4; ``model_type`` is llama by default.
+
+    Raises:
+        CheckpointError: The family is unknown, or a field is invalid.
+    """
+    try:
+        values = dict(values)
+        scaling = values.get("rope_scaling")
+        if values.get("rope_parameters"):
+            values.pop("rope_scaling", None)  # the same settings, of a single layer type
+        elif isinstance(scaling, dict) and "type" in scaling:
+            # Gemma 3 knows only the new name
+            values["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
+        config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
+        raise CheckpointError(
+            f"{path}: its {CONFIG_FILE} is not a configuration of a head: {one_line(error)}"
+        ) from error
+    return config
+
+
+def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
+    """Return the names of a drafter's tensors, without reading tensors where that is possible.
+
+    Args:
+        path: The drafter's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        CheckpointError: The weights are missing or damaged.
+    """
+    file, shards = _find_weights(path, token)
+    if shards:
+        return set(shards)
+    if not file.endswith(".safetensors"):
+        return set(_read_file(file))
+    try:
+        with safe_open(file, "pt") as opened:
+            return set(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+
+
+def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a drafter, except for buffers that follow from its configuration.
+
+    Args:
+        path: The drafter's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Returns:
+        Tensors by name, without the prefix ``model.``.
+
+    Raises:
+        CheckpointError: The weights are missing or damaged.
+    """
+    file, shards = _find_weights(path, token)
+    files = [file]
+    if shards:
+        files = []
+        for name in sorted(set(shards.values())):
+            found = _file(path, name, token)
+            if found is None:
+                raise CheckpointError(f"{path} has no {name}, which {Path(file).name} lists")
+            files.append(found)
+    return {
+        name.removeprefix("model."): tensor
+        for item in files
+        for name, tensor in _read_file(item).items()
+        if not name.endswith(_COMPUTED)
+    }
+
+
+def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
+    """Attach a head to its target and set its weights.
+
+    Args:
+        path: The head's folder or Hub name, for errors.
+        head: A new head.
+        target: The target that the head was trained for.
+        weights: The head's tensors by name. An embedding is kept only if it differs from the
+            target's.
+
+    Returns:
+        The head, in evaluation mode and without gradients.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of the wrong shape; the message names
+            each.
+        ValueError: The head belongs to another target.
+    """
+    embedding = weights.get(EMBEDDING)
+    if embedding is not None:
+        size = head.config.vocab_size, head.config.hidden_size
+        head.embed_tokens = nn.utils.skip_init(
+            nn.Embedding, *size, device=head.device, dtype=head.dtype
+        )
+    try:
+        head.attach(target)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; pass its own target (--target)") from error
+    _check(path, head.state_dict(), weights)
+    head.load_state_dict(weights)
+    if embedding is not None:
+        own = target.embed.weight
+        if embedding.shape == own.shape and torch.equal(embedding.to(own.device, own.dtype), own):
+            head.embed_tokens = None
+        else:
+            log.warning("%s: the head has an embedding other than the target's; keeping both", path)
+    return head.eval().requires_grad_(False)
+
+
+def write_head(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    binary: bool = False,
+) -> None:
+    """Write a head's ``config.json`` and weights.
+
+    Args:
+        path: A folder, created if it does not exist.
+        config: Content of ``config.json``.
+        weights: Tensors by name.
+        dtype: Data type that floating-point weights are converted to.
+        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    state = {
+        name: tensor.detach()
+        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        .contiguous()
+        for name, tensor in weights.items()
+    }
+    if binary:
+        torch.save(state, path / WEIGHT_FILES[1])
+    else:
+        save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+
+
 def _file(path: str | Path, name: str, token: str | None) -> str | None:
     if Path(path).is_dir():
         return str(Path(path) / name) if (Path(path) / name).is_file() else None
     if Path(path).exists():
-        raise CheckpointError(f"{path} is a file; pass the folder that holds the head")
+        raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
     try:
         return cached_file(
             str(path), name, token=token, _raise_exceptions_for_missing_entries=False
@@ -192,52 +352,51 @@ def _file(path: str | Path, name: str, token: str | None) -> str | None:
         ) from error
 
 
-def _read_config(path: str | Path, token: str | None) -> PreTrainedConfig:
-    found = _file(path, CONFIG_FILE, token)
-    if found is None:
-        raise CheckpointError(f"{path} has no {CONFIG_FILE}")
+def _read_json(file: str) -> dict[str, Any]:
     try:
-        values = json.loads(Path(found).read_text(encoding="utf-8"))
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-        scaling = values.get("rope_scaling")
-        if values.get("rope_parameters"):
-            values.pop("rope_scaling", None)  # the same settings, of a single layer type
-        elif isinstance(scaling, dict) and "type" in scaling:
-            scaling.setdefault("rope_type", scaling["type"])  # Gemma 3 knows only the new name
-        config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
-        raise CheckpointError(
-            f"{found} is not a configuration of a head: {one_line(error)}"
-        ) from error
-    return config
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    return values
 
 
-def _read_weights(path: str | Path, token: str | None) -> dict[str, Tensor]:
+def _find_weights(path: str | Path, token: str | None) -> tuple[str, dict[str, str]]:
+    """Return the file of the weights, or else their index and its map from tensors to shards."""
     for name in WEIGHT_FILES:
-        found = _file(path, name, token)
-        if found is None:
-            continue
-        try:
-            if name.endswith(".safetensors"):
-                return load_file(found)
-            weights = torch.load(found, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            # torch's own message suggests disabling weights_only.
-            raise CheckpointError(
-                f"{found} is damaged or holds more than tensors; only plain state dicts are loaded"
-            ) from error
-        except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"cannot read {found}: {one_line(error)}") from error
-        if not isinstance(weights, dict) or not all(
-            isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
-        ):
-            raise CheckpointError(f"{found} is not a state dict of tensors by name")
-        return weights
+        if found := _file(path, name, token):
+            return found, {}
+        if found := _file(path, name + INDEX, token):
+            shards = _read_json(found).get("weight_map")
+            if not isinstance(shards, dict) or not all(
+                isinstance(file, str) for file in shards.values()
+            ):
+                raise CheckpointError(f"{found} has no weight_map from tensors to files")
+            return found, shards
     raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
 
 
-def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _read_file(file: str) -> dict[str, Tensor]:
+    try:
+        if file.endswith(".safetensors"):
+            return load_file(file)
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own message suggests disabling weights_only.
+        raise CheckpointError(
+            f"{file} is damaged or holds more than tensors; only plain state dicts are loaded"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    if not isinstance(weights, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
+    ):
+        raise CheckpointError(f"{file} is not a state dict of tensors by name")
+    return weights
+
+
+def _check(path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [
@@ -247,17 +406,3 @@ def _check(path: str | Path, expected: dict[str, Tensor], found: dict[str, Tenso
     ]
     if problems:
         raise CheckpointError(f"{path} does not match its configuration: " + "; ".join(problems))
-
-
-def _set_embedding(path: str | Path, head: EagleHead, target: Target, embedding: Tensor) -> None:
-    """Keep the checkpoint's embedding only if it differs from the target's."""
-    own = target.embed.weight
-    if embedding.shape != own.shape:
-        raise CheckpointError(
-            f"{path}: {EMBEDDING} is {list(embedding.shape)}, the target's is {list(own.shape)}"
-        )
-    embedding = embedding.to(own.device, own.dtype)
-    if torch.equal(embedding, own):
-        return
-    log.warning("%s: the head has an embedding other than the target's; keeping both", path)
-    head.embed_tokens = nn.Embedding.from_pretrained(embedding.to(head.device, head.dtype))

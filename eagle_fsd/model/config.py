@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from eagle_fsd.utils.options import Options
 
@@ -92,16 +92,38 @@ class AcceptanceConfig(Options):
         default="exact",
         description="Where the divergence is not below T: follow the target's own token, or stop.",
     )
-    selection: Literal["longest", "target", "sample"] = Field(
+    selection: Literal["longest", "priced", "target", "sample"] = Field(
         default="longest",
-        description="Path to keep: the longest, the one the target prefers, or one sampled from"
-        " the draft (the only one with a per-token law at temperatures above 0).",
+        description="Path to keep: the longest, the one that gains most by --price, the one the"
+        " target prefers, or one sampled from the draft (the only one with a per-token law at"
+        " temperatures above 0).",
     )
     divergence_on: Literal["raw", "warped"] = Field(
         default="raw",
         description="Compare the models' own distributions, or those after temperature, top-k and"
         " top-p.",
     )
+    price: float = Field(
+        default=1.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="With selection=priced: tokens that a path must gain for each nat that its"
+        " fuzzy tokens give up.",
+    )
+    max_fuzzy_nats: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="Budget of an answer: log-probability that its fuzzy tokens may give up in all;"
+        " default: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _check_selection(self) -> AcceptanceConfig:
+        if self.max_fuzzy_nats is not None and self.selection in ("target", "sample"):
+            raise ValueError(
+                f"max_fuzzy_nats needs selection longest or priced; got {self.selection}"
+            )
+        return self
 
 
 class SamplingConfig(Options):

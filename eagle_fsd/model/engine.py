@@ -23,7 +23,7 @@ from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.sampling import History, Sampler
 from eagle_fsd.model.stats import PhaseClock
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.target import Target, TargetPass
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import (
     AcceptanceRule,
@@ -35,6 +35,11 @@ from eagle_fsd.model.verify import (
 
 #: Prompt tokens that the target processes in one pass.
 PREFILL_CHUNK = 512
+#: Message of the error that NaN or infinite logits raise.
+BROKEN_LOGITS = (
+    "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
+    " in float16: try bfloat16 or float32)"
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Engine:
     roots: Tensor  # [B] the last token of each row, not in the target's cache
     lengths: Tensor  # [B] tokens in the target's cache
     host_lengths: list[int]  # `lengths` on the host
+    rule_state: Tensor  # [B, W] the acceptance rule's state
     history: History | None
     prefilled: int  # prompt tokens processed
 
@@ -139,6 +145,7 @@ class Engine:
         """
         self.clock.enter("prefill")
         self.history, self._prefix_cache = history, prefix_cache
+        self.rule_state = self.rule.start(prompts)
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
         max_length = max(map(operator.add, self.host_lengths, max_new_tokens))
         length = max_length + self.drafter.max_nodes(self.tree)
@@ -176,19 +183,16 @@ class Engine:
             The emitted tokens, ``[B]`` bool whether a row's logits are broken, and the result of
             :meth:`_describe`.
         """
-        self.clock.enter("draft")
-        max_length = max(self.host_lengths)
-        tree = self.draft.draft(self.roots, max_length)
-        self.clock.enter("target")
-        scored = self.target.forward_tree(
-            tree, self.lengths, max_length, self.cache, self.drafter.reads
-        )
+        tree, scored = self._score_tree()
         self.clock.enter("verify")
         inputs = self.sampler(tree, scored.logits, self.history)
+        inputs.state = self.rule_state
         if tree.size == 1:
             kept = verify_root(inputs)
         else:
-            kept = verify(inputs, self.rule, self.acceptance.fallback, self.acceptance.selection)
+            options = self.acceptance
+            kept = verify(inputs, self.rule, options.fallback, options.selection, options.price)
+        self.rule_state = self.rule.advance(inputs, kept)
         # A single NaN or +inf in a row of logits makes its whole log-softmax NaN.
         first = torch.stack([inputs.raw_log_probs[..., 0], inputs.warped_log_probs[..., 0]])
         broken = first.isnan().any(-1).any(0)  # [B]
@@ -216,6 +220,7 @@ class Engine:
             order.pop()
         keep = len(order)
         self.roots, self.lengths = self.roots[:keep], self.lengths[:keep]
+        self.rule_state = self.rule_state[:keep]
         del self.host_lengths[keep:]
         self.draft.keep(keep)
         if self.history is not None:
@@ -239,6 +244,16 @@ class Engine:
             self.draft.prefill(ids, start, stop, features)
 
     # -- parts of a step -------------------------------------------------------------------------
+
+    def _score_tree(self) -> tuple[DraftTree, TargetPass]:
+        """Draft a tree for every row, and run the target on it."""
+        self.clock.enter("draft")
+        max_length = max(self.host_lengths)
+        tree = self.draft.draft(self.roots, max_length)
+        self.clock.enter("target")
+        return tree, self.target.forward_tree(
+            tree, self.lengths, max_length, self.cache, self.drafter.reads
+        )
 
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
         """Compact the target's cache to the kept path."""
@@ -280,10 +295,7 @@ class Engine:
             [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins], 1
         ).tolist()
         if any(row[1] for row in packed):
-            raise FloatingPointError(
-                "the target produced NaN or infinite logits; check its weights and dtype"
-                " (some models overflow in float16: try bfloat16 or float32)"
-            )
+            raise FloatingPointError(BROKEN_LOGITS)
         width = kept.tokens.shape[1]
         tokens = [row[2 : 2 + row[0]] for row in packed]
         origins = [row[2 + width : 2 + width + row[0]] for row in packed]
@@ -310,7 +322,7 @@ class Engine:
         self.cache.move_row(source, target)
         self.draft.move_row(source, target)
         self.host_lengths[target] = self.host_lengths[source]
-        for tensor in (self.roots, self.lengths):
+        for tensor in (self.roots, self.lengths, self.rule_state):
             tensor[target] = tensor[source]
         if self.history is not None:
             self.history.move_row(source, target)

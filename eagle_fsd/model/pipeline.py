@@ -30,7 +30,13 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.acceptance import ExactRule, rule_for
+from eagle_fsd.model.beam_search import (
+    BeamEngine,
+    BeamSearchConfig,
+    BeamSearchOutput,
+    beam_search,
+)
 from eagle_fsd.model.checkpoint import settings_file
 from eagle_fsd.model.config import (
     AcceptanceConfig,
@@ -40,7 +46,7 @@ from eagle_fsd.model.config import (
     read_settings,
 )
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
-from eagle_fsd.model.drafters.loading import load_drafter
+from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
 from eagle_fsd.model.loading import load_target, load_tokenizer
@@ -69,6 +75,7 @@ class DecodeOptions(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
     seed: int | None
     sampling: SamplingConfig | None
     threshold: float | None
@@ -200,7 +207,7 @@ class EagleFSD:
         target = unwrap_model(target)
         wrapped = Target(target)
         if settings is None and not isinstance(drafter, Drafter):
-            settings = settings_file(drafter, token)
+            settings = None if str(drafter) in WITHOUT_FILES else settings_file(drafter, token)
         from_file = read_settings(settings) if settings is not None else Settings()
         if not isinstance(drafter, Drafter):
             drafter = load_drafter(drafter, wrapped, token)
@@ -256,7 +263,7 @@ class EagleFSD:
                 step; for a single prompt only.
             **options: Further keyword arguments:
 
-                - ``temperature``, ``top_p``, ``top_k``, ``seed``: the fields of
+                - ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``: the fields of
                   :class:`SamplingConfig`; or pass ``sampling`` instead. Default, also for ``None``:
                   greedy. (The tree's ``top_k`` is set in :meth:`from_pretrained`.)
                 - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
@@ -273,7 +280,8 @@ class EagleFSD:
                   generation configuration, such as a repetition penalty, are not applied: for
                   those, call ``target.generate`` with :meth:`custom_generate`.
                 - ``logits_warper``: Hugging Face logits processors that replace ``temperature``,
-                  ``top_p`` and ``top_k``; a ``temperature`` above 0 then only enables sampling.
+                  ``top_p``, ``top_k`` and ``min_p``; a ``temperature`` above 0 then only enables
+                  sampling.
                   They must not read previous tokens.
                 - ``prefix_cache``: keeps the caches for the next turn of a chat; for a single
                   prompt only. The prefix shared with earlier turns is not processed again.
@@ -314,6 +322,80 @@ class EagleFSD:
         """
         return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
 
+    def beam_search(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 256,
+        *,
+        num_beams: int,
+        num_return_sequences: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        method: str = "fsd",
+    ) -> BeamSearchOutput:
+        """Find the most likely answers to every prompt by beam search.
+
+        The result is that of Hugging Face's ``generate`` with ``num_beams`` and
+        ``do_sample=False``. It does not depend on the drafter or on :attr:`acceptance`. Beams that
+        score equally up to rounding may be exchanged.
+
+        Args:
+            input_ids: See :meth:`generate`.
+            attention_mask: See :meth:`generate`.
+            max_new_tokens: See :meth:`generate`.
+            num_beams: Running hypotheses per prompt, at least 1.
+            num_return_sequences: Hypotheses to return per prompt, at most ``num_beams``.
+            length_penalty: Finished hypotheses are ranked by their log-probability, divided by
+                their number of new tokens to this power.
+            early_stopping: When to end a search that has finished ``num_beams`` hypotheses: True,
+                at once; False, when no running one scores above them at its present length;
+                ``"never"``, when none can exceed them.
+            eos_token_id: See :meth:`generate`.
+            pad_token_id: Pads the answers on the right. Default: the target's. As in Hugging Face's
+                beam search, 0 stands for the first of ``eos_token_id``.
+            method: See :meth:`generate`.
+
+        Raises:
+            ValueError: An argument is invalid.
+            FloatingPointError: The target produced NaN or infinite logits.
+        """
+        config = BeamSearchConfig.from_dict(
+            {
+                "num_beams": num_beams,
+                "num_return_sequences": num_return_sequences,
+                "length_penalty": length_penalty,
+                "early_stopping": early_stopping,
+            }
+        )
+        self._check_method(method)
+        target, defaults = self.target, self.model.generation_config
+        max_new_tokens = _CallOptions.from_dict(
+            {"max_new_tokens": max_new_tokens, "details": None}
+        ).max_new_tokens
+        eos = self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id)
+        if num_beams + len(set(eos)) > target.vocab_size:
+            raise ValueError(
+                "num_beams and the end-of-sequence tokens must be at most as many as the"
+                f" {target.vocab_size} tokens of the vocabulary; got {num_beams} and {len(eos)}"
+            )
+        pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
+        prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
+        ends = EndConditions(
+            self._limit_new_tokens(list(map(len, prompts)), max_new_tokens),
+            frozenset(eos),
+            pad or next(iter(eos), 0),
+            StoppingCriteriaList(),
+        )
+        drafter = self.drafter if method == "fsd" else NoDrafter()
+        engine = BeamEngine(
+            target, drafter, Sampler(SamplingConfig()), self.tree, AcceptanceConfig()
+        )
+        check_target(target, projected=drafter.projects)
+        return beam_search(engine, input_ids, prompts, config, ends)
+
     def custom_generate(
         self,
         model: PreTrainedModel,
@@ -329,6 +411,8 @@ class EagleFSD:
         fallback: str | None = None,
         selection: str | None = None,
         divergence_on: str | None = None,
+        price: float | None = None,
+        max_fuzzy_nats: float | None = None,
         method: str = "fsd",
         seed: int | None = None,
         **model_kwargs: Any,
@@ -353,6 +437,8 @@ class EagleFSD:
             fallback: Overrides this field of :attr:`acceptance`.
             selection: Overrides this field of :attr:`acceptance`.
             divergence_on: Overrides this field of :attr:`acceptance`.
+            price: Overrides this field of :attr:`acceptance`.
+            max_fuzzy_nats: Overrides this field of :attr:`acceptance`.
             method: ``"fsd"`` or ``"ar"``.
             seed: Seed that makes sampling reproducible.
             **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
@@ -416,6 +502,8 @@ class EagleFSD:
                 fallback=fallback,
                 selection=selection,
                 divergence_on=divergence_on,
+                price=price,
+                max_fuzzy_nats=max_fuzzy_nats,
             ),
             method=method,
             seed=seed,
@@ -431,6 +519,7 @@ class EagleFSD:
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         sampling: SamplingConfig | None = None,
         threshold: float | None = None,
@@ -456,6 +545,7 @@ class EagleFSD:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
             seed=seed,
         )
         acceptance = _override(
@@ -495,10 +585,11 @@ class EagleFSD:
             sampling,
             logits_processor or (),
             logits_warper,
-            draw_from_draft=acceptance.selection == "sample",
+            draw_from_draft=acceptance.selection == "sample" or rule.needs_drawn,
             # Details report the divergence that the acceptance options select, under any rule.
             warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
             draw_uniform=rule.needs_uniform,
+            block=isinstance(rule, ExactRule),
             generator=generator,
         )
         drafter = self.drafter if method == "fsd" else NoDrafter()

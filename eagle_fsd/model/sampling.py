@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import VerificationInputs
 
@@ -113,6 +114,8 @@ class Sampler:
         draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
         warp_draft: Also warp the draft's distributions.
         draw_uniform: Also draw a uniform random number at every node.
+        block: Verify sampled chains as a block instead of token by token. Only for rules that relax
+            nothing.
         generator: Source of all randomness; default: torch's global generator.
 
     Raises:
@@ -127,6 +130,7 @@ class Sampler:
         draw_from_draft: bool = False,
         warp_draft: bool = False,
         draw_uniform: bool = False,
+        block: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         sampling = sampling or SamplingConfig()
@@ -140,6 +144,7 @@ class Sampler:
         self.draw_from_draft = draw_from_draft
         self.warp_draft = warp_draft or draw_from_draft
         self.draw_uniform = draw_uniform and not self.greedy
+        self.verify_chain = verify_block if block else verify_tokens
         self.generator = generator
 
     @property
@@ -166,7 +171,8 @@ class Sampler:
         if self.warpers:
             warped = self._warp(log_probs)
             # There are many more expanded nodes than tree nodes: warp them only where needed.
-            warped_draft = self._warp(tree.draft_log_probs) if self.warp_draft else None
+            needed = self.warp_draft or tree.sampled
+            warped_draft = self._warp(tree.draft_log_probs) if needed else None
         drawn = None
         if self.draw_from_draft:
             drawn = tree.tokens
@@ -174,14 +180,20 @@ class Sampler:
                 drawn = self._choose(warped_draft)
                 drawn = drawn if tree.token_ids is None else tree.token_ids[drawn]
                 drawn = drawn.gather(1, tree.draft_rows.clamp_min(0))
-        # Greedy decoding compares the logits themselves: after subtracting the normalizer two
-        # different logits can round to the same value.
-        sampled = self._choose(logits if self.greedy else warped)
+            if tree.sampled:  # the drafted tokens are draws already
+                drawn = torch.cat([tree.tokens[:, 1:], drawn[:, -1:]], 1)
+        if tree.sampled:
+            assert warped_draft is not None
+            sampled = self._follow_chain(tree, warped, warped_draft)
+        else:
+            # Greedy decoding compares the logits themselves: after subtracting the normalizer two
+            # different logits can round to the same value.
+            sampled = self._choose(logits if self.greedy else warped)
         uniform = None
         if self.draw_uniform:
             uniform = torch.empty_like(warped[..., 0]).uniform_(generator=self.generator)
         return VerificationInputs(
-            tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform
+            tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform, logits
         )
 
     def draw_draft(self, log_probs: Tensor) -> Tensor:
@@ -194,6 +206,15 @@ class Sampler:
             ``[...]`` indices into the draft's vocabulary.
         """
         return self._choose(self._warp(log_probs))
+
+    def _follow_chain(self, tree: DraftTree, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Return ``[B, N]``: the target's sample at every node of a sampled chain."""
+        log_p, last = log_p.split([tree.size - 1, 1], 1)
+        log_q = log_q[:, : tree.size - 1]  # of a chain, node i is expanded as the i-th
+        if tree.token_ids is not None:
+            log_q = torch.full_like(log_p, -torch.inf).index_copy(2, tree.token_ids, log_q)
+        followed = self.verify_chain(log_p, log_q, tree.tokens[:, 1:], self.generator)
+        return torch.cat([followed, self._choose(last)], 1)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the argmax, or a sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""

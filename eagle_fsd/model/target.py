@@ -189,30 +189,61 @@ class Target:
         return TreeCache(rows, length, self._layout)
 
     def prefill(
-        self, ids: Tensor, start: int, cache: TreeCache, states: Sequence[int] = (LAST,)
+        self,
+        ids: Tensor,
+        start: int,
+        cache: TreeCache,
+        states: Sequence[int] = (LAST,),
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        """Process a chunk of every row's prompt.
+        """Process tokens that follow those in the cache, causally.
 
         Args:
             ids: ``[B, S]`` token ids.
-            start: Position of the first token, the same in every row.
+            start: Position of the first token; with ``lengths``, an upper bound of it.
             cache: Receives keys and values.
+            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
+            lengths: ``[B]`` position of the first token in each row; default: ``start``.
+
+        Returns:
+            ``[B, S, F]`` the hidden states, concatenated.
+        """
+        first = start if lengths is None else lengths[:, None]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
+        view = cache.visible(start + ids.shape[1])
+        slots = torch.arange(view, device=ids.device)[None, None]  # [1, 1, view]
+        seen = slots <= positions[:, :, None]
+        cache.place(positions.expand_as(ids), view)
+        return self.encode(ids, positions, seen, slots, cache, states)
+
+    def encode(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        keys: Tensor,
+        cache: TreeCache,
+        states: Sequence[int] = (LAST,),
+    ) -> Tensor:
+        """Run the layers on tokens at any positions, without the output projection.
+
+        Args:
+            ids: ``[B, S]`` token ids.
+            positions: ``[B, S]`` their positions; like the next two, ``B`` may be 1.
+            seen: ``[B, S, L]`` bool, the slots that each token attends to with full attention.
+            keys: ``[B, S, L]`` the position of each slot; ``S`` may be 1.
+            cache: A cache on which :meth:`TreeCache.place` has been called.
             states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
 
         Returns:
             ``[B, S, F]`` the hidden states, concatenated.
         """
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]  # [1, S]
-        view = cache.visible(start + ids.shape[1])
-        slots = torch.arange(view, device=ids.device)[None]  # [1, view]
-        mask = self._masks(slots[:, None] <= positions[:, :, None], positions, slots, len(ids))
-        positions = positions.expand_as(ids)
-        cache.place(positions, view)
+        mask = self._masks(seen, positions, keys, len(ids))
         with self.recording(states) as recorded:
             output = self._body(
                 input_ids=ids,
                 attention_mask=mask,
-                position_ids=positions,
+                position_ids=positions.clamp_max(self.stable_rope_length - 1).expand_as(ids),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -244,7 +275,9 @@ class Target:
         columns = slots[:, None].expand(-1, tree.size, -1)
         positions = lengths[:, None] + tree.depths
         mask = self._masks(
-            seen.scatter(2, columns, tree.ancestors), positions, keys.scatter(1, slots, positions)
+            seen.scatter(2, columns, tree.ancestors),
+            positions,
+            keys.scatter(1, slots, positions)[:, None],
         )
         cache.place(slots, view)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
@@ -298,10 +331,10 @@ class Target:
         Args:
             seen: ``[B, S, L]`` bool, the keys that each query attends to with full attention.
             queries: ``[B, S]`` positions.
-            keys: ``[B, L]`` positions.
+            keys: ``[B, S, L]`` positions; ``S`` may be 1.
             rows: Number of rows to expand the masks to if ``B`` is 1; default: ``B``.
         """
-        queries, keys = queries[:, :, None], keys[:, None]
+        queries = queries[:, :, None]
         masks = {}
         for kind in self.attention_types:
             window = None

@@ -21,6 +21,8 @@ class DraftTree:
     """A tree of drafted tokens for each row. Node 0, the root, is the last emitted token.
 
     Nodes are in level order: a parent precedes its children, and depths never decrease.
+    Other nodes of depth 0 are padding, in rows with fewer nodes: each is its own parent and has no
+    children, so verification never keeps it.
 
     Attributes:
         tokens: ``[B, N]`` token of each node.
@@ -57,6 +59,31 @@ class DraftTree:
         """Return ``[B, N]`` bool: which nodes are not leaves."""
         found = torch.zeros_like(self.tokens, dtype=torch.bool)
         return found.scatter_(1, self.parents[:, 1:], True)
+
+    def at_nodes(self, draft: Tensor) -> Tensor:
+        """Look up the draft's distribution at every node.
+
+        Args:
+            draft: ``[B, M, D]``, such as ``draft_log_probs``; ``M`` is at least 1.
+
+        Returns:
+            ``[B, N, D]``; meaningless where ``draft_rows`` is -1.
+        """
+        # Select whole rows: an elementwise gather costs several times as much.
+        row = torch.arange(draft.shape[0], device=draft.device)[:, None] * draft.shape[1]
+        index = (self.draft_rows.clamp_min(0) + row).flatten()
+        return draft.flatten(0, 1).index_select(0, index).view(*self.tokens.shape, -1)
+
+    def path_sum(self, values: Tensor) -> Tensor:
+        """Add up the values of the nodes on the path from the root to every node.
+
+        Args:
+            values: ``[B, N]``.
+
+        Returns:
+            ``[B, N]``.
+        """
+        return torch.where(self.ancestors, values[:, None, :], 0.0).sum(-1)
 
 
 class TreeBuilder:

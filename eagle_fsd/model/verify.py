@@ -10,15 +10,21 @@ largest number of tokens that one step can emit.
 At every node ``i`` the target's distribution ``p_i`` is known, and one token ``s_i`` is sampled
 from it. An edge into node ``c`` is *exact* when ``c`` carries its parent's ``s``; it is *relaxed*
 when the acceptance rule's gate is open at the parent and the rule admits the token. The deepest
-path of accepted edges is kept, and ``s`` at its last node follows as the bonus token.
+path of accepted edges is kept, and ``s`` at its last node follows as the bonus token. With
+``selection="priced"`` it is the path with the largest ``depth - price * sum of regret``, where the
+regret of a relaxed edge is ``max log p - log p(x)`` and exact edges cost nothing; so a fuzzy token
+must gain as many tokens as it costs, and of equally long paths the cheapest is kept.
 
 Without relaxed edges this is lossless: following the target's own sample while it is in the tree
 has the same distribution as EAGLE-2's recursive rejection over deterministic candidates
-(arXiv 2406.16858; Leviathan et al., arXiv 2211.17192, for a chain).
+(arXiv 2406.16858). For a chain whose tokens were sampled from the draft,
+:mod:`~eagle_fsd.model.residual` draws ``s`` so that it agrees with them as often as possible.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -28,6 +34,9 @@ from torch import Tensor
 
 from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.tree import DraftTree
+
+#: Values of ``selection`` that compare whole paths; the others keep one child per node.
+WHOLE_PATHS = ("longest", "priced")
 
 
 class Origin(IntEnum):
@@ -52,11 +61,15 @@ class VerificationInputs:
             sampled from. At temperature 0 it is ``log_probs``.
         warped_draft_log_probs: ``[B, M, D]`` the draft's distributions after the same warping.
             None if neither the options nor the rule need it.
-        sampled: ``[B, N]`` the target's own sample ``s`` at each node.
+        sampled: ``[B, N]`` the target's own sample ``s`` at each node; where the tree's tokens were
+            sampled, see :mod:`~eagle_fsd.model.residual`.
         drawn: ``[B, N]`` one token sampled from the draft's distribution at each expanded node
-            (undefined elsewhere). None unless ``selection="sample"``.
+            (undefined elsewhere); the drafted token if the tree's tokens were sampled. None unless
+            ``selection="sample"`` or the rule needs it.
         uniform: ``[B, N]`` uniform random numbers, independent of ``sampled``. None at temperature
             0, and if the rule does not need them.
+        logits: ``[B, N, V]`` the target's logits after logits processors.
+        state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
     """
 
     tree: DraftTree
@@ -67,11 +80,21 @@ class VerificationInputs:
     sampled: Tensor
     drawn: Tensor | None = None
     uniform: Tensor | None = None
+    logits: Tensor | None = None
+    state: Tensor | None = None
 
     @cached_property
     def peak(self) -> Tensor:
         """``[B, N]`` the largest of ``log_probs`` at each node."""
         return self.log_probs.amax(-1)
+
+    @cached_property
+    def regret(self) -> Tensor:
+        """``[B, N]`` nats: ``max log p - log p(x)`` of each token at its parent; 0 at the root."""
+        parents = self.tree.parents
+        regret = self.peak.gather(1, parents) - self.log_prob(parents, self.tree.tokens)
+        regret[:, 0] = 0.0
+        return regret
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Look up ``log p`` of tokens at nodes.
@@ -84,6 +107,22 @@ class VerificationInputs:
             ``[B, Q]`` float32.
         """
         return pick(self.log_probs, nodes, tokens)
+
+    def above_floor(self, nodes: Tensor, tokens: Tensor, ratio: float) -> Tensor:
+        """Whether ``p(x) >= ratio * max p`` for tokens at nodes.
+
+        Args:
+            nodes: ``[B, Q]`` node indices.
+            tokens: ``[B, Q]`` token ids.
+            ratio: 0 admits every token.
+
+        Returns:
+            ``[B, Q]`` bool.
+        """
+        if ratio == 0.0:
+            return torch.ones_like(nodes, dtype=torch.bool)
+        floor = self.peak.gather(1, nodes) + math.log(ratio)
+        return self.log_prob(nodes, tokens) >= floor
 
     def supported(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Whether tokens are inside the support left by processors, top-k and top-p.
@@ -104,7 +143,11 @@ class AcceptanceRule:
     An edge is relaxed if :meth:`gate` is open at the parent and :meth:`admits` accepts the child's
     token. :meth:`settle` can then revoke edges, given the whole tree. The built-in rules are in
     :mod:`eagle_fsd.model.acceptance`. A custom rule overrides the methods it needs, and
-    :attr:`needs_uniform` or :attr:`needs_warped_draft` if it reads these optional inputs.
+    :attr:`needs_uniform`, :attr:`needs_drawn` or :attr:`needs_warped_draft` if it reads these
+    optional inputs.
+
+    A rule that depends on what a row has emitted keeps :attr:`state_size` numbers per row on the
+    device. They follow the row when rows are dropped, and are in :attr:`VerificationInputs.state`.
     """
 
     @property
@@ -113,9 +156,64 @@ class AcceptanceRule:
         return False
 
     @property
+    def needs_drawn(self) -> bool:
+        """Whether the rule reads :attr:`VerificationInputs.drawn` at temperatures above 0."""
+        return False
+
+    @property
     def needs_warped_draft(self) -> bool:
         """Whether the rule reads :attr:`VerificationInputs.warped_draft_log_probs`."""
         return False
+
+    @property
+    def judges_paths(self) -> bool:
+        """Whether :meth:`settle` revokes edges, which requires whole paths."""
+        return type(self).settle is not AcceptanceRule.settle
+
+    @property
+    def replaces_samples(self) -> bool:
+        """Whether :meth:`choose` replaces the target's samples."""
+        return type(self).choose is not AcceptanceRule.choose
+
+    @property
+    def state_size(self) -> int:
+        """``W``, the number of values that the rule keeps per row."""
+        return 0
+
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Return the state before the first step; by default zeros.
+
+        Args:
+            prompts: ``[S]`` token ids of each row.
+
+        Returns:
+            ``[B, W]`` float32 on the device of the prompts.
+        """
+        return torch.zeros(len(prompts), self.state_size, device=prompts[0].device)
+
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        """Return the state after a step; by default unchanged.
+
+        Args:
+            inputs: The inputs of the step.
+            kept: The result of the step.
+
+        Returns:
+            ``[B, W]`` float32.
+        """
+        assert inputs.state is not None
+        return inputs.state
+
+    def choose(self, inputs: VerificationInputs) -> Tensor:
+        """Choose the token that is exact below each node and ends a path there; by default ``s``.
+
+        Args:
+            inputs: The tree and both models' distributions on it.
+
+        Returns:
+            ``[B, N]`` token ids.
+        """
+        return inputs.sampled
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         """Select the nodes below which tokens may be relaxed; by default all.
@@ -180,6 +278,7 @@ def verify(
     rule: AcceptanceRule,
     fallback: str = "exact",
     selection: str = "longest",
+    price: float = 0.0,
 ) -> Verification:
     """Keep one path of the tree.
 
@@ -190,19 +289,24 @@ def verify(
         fallback: What to do where the gate is closed. ``"exact"`` follows the target's sample if it
             is in the tree. ``"stop"`` emits the sample and ends the path, as in the paper's chain
             algorithm.
-        selection: ``"longest"``, ``"target"`` or ``"sample"``, see
+        selection: ``"longest"``, ``"priced"``, ``"target"`` or ``"sample"``, see
             :class:`~eagle_fsd.model.config.AcceptanceConfig`.
+        price: With ``"priced"``, the tokens that a path must gain for each nat that its fuzzy
+            tokens give up.
 
     Raises:
-        ValueError: ``selection`` keeps one child per node but the rule overrides ``settle``, which
-            needs whole paths, or ``selection="sample"`` and ``inputs.drawn`` is None.
+        ValueError: ``selection`` keeps one child per node but the rule judges whole paths, or
+            ``selection="sample"`` and ``inputs.drawn`` is None.
     """
     tree = inputs.tree
-    if selection != "longest" and type(rule).settle is not AcceptanceRule.settle:
-        raise ValueError(f'{type(rule).__name__} judges whole paths: it needs selection="longest"')
+    if selection not in WHOLE_PATHS and rule.judges_paths:
+        raise ValueError(
+            f"{type(rule).__name__} judges whole paths: it needs selection"
+            f" {' or '.join(WHOLE_PATHS)}; got {selection}"
+        )
     parents, tokens = tree.parents, tree.tokens
     gate = rule.gate(inputs)
-    chosen = inputs.sampled  # the token to emit if the path ends at the node
+    chosen = rule.choose(inputs)  # the token to emit if the path ends at the node
     edge_log_prob = inputs.log_prob(parents, tokens)
     supported = inputs.supported(parents, tokens)
 
@@ -211,9 +315,9 @@ def verify(
     if selection == "target":
         chosen = _preferred_child(tree, exact, relaxed & supported, edge_log_prob, chosen)
     elif selection == "sample":
-        chosen = _draft_draw(inputs, rule, gate)
+        chosen = _draft_draw(inputs, rule, gate, chosen)
     accepted = exact | relaxed
-    if selection != "longest":
+    if selection not in WHOLE_PATHS:
         accepted = tokens == chosen.gather(1, parents)
     if fallback == "stop":
         accepted = accepted & gate.gather(1, parents)
@@ -223,10 +327,13 @@ def verify(
     # Log-probabilities add up along a path, to -inf where an edge is not accepted.
     edge_score = torch.where(accepted, edge_log_prob.clamp_min(LOG_FLOOR), -torch.inf)
     edge_score[:, 0] = 0.0
-    score = torch.where(tree.ancestors, edge_score[:, None, :], 0.0).sum(-1)  # [B, N]
-    reach = torch.where(score > -torch.inf, tree.depths, -1)
-    deepest = reach == reach.amax(1, keepdim=True)
-    end = torch.where(deepest, score, -torch.inf).argmax(1, keepdim=True)  # [B, 1]
+    score = tree.path_sum(edge_score)  # [B, N]
+    value = tree.depths.to(score)
+    if selection == "priced":
+        value = value - price * tree.path_sum(torch.where(accepted & ~exact, inputs.regret, 0.0))
+    value = torch.where(score > -torch.inf, value, -torch.inf)
+    best = value == value.amax(1, keepdim=True)
+    end = torch.where(best, score, -torch.inf).argmax(1, keepdim=True)  # [B, 1]
 
     length = tree.max_depth + 1
     on_path = tree.ancestors.gather(1, end[:, :, None].expand(-1, 1, tree.size))[:, 0]
@@ -276,7 +383,9 @@ def _preferred_child(
     return torch.where(best > -torch.inf, tree.tokens.gather(1, child), sampled)
 
 
-def _draft_draw(inputs: VerificationInputs, rule: AcceptanceRule, gate: Tensor) -> Tensor:
+def _draft_draw(
+    inputs: VerificationInputs, rule: AcceptanceRule, gate: Tensor, sampled: Tensor
+) -> Tensor:
     """Return ``[B, N]``: the draft's sample where the gate is open and the token is admitted.
 
     Elsewhere it is the target's sample. With an open gate, the emitted token's distribution is
@@ -290,7 +399,7 @@ def _draft_draw(inputs: VerificationInputs, rule: AcceptanceRule, gate: Tensor) 
     gate = gate & (inputs.tree.draft_rows >= 0)  # elsewhere there is no draft distribution
     admitted = rule.admits(inputs, nodes, inputs.drawn)
     admitted = admitted & inputs.supported(nodes, inputs.drawn)
-    return torch.where(gate & admitted, inputs.drawn, inputs.sampled)
+    return torch.where(gate & admitted, inputs.drawn, sampled)
 
 
 def pick(values: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:

@@ -12,8 +12,24 @@ from eagle_fsd.model.config import ModelName, SamplingConfig, TargetOptions
 from eagle_fsd.utils.options import Options
 from eagle_fsd.utils.text import one_line
 
-#: EAGLE's learning rate, and the hidden size it was published for (that of a 7B Llama).
-PUBLISHED_LR, PUBLISHED_HIDDEN_SIZE = 3e-5, 4096
+HeadType = Literal["eagle", "eagle3"]
+#: Published learning rates, and the hidden size that they were published for (7B and 8B Llamas).
+PUBLISHED_LR = {"eagle": 3e-5, "eagle3": 5e-5}
+PUBLISHED_HIDDEN_SIZE = 4096
+#: Options whose defaults are different for EAGLE-3 heads: those of its authors' training script.
+EAGLE3_DEFAULTS: dict[str, float] = {
+    "weight_decay": 0.0,
+    "noise": 0.0,
+    "feature_weight": 0.0,
+    "token_weight": 1.0,
+    "divergence_weight": 0.0,
+    "unroll": 7,
+    "unroll_decay": 0.8,
+}
+#: Options that are fields of :class:`~eagle_fsd.model.drafters.eagle3.Eagle3Flags`.
+EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+#: Size of an EAGLE-3 head's vocabulary by default, if the target's is larger.
+DRAFT_VOCAB_SIZE = 32_000
 
 #: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
 DivergenceLoss = Literal["js", "tv", "kl", "kl_reversed"]
@@ -32,6 +48,7 @@ CHATS_DESCRIPTION = "Chats in ShareGPT's or OpenAI's layout, JSON or JSON Lines.
 MaxLength = Annotated[
     int, Field(ge=8, le=1_048_576, description="Tokens per chat; longer chats are truncated.")
 ]
+HEAD_TYPE_DESCRIPTION = "Kind of head: eagle (EAGLE-1/2) or eagle3."
 DeviceMap = Annotated[
     str | None,
     Field(
@@ -40,7 +57,7 @@ DeviceMap = Annotated[
     ),
 ]
 
-ExportFormat = Literal["eagle", "sglang", "vllm"]
+ExportFormat = Literal["eagle", "sglang", "vllm", "speculators"]
 EXPORT_FORMATS: tuple[str, ...] = get_args(ExportFormat)
 
 
@@ -49,9 +66,27 @@ class TrainConfig(Options):
 
     The defaults are EAGLE's where they were published (arXiv 2401.15077, appendix, and the authors'
     training script). The divergence loss is an addition; it increased the accepted length in
-    ``eagle_fsd/train/recipes/compare_losses.py``.
+    ``eagle_fsd/train/recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
+    :data:`EAGLE3_DEFAULTS` have those defaults (``eagle/traineagle3`` in the authors' repository).
     """
 
+    head_type: HeadType = Field("eagle", description=HEAD_TYPE_DESCRIPTION)
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=1,
+        le=2**31,
+        description="Tokens that an eagle3 head can draft: the most frequent ones of the training"
+        f" text's answers; default: all, but at most {DRAFT_VOCAB_SIZE}.",
+    )
+    fc_norm: bool = Field(
+        False, description="eagle3: norm each hidden state by itself before fc (EAGLE-3.1)."
+    )
+    norm_output: bool = Field(
+        False, description="eagle3: norm the head's output before it is its next input (EAGLE-3.1)."
+    )
+    norm_before_residual: bool = Field(
+        False, description="eagle3: add the normed input to the attention's output, not the input."
+    )
     epochs: int = Field(20, ge=1, le=10_000, description="Passes over the chats.")
     max_steps: int | None = Field(
         None, ge=1, description="Stop after this many optimizer steps; default: no limit."
@@ -69,30 +104,42 @@ class TrainConfig(Options):
         None,
         ge=0.0,
         le=1.0,
-        description="Peak learning rate; default: EAGLE's 3e-5, scaled to the target's hidden"
-        " size.",
+        description="Peak learning rate; default: the published 3e-5 (eagle3: 5e-5), scaled to the"
+        " target's hidden size.",
     )
     warmup: int = Field(
         2000, ge=0, le=10**9, description="Warm-up steps, at most a tenth of all steps."
     )
-    weight_decay: float = Field(0.01, ge=0.0, le=1.0, description="Weight decay of AdamW.")
+    weight_decay: float = Field(
+        0.01, ge=0.0, le=1.0, description="Weight decay of AdamW; eagle3: 0 by default."
+    )
     beta1: float = Field(0.9, ge=0.0, le=0.9999, description="First beta of AdamW.")
     beta2: float = Field(0.95, ge=0.0, le=0.99999, description="Second beta of AdamW.")
     clip: float = Field(0.5, ge=0.0, description="Maximum norm of the gradient.")
     noise: float = Field(
-        0.1, ge=0.0, le=10.0, description="Half-width of the uniform noise added to the features."
+        0.1,
+        ge=0.0,
+        le=10.0,
+        description="Half-width of the uniform noise added to the features; eagle3: 0 by default.",
     )
     feature_weight: float = Field(
-        1.0, ge=0.0, le=1e6, description="Weight of the smooth-L1 loss on the features."
+        1.0,
+        ge=0.0,
+        le=1e6,
+        description="Weight of the smooth-L1 loss on the features; eagle3: always 0.",
     )
     token_weight: float = Field(
         0.1,
         ge=0.0,
         le=1e6,
-        description="Weight of the cross-entropy with the target's distribution.",
+        description="Weight of the cross-entropy with the target's distribution; eagle3: 1 by"
+        " default.",
     )
     divergence_weight: float = Field(
-        1.0, ge=0.0, le=1e6, description="Weight of the divergence between target and draft."
+        1.0,
+        ge=0.0,
+        le=1e6,
+        description="Weight of the divergence between target and draft; eagle3: 0 by default.",
     )
     divergence_loss: DivergenceLoss = Field("js", description="Divergence used as a loss.")
     unroll: int = Field(
@@ -100,12 +147,17 @@ class TrainConfig(Options):
         ge=1,
         le=8,
         description="Runs of the head over each chat. Each reads the features that the one before"
-        " predicted; gradients flow back through all of them.",
+        " predicted; gradients flow back through all of them. eagle3: 7 by default.",
     )
     unroll_decay: float = Field(
-        1.0, ge=0.0, le=1.0, description="Weight of each run relative to the one before."
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="Weight of each run relative to the one before; eagle3: 0.8 by default.",
     )
-    bias: bool = Field(False, description="Give the fc layer a bias (vLLM's has none).")
+    bias: bool = Field(
+        False, description="Give the fc layer of an eagle head a bias (vLLM's has none)."
+    )
     seed: int = Field(
         0, ge=0, le=2**31 - 1, description="Seed of the weights, the order and the noise."
     )
@@ -120,8 +172,28 @@ class TrainConfig(Options):
         False, description="Compile the decoder layers (on a CPU this needs a C++ compiler)."
     )
 
+    @model_validator(mode="after")
+    def _apply_head_type(self) -> TrainConfig:
+        if self.head_type == "eagle":
+            for name in ("draft_vocab_size", *EAGLE3_FLAGS):
+                if getattr(self, name):
+                    raise ValueError(f"{name} requires head_type eagle3")
+            return self
+        for name, value in EAGLE3_DEFAULTS.items():
+            if name not in self.model_fields_set:
+                # The field stays unset, so that a file can override it.
+                object.__setattr__(self, name, value)
+        if self.feature_weight:
+            raise ValueError(
+                "feature_weight must be 0 with head_type eagle3, which predicts no features; got"
+                f" {self.feature_weight:g}"
+            )
+        if self.bias:
+            raise ValueError("bias requires head_type eagle")
+        return self
+
     def learning_rate(self, hidden_size: int) -> float:
-        """Return the peak learning rate: ``lr`` if set, else EAGLE's times 4096 / ``hidden_size``.
+        """Return the peak learning rate: ``lr``, or the published one times 4096 / ``hidden_size``.
 
         With Adam, the best learning rate falls as layers get wider; with the rate for a 7B model's
         head, narrow heads hardly train.
@@ -131,7 +203,7 @@ class TrainConfig(Options):
         """
         if self.lr is not None:
             return self.lr
-        return PUBLISHED_LR * PUBLISHED_HIDDEN_SIZE / hidden_size
+        return PUBLISHED_LR[self.head_type] * PUBLISHED_HIDDEN_SIZE / hidden_size
 
     def learning_rate_factor(self, step: int, total: int) -> float:
         """Return the learning rate relative to its peak: linear warm-up, then linear decay to 0.
@@ -204,6 +276,7 @@ class FeaturesRequest(TargetOptions):
     data: ExistingPath = Field(description=CHATS_DESCRIPTION)
     device_map: DeviceMap = None
     out: Path = Field(description="Folder for the features; an interrupted run resumes there.")
+    head_type: HeadType = Field("eagle", description=HEAD_TYPE_DESCRIPTION)
     max_length: MaxLength = 2048
     batch_size: int = Field(4, ge=1, le=4096, description="Chats per forward pass.")
 

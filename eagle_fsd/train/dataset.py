@@ -312,6 +312,33 @@ def _length(example: Any) -> int:
     return max(2, len(example.ids))  # a batch is at least as wide
 
 
+def answer_tokens(data: Dataset[Example], chats: Sequence[int], workers: int) -> Iterator[Tensor]:
+    """Yield the tokens that the assistant generates, chat by chat.
+
+    Args:
+        data: The data.
+        chats: Indices of the chats.
+        workers: Number of processes that encode chats; 0 encodes them in this one.
+    """
+    yield from DataLoader(
+        data, sampler=chats, batch_size=None, collate_fn=_answer, num_workers=workers
+    )
+
+
+def _answer(example: Any) -> Tensor:
+    return torch.tensor(example.ids)[torch.tensor(example.assistant_mask)]
+
+
+def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """Return the most frequent tokens in ascending order, of equally frequent ones the lowest.
+
+    Args:
+        counts: ``[V]`` how often each token occurs.
+        size: Number of tokens to return.
+    """
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
 def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) -> None:
     """Check that the loss covers a token of some chat.
 

@@ -15,8 +15,12 @@ vllm      the target's architecture; no ``fc.bias`` (its layer has none and igno
 
 All of them read RoPE settings and data type under their names in transformers 4.
 
-Sources: EAGLE's ``cnets1.py`` and ``configs.py``; SGLang's ``models/llama.py``, ``llama_eagle.py``
-and ``qwen2_eagle.py``; vLLM's ``models/llama.py`` and ``llama_eagle.py``.
+EAGLE-3 heads have two layouts, see :mod:`~eagle_fsd.model.eagle3_checkpoint`: EAGLE's for ``eagle``
+and ``sglang``, that of speculators for ``vllm`` and ``speculators``. EAGLE's own code knows none of
+the variants, and reads a ``pytorch_model.bin``.
+
+Sources: EAGLE's ``cnets.py``, ``cnets1.py`` and ``configs.py``; SGLang's ``models/llama.py``,
+``llama_eagle.py`` and ``qwen2_eagle.py``; vLLM's ``models/llama.py`` and ``llama_eagle.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -39,7 +43,12 @@ from eagle_fsd.model.checkpoint import (
     WEIGHT_FILES,
     head_config,
     load_head,
+    read_config,
+    read_weights,
+    tensor_names,
+    transformers4_fields,
 )
+from eagle_fsd.model.eagle3_checkpoint import Layout, is_eagle3, load_eagle3, save_eagle3
 from eagle_fsd.model.loading import LoadError, load_embeddings, load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
@@ -71,8 +80,8 @@ def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
     Raises:
         CheckpointError: The head cannot be read.
         LoadError: The target cannot be loaded.
-        ValueError: The engine has no EAGLE head for this family, the output folder is not empty, or
-            the head has a bias that vLLM would ignore.
+        ValueError: The engine has no EAGLE head for this family or of this type, the output folder
+            is not empty, or the head has a bias that vLLM would ignore.
     """
     path = request.target or BUNDLED_TARGET
     try:
@@ -103,7 +112,14 @@ def convert_head(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; choose another folder")
-    loaded = load_head(head, target, dtype=_stored_dtype(Path(head)))
+    if is_eagle3(read_config(head), tensor_names(head)):
+        _convert_eagle3(head, target, out, export_format)
+        return out
+    if export_format == "speculators":
+        raise ValueError(
+            f"{head} is an EAGLE-1/2 head; the speculators layout is for EAGLE-3 heads"
+        )
+    loaded = load_head(head, target, dtype=_stored_dtype(head))
     config = head_config(loaded, loaded.dtype)
     state: dict[str, Tensor] = dict(loaded.state_dict())
     own_embedding = loaded.embed_tokens
@@ -131,15 +147,40 @@ def convert_head(
     return out
 
 
+def _convert_eagle3(
+    head: str | Path, target: Target, out: Path, export_format: ExportFormat
+) -> None:
+    """Convert an EAGLE-3 head; warn of what EAGLE's own code cannot read."""
+    loaded = load_eagle3(head, target, dtype=_stored_dtype(head))
+    if export_format == "eagle":
+        variants = [name for name, value in vars(loaded.flags).items() if value and name != "bias"]
+        if variants:
+            log.warning("EAGLE's own code ignores variants of this head: %s", ", ".join(variants))
+        _warn_of_scaling(transformers4_fields(loaded.config, loaded.dtype))
+    layout: Layout = "eagle" if export_format in ("eagle", "sglang") else "speculators"
+    name = target.model.name_or_path or "."
+    save_eagle3(
+        loaded,
+        out,
+        layout,
+        binary=export_format == "eagle",
+        target_name=None if Path(name).exists() else name,
+    )
+
+
 def _eagle_fields(config: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Any]:
     """Return the fields that only EAGLE's own code reads; warn of what it cannot read."""
+    _warn_of_scaling(config)
+    if ignored := sorted(name for name in state if not EAGLE_TENSORS.fullmatch(name)):
+        log.warning("EAGLE's own code ignores tensors of this head: %s", ", ".join(ignored))
+    return {"qkv_bias": True} if "layers.0.self_attn.q_proj.bias" in state else {}
+
+
+def _warn_of_scaling(config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling")
     if scaling is not None and "type" not in scaling:
         kind = scaling["rope_type"]
         log.warning("EAGLE's own code rejects this head: its RoPE scaling is %s", kind)
-    if ignored := sorted(name for name in state if not EAGLE_TENSORS.fullmatch(name)):
-        log.warning("EAGLE's own code ignores tensors of this head: %s", ", ".join(ignored))
-    return {"qkv_bias": True} if "layers.0.self_attn.q_proj.bias" in state else {}
 
 
 def _architecture(export_format: str, family: str) -> str:
@@ -150,13 +191,7 @@ def _architecture(export_format: str, family: str) -> str:
     return known[family]
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def _stored_dtype(head: str | Path) -> torch.dtype:
     """Return the dtype of a head's file, which the export keeps."""
-    safe, binary = (folder / name for name in WEIGHT_FILES)
-    if safe.exists():
-        weights = load_file(safe)
-    elif binary.exists():
-        weights = torch.load(binary, map_location="cpu", weights_only=True)
-    else:
-        return torch.float32  # load_head reports the missing file
-    return next(iter(weights.values())).dtype
+    weights = read_weights(head).values()
+    return next((item.dtype for item in weights if item.is_floating_point()), torch.float32)

@@ -1,8 +1,8 @@
 """Features stored once for several trainings, as safetensors shards with an index beside them.
 
-Features take ``hidden_size`` numbers per token, so :func:`store_features` estimates their size
-before it writes anything. Several processes share the work: each computes consecutive chats and
-writes shards of its own, and the main process writes the index.
+Features take ``hidden_size`` numbers per token and hidden state, so :func:`store_features`
+estimates their size before it writes anything. Several processes share the work: each computes
+consecutive chats and writes shards of its own, and the main process writes the index.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
 from eagle_fsd.train.features import compute_features
+from eagle_fsd.train.heads import head_reads, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
@@ -41,17 +42,17 @@ SAMPLE_CHATS = 512
 SHARD_BYTES = 1 << 30
 
 
-def estimate_bytes(data: ChatDataset, hidden_size: int) -> int:
+def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
     """Estimate the disk space of the stored features from a sample of the chats.
 
     Args:
         data: The chats.
-        hidden_size: The target's hidden size.
+        feature_size: Numbers per token: the target's hidden size times the number of hidden states.
     """
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(data), generator=generator)[:SAMPLE_CHATS].tolist()
     tokens = sum(len(data[index].ids) for index in sample) / len(sample) * len(data)
-    return int(tokens * (hidden_size * STORAGE_DTYPE.itemsize + 4 + 1))  # int32 id, uint8 mask
+    return int(tokens * (feature_size * STORAGE_DTYPE.itemsize + 4 + 1))  # int32 id, uint8 mask
 
 
 @dataclass
@@ -72,8 +73,8 @@ class FeatureStore(Dataset[Example]):
 
     Args:
         folder: A folder that :func:`write_features` wrote.
-        fingerprint: Fingerprint that the features must have; default: any. See
-            :meth:`LoadedTarget.fingerprint`.
+        fingerprint: Fingerprint that the features must have; default: any. It is that of
+            :meth:`LoadedTarget.fingerprint`, and ``states``, the hidden states that are stored.
 
     Attributes:
         fingerprint: Fingerprint of the features.
@@ -182,7 +183,8 @@ def store_features(
     loaded = LoadedTarget.load(request, request.device_map or state.device, token)
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, request.max_length, report)
-    needed = estimate_bytes(chats, loaded.target.hidden_size)
+    states = training_states(head_reads(request.head_type, loaded.target))
+    needed = estimate_bytes(chats, loaded.target.hidden_size * len(states))
     request.out.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(request.out).free
     if on_estimate is not None and is_main:
@@ -192,6 +194,7 @@ def store_features(
             f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
         )
     fingerprint = loaded.fingerprint(request.data, request.max_length)
+    fingerprint["states"] = list(states)
     with progress("features") as report:
         store = write_features(
             chats,
@@ -225,7 +228,8 @@ def write_features(
         data: The chats.
         target: The target.
         folder: Output folder, created if missing.
-        fingerprint: Fingerprint of the features, which those in the folder must share.
+        fingerprint: Fingerprint of the features, which those in the folder must share; its
+            ``states`` are the hidden states to store.
         batch_size: Chats per forward pass.
         shard_bytes: Approximate size of a shard in bytes.
         progress: Called after every shard, or one of each process, with the chats stored and the
@@ -248,8 +252,9 @@ def write_features(
     batches = _missing_batches(shards, len(data), batch_size)
     if state is not None:
         batches = _share(batches, data, state.process_index, state.num_processes)
-    tokens_per_shard = max(1, shard_bytes // (target.hidden_size * STORAGE_DTYPE.itemsize))
-    work = _compute_shards(data, target, batches, tokens_per_shard)
+    states = fingerprint["states"]
+    token_bytes = target.hidden_size * len(states) * STORAGE_DTYPE.itemsize
+    work = _compute_shards(data, target, states, batches, max(1, shard_bytes // token_bytes))
     while True:
         examples = next(work, None)
         written = [] if examples is None else [_write_shard(folder, examples)]
@@ -302,7 +307,11 @@ def _share(
 
 
 def _compute_shards(
-    data: ChatDataset, target: Target, batches: Sequence[range], tokens_per_shard: int
+    data: ChatDataset,
+    target: Target,
+    states: Sequence[int],
+    batches: Sequence[range],
+    tokens_per_shard: int,
 ) -> Iterator[Sequence[Example]]:
     """Yield groups of consecutive chats of about ``tokens_per_shard`` tokens, with features."""
     shard: list[Example] = []
@@ -312,7 +321,7 @@ def _compute_shards(
             yield shard
             shard, tokens = [], 0
         examples = [data[index] for index in batch]
-        computed = compute_features(target, collate(examples).ids)
+        computed = compute_features(target, collate(examples).ids, states)
         for item, features in zip(examples, computed, strict=True):
             item.features = features[: len(item.ids)].to("cpu", STORAGE_DTYPE)
             shard.append(item)

@@ -1,44 +1,55 @@
-"""The features that a head is trained on: the target's last hidden states, plus noise."""
+"""The features that a head is trained on: hidden states of the target, plus noise."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.dataset import Batch
 
 
 @torch.no_grad()
-def compute_features(target: Target, ids: Tensor) -> Tensor:
-    """Compute the target's last hidden states, after the final norm.
+def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,)) -> Tensor:
+    """Compute hidden states of the target.
 
     Args:
         target: The target. Its parts may be spread over devices, or offloaded to CPU memory or
             disk: Hugging Face's hooks move the inputs.
         ids: ``[B, S]`` token ids, padded on the right, on any device.
+        states: Hidden states to compute, as indices into Hugging Face's ``hidden_states``; default:
+            the last one, after the final norm.
 
     Returns:
-        ``[B, S, H]`` in the target's dtype, on the target's device unless that part is offloaded.
+        ``[B, S, F]`` the hidden states, concatenated, in the target's dtype. They are on the
+        target's device, unless the output projection is offloaded.
     """
     model = target.model.base_model
     if not target.embed.weight.is_meta:
         ids = ids.to(target.embed.weight.device)
-    features: Tensor = model(input_ids=ids, use_cache=False).last_hidden_state
-    return features if target.lm_head.weight.is_meta else features.to(target.device)
+    with target.recording(states) as recorded:
+        last: Tensor = model(input_ids=ids, use_cache=False).last_hidden_state
+    recorded[LAST] = last
+    device = last.device if target.lm_head.weight.is_meta else target.device
+    return torch.cat([recorded[state].to(device) for state in states], -1)
 
 
-def batch_features(target: Target, batch: Batch) -> Tensor:
+def batch_features(target: Target, batch: Batch, states: Sequence[int] = (LAST,)) -> Tensor:
     """Return a batch's stored features, or compute them.
 
     Args:
         target: The target.
         batch: The batch, on the target's device.
+        states: The hidden states, which stored features hold; see :func:`compute_features`.
 
     Returns:
-        ``[B, S, H]``.
+        ``[B, S, F]``.
     """
-    return compute_features(target, batch.ids) if batch.features is None else batch.features
+    if batch.features is not None:
+        return batch.features
+    return compute_features(target, batch.ids, states)
 
 
 def add_noise(features: Tensor, batch: Batch, half_width: float, seed: int) -> Tensor:
@@ -48,13 +59,13 @@ def add_noise(features: Tensor, batch: Batch, half_width: float, seed: int) -> T
     divides by the chat's length ``n``: its half-width is ``0.1 * 512 / n``.
 
     Args:
-        features: ``[B, S - 1, H]``, the head's input.
+        features: ``[B, S - 1, F]``, the head's input.
         batch: The batch that the features belong to.
         half_width: The noise is uniform in ``[-half_width, half_width]``.
         seed: Seed of the noise, different in each epoch.
 
     Returns:
-        ``[B, S - 1, H]`` float32.
+        ``[B, S - 1, F]`` float32.
     """
     features = features.float()
     if not half_width:

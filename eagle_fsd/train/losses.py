@@ -15,8 +15,14 @@ target's ten most likely tokens.
 
 Divergence: FSD accepts a token where ``Div(target, draft)`` is small, so training can minimize it.
 
-Shape letters: ``B`` chats, ``S`` pairs (tokens - 1), ``H`` hidden size, ``V`` vocabulary, ``n``
-positions that the loss covers.
+EAGLE-3 heads predict no features. As in the training code of EAGLE's authors
+(``eagle/traineagle3/cnets.py``), the target's distribution is restricted to the head's vocabulary
+and renormalized: it is the softmax of those logits. Positions where the target's most likely token
+is outside that vocabulary are left out. The divergence is that of the same two distributions.
+
+Shape letters: ``B`` chats, ``S`` pairs (tokens - 1), ``F`` values of the head's input, ``H`` hidden
+size, ``V`` vocabulary, ``D`` vocabulary of the head, ``R`` runs, ``n`` positions that the loss
+covers.
 """
 
 from __future__ import annotations
@@ -29,11 +35,11 @@ from transformers import DynamicCache
 
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.train.config import TrainConfig
 
-#: Positions whose distributions over the vocabulary are in memory at a time.
-LOGIT_ROWS = 1024
+#: Logits of one distribution that are in memory at a time, over all positions and runs.
+MAX_LOGITS = 1 << 27
 
 
 class HeadLosses(nn.Module):
@@ -46,7 +52,7 @@ class HeadLosses(nn.Module):
         config: The loss weights, ``divergence_loss``, ``unroll`` and ``unroll_decay``.
     """
 
-    def __init__(self, head: EagleHead, config: TrainConfig) -> None:
+    def __init__(self, head: DraftHead, config: TrainConfig) -> None:
         super().__init__()
         self.head = head
         self.config = config
@@ -57,9 +63,9 @@ class HeadLosses(nn.Module):
         """Compute the losses, averaged over all runs with the weights of ``unroll_decay``.
 
         Args:
-            features: ``[B, S, H]`` input features, noise included.
+            features: ``[B, S, F]`` the hidden states that the head reads, noise included.
             tokens: ``[B, S]`` the token after each feature.
-            labels: ``[B, S, H]`` the target's feature after each input feature.
+            labels: ``[B, S, H]`` the target's last hidden state at that token.
             loss_mask: ``[B, S]`` bool, the positions that the loss covers.
 
         Returns:
@@ -68,54 +74,69 @@ class HeadLosses(nn.Module):
             likely token is the head's most likely token, or among the head's three most likely.
         """
         config = self.config
-        weights = torch.tensor([config.unroll_decay**run for run in range(config.unroll)])
-        weights = weights / weights.sum()
-        total: dict[str, Tensor] = {}
-        for run, predicted in enumerate(unroll(self.head, features, tokens, config.unroll)):
-            mask = loss_mask.clone()
-            mask[:, :run] = False  # nothing was predicted before the first position
-            sums = self._compare(predicted[mask], labels[mask])
-            for name, value in sums.items():
-                if not name.startswith("top"):
-                    total[name] = total.get(name, 0.0) + weights[run].item() * value
-                elif run == 0:
-                    total[name] = value
-        total["loss"] = (
-            config.feature_weight * total["feature"]
-            + config.token_weight * total["token"]
-            + config.divergence_weight * total["divergence"]
+        outputs = unroll(self.head, features, tokens, config.unroll)
+        predicted = torch.stack([output[loss_mask] for output in outputs])  # [R, n, H]
+        runs = torch.arange(config.unroll, device=tokens.device)[:, None]
+        weights = torch.full_like(runs, config.unroll_decay, dtype=torch.float32) ** runs
+        # Nothing was predicted before the first position.
+        valid = loss_mask.nonzero()[:, 1] >= runs
+        weights = weights / weights.sum() * valid  # [R, n]
+        sums = self._compare(predicted, labels[loss_mask], weights)
+        sums["loss"] = (
+            config.feature_weight * sums["feature"]
+            + config.token_weight * sums["token"]
+            + config.divergence_weight * sums["divergence"]
         )
-        return total
+        return sums
 
-    def _compare(self, predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Sum the losses over ``[n, H]`` predicted and true features."""
+    def _compare(self, predicted: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """Sum the losses over ``[R, n, H]`` predicted and ``[n, H]`` true features."""
         names = ("token", "divergence", "top1", "top3")
-        sums = [predicted.sum() * 0.0] * len(names)  # differentiable even without any position
-        for start in range(0, len(predicted), LOGIT_ROWS):
-            rows = slice(start, start + LOGIT_ROWS)
-            # Recompute the distributions in the backward pass instead of storing them: V is large.
-            parts = checkpoint(
-                self._compare_logits, predicted[rows], labels[rows], use_reentrant=False
+        sums: dict[str, Tensor] = {}
+        size = max(1, MAX_LOGITS // (len(predicted) * self.head.target.vocab_size))
+        for start in range(0, max(1, len(labels)), size):  # weights need gradients even if n is 0
+            rows = slice(start, start + size)
+            part = predicted[:, rows], labels[rows], weights[:, rows]
+            if len(labels) <= size:
+                found = self._compare_logits(*part)
+            else:  # recompute the distributions in the backward pass instead of storing all
+                found = checkpoint(self._compare_logits, *part, use_reentrant=False)
+            for name, value in zip(names, found, strict=True):
+                sums[name] = sums.get(name, 0.0) + value
+        sums["feature"] = predicted.sum() * 0.0
+        if self.config.feature_weight:
+            feature = F.smooth_l1_loss(
+                predicted.float(), labels.float().expand_as(predicted), reduction="none"
             )
-            sums = [sum_ + part for sum_, part in zip(sums, parts, strict=True)]
-        feature = F.smooth_l1_loss(predicted.float(), labels.float(), reduction="none")
-        return {"feature": feature.mean(-1).sum(), **dict(zip(names, sums, strict=True))}
+            sums["feature"] = (feature.mean(-1) * weights).sum()
+        return sums
 
-    def _compare_logits(self, predicted: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        draft = self.head.log_probs(predicted)  # [rows, V]
-        with torch.no_grad():
-            target = self.head.log_probs(labels)
-            best = target.argmax(-1, keepdim=True)
-            hits = draft.topk(min(3, draft.shape[-1]), dim=-1).indices == best
-        token = -(target.exp() * draft).sum()
-        if self.config.divergence_weight:
-            divergence = DIVERGENCES[self.config.divergence_loss](target, draft).sum()
-        else:
-            divergence = token.detach() * 0.0
+    def _compare_logits(
+        self, predicted: Tensor, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        config = self.config
+        # The target's distribution is in its own precision, not in the training's.
+        with torch.no_grad(), torch.autocast(labels.device.type, enabled=False):
+            logits = self.head.target.project(labels)  # [rows, V]
+            best = logits.argmax(-1)
+            token_ids = self.head.token_ids
+            if token_ids is not None:
+                logits, weights = logits[:, token_ids], weights * torch.isin(best, token_ids)
+            target = logits.log_softmax(-1)  # [rows, D]
+            probs = target.exp()
+        drafts = [self.head.log_probs(features) for features in predicted]  # [rows, D] per run
+        token = divergence = probs.new_zeros(())
+        for draft, weight in zip(drafts, weights, strict=True):
+            token = token - ((probs * draft).sum(-1) * weight).sum()
+            if config.divergence_weight:
+                divergences = DIVERGENCES[config.divergence_loss](target, draft)
+                divergence = divergence + (divergences * weight).sum()
+        likely = drafts[0].detach().topk(min(3, target.shape[-1])).indices
+        hits = (likely if token_ids is None else token_ids[likely]) == best[:, None]
         return token, divergence, hits[:, 0].sum().float(), hits.sum().float()
 
 
-def unroll(head: EagleHead, features: Tensor, tokens: Tensor, runs: int) -> list[Tensor]:
+def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list[Tensor]:
     """Run the head over chats several times, each time on the features of the previous run.
 
     The features are not detached: the gradient of a run's loss reaches all earlier runs.
@@ -127,7 +148,7 @@ def unroll(head: EagleHead, features: Tensor, tokens: Tensor, runs: int) -> list
 
     Args:
         head: The head, attached to its target.
-        features: ``[B, S, H]`` features of the first run.
+        features: ``[B, S, F]`` the target's hidden states that the head reads, for the first run.
         tokens: ``[B, S]`` the token after each feature.
         runs: Number of runs.
 
@@ -136,16 +157,17 @@ def unroll(head: EagleHead, features: Tensor, tokens: Tensor, runs: int) -> list
     """
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).expand(batch, -1)
+    x = head.fuse(features)
     if runs == 1:
-        return [head(features, tokens, positions)]
+        return [head(x, tokens, positions)]
     cache = DynamicCache()
     key, query = positions[:1], positions[0][:, None]  # [1, S], [S, 1]
     outputs: list[Tensor] = []
     for run in range(runs):
         if run:
-            features = F.pad(outputs[-1][:, :-1], (0, 0, 1, 0))
+            x = F.pad(head.carry(outputs[-1][:, :-1]), (0, 0, 1, 0))
         visible = [key <= query - run]
         visible += [key == query - run + earlier for earlier in range(1, run + 1)]
         mask = additive_mask(torch.cat(visible, -1)[None], head.dtype).expand(batch, -1, -1, -1)
-        outputs.append(head(features, tokens, positions, mask, cache))
+        outputs.append(head(x, tokens, positions, mask, cache))
     return outputs

@@ -18,7 +18,7 @@ license: other
 library_name: eagle-fsd
 ---
 
-# EAGLE draft head for {target}
+# {kind} draft head for {target}
 
 Trained with `eagle-fsd train` on `{data}`: {steps} steps, {tokens} tokens, {minutes:.0f} minutes of
 training steps on {machine}, {date}.
@@ -59,6 +59,7 @@ def write_card(
     target = fingerprint["target"]
     is_local = target == "bundled" or Path(target).exists()
     text = _CARD.format(
+        kind="EAGLE-3" if record["settings"]["head_type"] == "eagle3" else "EAGLE",
         target=Path(target).name if is_local else target,
         path="path/to/the/target" if is_local else target,
         data=Path(fingerprint["data"]).name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
 from eagle_fsd.train.feature_store import FeatureStore
+from eagle_fsd.train.heads import head_reads, load_for_training, save_trained, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
@@ -47,8 +48,8 @@ def train(
         config: The hyperparameters.
         token: Access token for the Hub.
         accelerator: Devices and processes; default: the result of :func:`make_accelerator`.
-        progress: Reports ``reading`` (in bytes), ``rewriting`` and ``measuring`` (in chats) on the
-            main process.
+        progress: Reports ``reading`` (in bytes), ``rewriting``, ``measuring`` and ``counting`` (in
+            chats) on the main process.
         on_metrics: Called on the main process with the metrics of every logged step and validation.
 
     Returns:
@@ -92,12 +93,13 @@ def train(
     if request.data is not None and tokens is not None and tokens < length:
         raise OptionsError(f"tokens_per_batch must be at least max_length ({length}); got {tokens}")
     progress = progress if is_main else no_progress
-    data, fingerprint = _open_data(request, config, loaded, progress)
-    chats, _ = split_validation(len(data), config.validation, config.seed)
-    check_contribution(data, chats, config.seed)
     head = None
     if request.head is not None:
-        head = load_head(request.head, target, torch.float32, token)
+        head = load_for_training(request.head, config.head_type, target, token)
+    states = training_states(head_reads(config.head_type, target) if head is None else head.reads)
+    data, fingerprint = _open_data(request, config, loaded, states, progress)
+    chats, _ = split_validation(len(data), config.validation, config.seed)
+    check_contribution(data, chats, config.seed)
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     folder = TrainingFolder(request.out)
     if is_main and config.validation and not can_decode(target):
@@ -116,7 +118,7 @@ def train(
         if summary is not None:
             log.warning("%s", summary)
         dtype = None if target.dtype == torch.float32 else target.dtype
-        save_head(trained, folder.path, dtype, binary=request.binary)
+        save_trained(trained, folder.path, dtype, binary=request.binary)
         log.info("trained in %.0f s", time.monotonic() - start)
         counts = trainer.counts
         read = {**(data.file.counts() if isinstance(data, ChatDataset) else {}), **asdict(counts)}
@@ -149,7 +151,11 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
 
 
 def _open_data(
-    request: TrainRequest, config: TrainConfig, loaded: LoadedTarget, progress: ProgressFactory
+    request: TrainRequest,
+    config: TrainConfig,
+    loaded: LoadedTarget,
+    states: Sequence[int],
+    progress: ProgressFactory,
 ) -> tuple[ChatDataset | FeatureStore, dict[str, Any]]:
     """Return the training data and its fingerprint."""
     if request.features is not None:
@@ -161,6 +167,11 @@ def _open_data(
         if store.fingerprint["target"] != loaded.name:
             target = store.fingerprint["target"]
             raise ValueError(f"{request.features} holds features of the target {target}")
+        if store.fingerprint["states"] != list(states):
+            raise ValueError(
+                f"{request.features} holds the hidden states {store.fingerprint['states']}, not"
+                f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
+            )
         return store, store.fingerprint
     assert request.data is not None  # TrainRequest requires one of the two
     path, length = request.data, config.max_length

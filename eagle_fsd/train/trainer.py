@@ -17,28 +17,30 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from eagle_fsd.model.checkpoint import EMBEDDING
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.chat_file import MAX_DESCRIBED
-from eagle_fsd.train.config import TrainConfig
+from eagle_fsd.train.config import DRAFT_VOCAB_SIZE, TrainConfig
 from eagle_fsd.train.dataset import (
     FILLER,
     Batch,
     ChatDataset,
     DistributedBatchSampler,
     TokenBatchSampler,
+    answer_tokens,
     collate,
     count_batches,
     measure_lengths,
+    most_frequent_tokens,
     pack_batches,
     split_validation,
 )
 from eagle_fsd.train.feature_store import FeatureStore
 from eagle_fsd.train.features import add_noise, batch_features
+from eagle_fsd.train.heads import empty_copy, new_head, split_features, training_states
 from eagle_fsd.train.losses import HeadLosses
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
 from eagle_fsd.train.validation import decode_validation, validation_losses, validation_prompts
@@ -95,7 +97,8 @@ class Trainer:
         accelerator: Devices, processes and mixed precision.
         on_metrics: Called on the main process with the metrics of every logged step and validation.
         head: The head to start from, attached to ``target``; default: random weights.
-        progress: Reports ``measuring`` (in chats), which ``tokens_per_batch`` requires.
+        progress: Reports ``measuring`` (in chats), which ``tokens_per_batch`` requires, and
+            ``counting`` (in chats), which a reduced draft vocabulary requires.
 
     Attributes:
         step: Optimizer steps done.
@@ -115,7 +118,7 @@ class Trainer:
         folder: TrainingFolder,
         accelerator: Accelerator,
         on_metrics: MetricsCallback | None = None,
-        head: EagleHead | None = None,
+        head: DraftHead | None = None,
         progress: ProgressFactory = no_progress,
     ) -> None:
         self.config, self.target, self.data, self.folder = config, target, data, folder
@@ -137,13 +140,14 @@ class Trainer:
         self.counts = ReadCounts()
         self._described = 0
 
+        token_ids = self._select_draft_vocabulary(progress) if head is None else None
         torch.manual_seed(config.seed)
         if head is None:
-            head = EagleHead(target.config, config.bias).attach(target)
-        head = head.float().train().requires_grad_(True)
+            head = new_head(config, target, token_ids)
+        self.head = head.float().train().requires_grad_(True)
         if head.embed_tokens is not None:  # EAGLE does not train the embeddings
             head.embed_tokens.requires_grad_(False)
-        self._head_config, self._head_bias = head.config, head.fc.bias is not None
+        self.states = training_states(head.reads)
         if config.compile:
             for layer in [*target.layers, *head.layers]:
                 layer.compile(dynamic=True)
@@ -194,7 +198,7 @@ class Trainer:
             unused=state.get("unused", 0),
         )
 
-    def run(self) -> EagleHead:
+    def run(self) -> DraftHead:
         """Train to the last step, resuming from the folder's newest checkpoint if there is one.
 
         The first Ctrl-C or SIGTERM stops training after the current step and writes a checkpoint;
@@ -233,7 +237,7 @@ class Trainer:
                     raise KeyboardInterrupt
         return self.copy_head(torch.float32)
 
-    def copy_head(self, dtype: torch.dtype) -> EagleHead:
+    def copy_head(self, dtype: torch.dtype) -> DraftHead:
         """Return a copy of the head without the accelerator's wrappers.
 
         Every process must call this; only the main process's copy has the trained weights.
@@ -242,11 +246,7 @@ class Trainer:
             dtype: Data type of the copy.
         """
         state = self.accelerator.get_state_dict(self.losses)
-        copy = EagleHead(self._head_config, self._head_bias, dtype).attach(self.target)
-        embedding = state.get("head." + EMBEDDING)
-        if embedding is not None:
-            rows, size = embedding.shape
-            copy.embed_tokens = nn.Embedding(rows, size, dtype=dtype, device=copy.device)
+        copy = empty_copy(self.head, dtype)
         if self.accelerator.is_main_process:
             copy.load_state_dict(
                 {name.removeprefix("head."): value for name, value in state.items()}
@@ -332,12 +332,13 @@ class Trainer:
         return positions
 
     def _compute_losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
-        features = batch_features(self.target, batch)
+        features = batch_features(self.target, batch, self.states)
+        inputs, labels = split_features(self.head, features)
         seed = self.config.seed * 1_000_003 + epoch
-        noisy = add_noise(features[:, :-1], batch, self.config.noise, seed)
+        noisy = add_noise(inputs, batch, self.config.noise, seed)
         with self.accelerator.autocast():
             losses: dict[str, Tensor] = self.losses(
-                noisy, batch.ids[:, 1:], features[:, 1:], batch.loss_mask
+                noisy, batch.ids[:, 1:], labels, batch.loss_mask
             )
         return losses
 
@@ -376,6 +377,27 @@ class Trainer:
         lengths[part] = torch.tensor(own, dtype=torch.long)
         total: list[int] = accelerator.reduce(lengths.to(accelerator.device), "sum").tolist()
         return total
+
+    def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
+        """Return ``[D]`` the tokens that a new head can draft; None for all of them.
+
+        They are the most frequent ones of the answers in the training chats, which the processes
+        count together.
+        """
+        vocab_size = self.target.vocab_size
+        size = self.config.draft_vocab_size or DRAFT_VOCAB_SIZE
+        if self.config.head_type == "eagle" or size >= vocab_size:
+            return None
+        accelerator = self.accelerator
+        own = self.chats[accelerator.process_index :: accelerator.num_processes]
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        with progress("counting") as report:
+            answers = answer_tokens(self.data, own, self.config.workers)
+            for number, tokens in enumerate(answers, 1):
+                counts += tokens.bincount(minlength=vocab_size)
+                report(number, len(own))
+        counts = accelerator.reduce(counts.to(accelerator.device), "sum")
+        return most_frequent_tokens(counts.cpu(), size)
 
     def _data_loader(self, batch_sampler: Sampler[list[int]] | list[list[int]]) -> DataLoader[Any]:
         on_gpu = self.accelerator.device.type == "cuda"

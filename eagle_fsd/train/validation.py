@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.dataset import Batch
 from eagle_fsd.train.features import batch_features
+from eagle_fsd.train.heads import split_features, training_states
 from eagle_fsd.train.losses import HeadLosses
 
 #: Number of new tokens decoded per prompt to measure tau.
@@ -36,10 +37,12 @@ def validation_losses(
     """
     sums: dict[str, float] = {}
     positions = 0
+    states = training_states(losses.head.reads)
     for cpu_batch in batches:
         batch = cpu_batch.to(losses.head.device)
-        features = batch_features(target, batch).to(losses.head.dtype)
-        result = losses(features[:, :-1], batch.ids[:, 1:], features[:, 1:], batch.loss_mask)
+        features = batch_features(target, batch, states).to(losses.head.dtype)
+        inputs, labels = split_features(losses.head, features)
+        result = losses(inputs, batch.ids[:, 1:], labels, batch.loss_mask)
         for name, value in result.items():
             sums[name] = sums.get(name, 0.0) + float(value)
         positions += int(batch.loss_mask.sum())
@@ -74,7 +77,7 @@ def can_decode(target: Target) -> bool:
     return not any(parameter.is_meta for parameter in target.model.parameters())
 
 
-def decode_validation(head: EagleHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
+def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
     """Measure accepted length and divergences of exact greedy decoding.
 
     Args:

@@ -10,7 +10,9 @@ from eagle_fsd.bundled.problems import (
     MAX_RESULT,
     MAX_STEPS,
     MIN_STEPS,
+    PEOPLE,
     chats,
+    edited_problems,
     generate_problem,
     problems,
     small_talk,
@@ -82,6 +84,25 @@ def test_seeds_determine_problems() -> None:
     assert problems("test", 20, seed=1) == problems("test", 20, seed=1)
     assert problems("test", 20, seed=1) != problems("test", 20, seed=2)
     assert problems("test", 40, seed=1)[:20] == problems("test", 20, seed=1)
+
+
+def test_edited_problems_differ_in_names_and_pronouns_only() -> None:
+    """All versions belong to the split, and a larger count extends the list."""
+    names = {person.name for person in PEOPLE}
+
+    def masked(text: str) -> str:
+        text = re.sub(r"\b(she|he|her|his)\b", "PRONOUN", text, flags=re.IGNORECASE)
+        return re.sub(rf"\b({'|'.join(names)})\b", "NAME", text)
+
+    edits = edited_problems("test", 60, versions=3, seed=2)
+    assert edits[:20] == edited_problems("test", 20, versions=3, seed=2)
+    assert len({versions[0].question for versions in edits}) == 60
+    for versions in edits:
+        assert len({problem.question for problem in versions}) == 3
+        assert {split_of(problem.question) for problem in versions} == {"test"}
+        assert len({(problem.final, problem.steps) for problem in versions}) == 1
+        assert len({masked(problem.question) for problem in versions}) == 1
+        assert len({masked(problem.answer) for problem in versions}) == 1
 
 
 def test_chats_alternate_roles_and_have_one_to_three_turns() -> None:

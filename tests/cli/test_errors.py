@@ -43,7 +43,6 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("sweep --thresholds 0 gsm8k", "got gsm8k"),
     ("sweep --threshold 0.1", "unknown option: --threshold. Did you mean --thresholds?"),
     ("sweep --min-ratio 2", "min_ratio must be a number in [0, 1]; got 2.0"),
-    ("calibrate", "requires a bound: --max-drop or --max-nats"),
     ("calibrate --max-drop 1 --thresholds 0", "requires a threshold above 0"),
     ("calibrate --max-drop 1 --head no/head --target no/target --install", "--install"),
     ("bench --count 0", "--count must be an integer of at least 1; got 0"),

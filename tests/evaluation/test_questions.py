@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -410,3 +411,14 @@ def test_bundled_questions_are_scored_by_number() -> None:
     assert questions == bundled_questions(6)[:5]
     assert [item.scored_by for item in questions] == ["number"] * 5
     assert all(item.answer.lstrip("-").isdigit() for item in questions)
+
+
+def test_bundled_edits_ask_for_the_same_number_in_every_turn() -> None:
+    found = find_questions("bundled-edits", 5, seed=4)
+    assert [item.question_id for item in found] == [0, 1, 2, 3, 4]
+    assert find_questions("bundled-edits", 3, seed=4) == found[:3]
+    for item in found:
+        assert (item.category, item.scored_by, len(item.turns)) == ("bundled-edits", "number", 3)
+        numbers = [re.findall(r"\d+", turn) for turn in item.turns]
+        assert numbers[0] == numbers[1] == numbers[2]
+        assert len(set(item.turns)) == 3

@@ -18,11 +18,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
 from eagle_fsd.model.acceptance import (
     BudgetRule,
+    CascadeRule,
     DeferredRule,
     ExactRule,
     FuzzyRule,
+    LimitedRule,
+    MarginRule,
+    MixtureRule,
+    PhaseRule,
+    RegretRule,
     TargetRule,
-    TopGapRule,
+    TopKRule,
     TypicalRule,
 )
 from eagle_fsd.model.divergence import DIVERGENCES
@@ -43,10 +49,14 @@ RULES: list[AcceptanceRule] = [
     FuzzyRule(0.1, min_ratio=0.2),
     FuzzyRule(0.1, divergence_on="warped"),
     TypicalRule(),
-    TopGapRule(),
+    TopKRule(gap=0.6),
     TargetRule(single=0.8, acc=0.9),
     BudgetRule(),
     DeferredRule(),
+    MarginRule(),
+    CascadeRule(),
+    MixtureRule(),
+    PhaseRule(LimitedRule(RegretRule(), 5.0), 1, 2),
 ]
 
 
@@ -108,7 +118,7 @@ def run_steps(
     clock = PhaseClock(torch.device("cpu"))
     sampler = Sampler(
         sampling,
-        draw_from_draft=options.selection == "sample",
+        draw_from_draft=options.selection == "sample" or (rule is not None and rule.needs_drawn),
         warp_draft=True,
         draw_uniform=rule is not None and rule.needs_uniform,
         block=options.threshold == 0.0,
@@ -137,7 +147,7 @@ def test_step_with_every_divergence(divergence: str) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("fallback", ["exact", "stop"])
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
+@pytest.mark.parametrize("selection", ["longest", "priced", "target", "sample"])
 def test_step_with_every_way_to_choose(
     selection: str, fallback: str, sampling: SamplingConfig
 ) -> None:

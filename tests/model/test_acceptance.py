@@ -8,16 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trees import EXACT, FUZZY, TARGET, A, B, C, D, E, make_inputs, make_tree, outcome
+from torch import Tensor
+from trees import ALWAYS, EXACT, FUZZY, TARGET, A, B, C, D, E, make_inputs, make_tree, outcome
 
 from eagle_fsd.model.acceptance import (
     BudgetRule,
+    CascadeRule,
     DeferredRule,
     DrawnRule,
     ExactRule,
     FuzzyRule,
+    LimitedRule,
+    MarginRule,
+    MixtureRule,
+    PhaseRule,
+    RegretRule,
     TargetRule,
-    TopGapRule,
+    TopKRule,
     TypicalRule,
     rule_for,
 )
@@ -44,7 +51,9 @@ def test_rule_for_passes_every_option() -> None:
     """``T = 0`` selects the exact rule whatever the other options are."""
     assert rule_for(AcceptanceConfig(divergence="tv", min_ratio=0.5)) == ExactRule()
     config = AcceptanceConfig(threshold=0.2, divergence="kl", min_ratio=0.1, divergence_on="warped")
-    assert rule_for(config) == FuzzyRule(0.2, "kl", 0.1, "warped")
+    rule = FuzzyRule(0.2, "kl", 0.1, "warped")
+    assert rule_for(config) == rule
+    assert rule_for(config.updated(max_fuzzy_nats=2.0)) == LimitedRule(rule, 2.0)
 
 
 def test_rules_declare_the_inputs_they_read() -> None:
@@ -53,9 +62,14 @@ def test_rules_declare_the_inputs_they_read() -> None:
     assert FuzzyRule(0.1, divergence_on="warped").needs_warped_draft
     assert TargetRule().needs_uniform
     assert BudgetRule().needs_uniform
+    assert MixtureRule().needs_drawn
+    for rule in (MixtureRule(), FuzzyRule(0.1, divergence_on="warped"), DeferredRule()):
+        wrapped = PhaseRule(rule, A, B)
+        for name in ("needs_uniform", "needs_drawn", "needs_warped_draft", "judges_paths"):
+            assert getattr(wrapped, name) == getattr(rule, name)
 
 
-# -- TopGapRule (TensorRT-LLM) ---------------------------------------------------------------------
+# -- TopKRule (TensorRT-LLM, vLLM) -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,130 @@ def test_rules_declare_the_inputs_they_read() -> None:
 )
 def test_top_gap_rule_limits_rank_and_gap(top: int, gap: float, kept: list[int]) -> None:
     inputs = _star(UNDECIDED, [D], A)
-    assert outcome(verify(inputs, TopGapRule(top, gap)))[0] == kept
+    assert outcome(verify(inputs, TopKRule(top, gap)))[0] == kept
+
+
+@pytest.mark.parametrize(
+    ("top", "ratio", "kept"),
+    [
+        (4, 0.49, [D, A]),
+        (4, 0.51, [A]),  # D has half of the peak
+        (3, 0.1, [A]),  # D is the fourth
+    ],
+)
+def test_top_k_rule_limits_rank_and_ratio(top: int, ratio: float, kept: list[int]) -> None:
+    inputs = _star(UNDECIDED, [D], A)
+    assert outcome(verify(inputs, TopKRule(top, ratio=ratio)))[0] == kept
+
+
+# -- MarginRule (MARS) -----------------------------------------------------------------------------
+
+LOGITS = [10.0, 9.2, 9.1, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("shift", "ratio", "kept"),
+    [
+        (0.0, 0.9, [B, A]),  # 9.2 / 10
+        (0.0, 0.93, [A]),
+        (20.0, 0.93, [B, A]),  # 29.2 / 30: the ratio is not invariant to shifts
+        (-10.0, 0.0, [A]),  # the largest logit is 0: the ratio is undefined
+    ],
+)
+def test_margin_rule_compares_the_two_largest_logits(
+    shift: float, ratio: float, kept: list[int]
+) -> None:
+    """C is almost as likely as B, but third: it is never accepted."""
+    inputs = _star(torch.tensor(LOGITS).softmax(0).tolist(), [C, B], A)
+    logits = inputs.log_probs.clone()
+    logits[0, 0] = torch.tensor(LOGITS) + shift
+    assert outcome(verify(replace(inputs, logits=logits), MarginRule(ratio)))[0] == kept
+
+
+# -- CascadeRule (speculative cascades) ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("q", "alpha", "kept"),
+    [
+        ([0.2, 0.35, 0.2, 0.15, 0.1], 0.0, [B, A]),  # max q is .35, max p .30
+        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.0, [A]),  # .28 < .30
+        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.45, [B, A]),  # TV is .05: .28 >= .30 - .0225
+        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.35, [A]),  # .28 < .30 - .0175
+    ],
+)
+def test_cascade_rule_follows_a_confident_draft(
+    q: list[float], alpha: float, kept: list[int]
+) -> None:
+    tree = make_tree([0, 0], [E, B], {0: q})
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+    assert outcome(verify(inputs, CascadeRule(alpha)))[0] == kept
+
+
+def test_cascade_rule_accepts_only_the_choice_of_the_draft() -> None:
+    """B is the draft's most likely token, C is not. A sampled chain holds the draft's choices."""
+    q = [0.2, 0.35, 0.2, 0.15, 0.1]
+    tree = make_tree([0, 0, 0, 1], [E, C, B, A], {0: q})
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN, CERTAIN, CERTAIN], [A, A, A, A])
+    assert outcome(verify(inputs, CascadeRule(0.0)))[0] == [B, A]
+    tree = replace(make_tree([0, 0], [E, C], {0: q}), sampled=True)
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+    assert outcome(verify(inputs, CascadeRule(0.0)))[0] == [C, A]
+
+
+def test_cascade_rule_is_closed_without_a_draft_distribution() -> None:
+    assert outcome(verify(_star(UNDECIDED, [B], A), CascadeRule(9.0)))[0] == [A]
+
+
+# -- MixtureRule (static ensemble) -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weight", "token"), [(0.95, A), (0.5, B), (0.0, B)])
+def test_mixture_rule_follows_the_most_likely_token_of_the_mixture(
+    weight: float, token: int
+) -> None:
+    """``w .30 + (1 - w) .1`` for A, ``w .25 + (1 - w) .6`` for B: equal at w = 10 / 11."""
+    tree = make_tree([0, 0, 0], [E, A, B], {0: [0.1, 0.6, 0.1, 0.1, 0.1]})
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN, CERTAIN], [A, A, A])
+    tokens, origins, _ = outcome(verify(inputs, MixtureRule(weight)))
+    assert tokens == [token, A]
+    assert origins == [FUZZY if token == B else EXACT, TARGET]
+
+
+def test_mixture_rule_emits_its_token_where_it_was_not_drafted() -> None:
+    """The bonus token is drawn from the mixture too, and then fuzzy. A masked one is not drawn."""
+    tree = make_tree([0, 0], [E, A], {0: [0.1, 0.6, 0.1, 0.1, 0.1]})
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+    assert outcome(verify(inputs, MixtureRule(0.5))) == ([B], [FUZZY], [0])
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A], masked=[(0, B)])
+    assert outcome(verify(inputs, MixtureRule(0.5)))[0] == [A, A]
+
+
+def test_mixture_rule_over_a_reduced_vocabulary() -> None:
+    """The draft knows B and D only: ``.5 .25 + .5 .9`` is the largest."""
+    tree = make_tree([0, 0], [E, B], {0: UNDECIDED})
+    draft = torch.tensor([[[0.1, 0.9]]]).log()
+    tree = replace(tree, draft_log_probs=draft, token_ids=torch.tensor([D, B]))
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+    assert outcome(verify(inputs, MixtureRule(0.5)))[0] == [B, A]
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.7, 0.0])
+def test_mixture_rule_emits_the_law_of_the_mixture(weight: float) -> None:
+    q = [0.1, 0.6, 0.1, 0.1, 0.1]
+    generator = torch.Generator().manual_seed(3)
+    law = [weight * p + (1 - weight) * other for p, other in zip(UNDECIDED, q, strict=True)]
+    draws = [
+        torch.multinomial(torch.tensor(probs), DRAWS, replacement=True, generator=generator)
+        for probs in (UNDECIDED, q)
+    ]
+    one = make_inputs(make_tree([0, 0], [E, B], {0: q}), [UNDECIDED, CERTAIN], [A, A])
+    inputs = _repeated(one, torch.rand(DRAWS, 2, generator=generator))
+    inputs.sampled[:, 0] = draws[0]
+    inputs.drawn = torch.stack([draws[1], draws[1]], 1)
+    kept = verify(inputs, MixtureRule(weight))
+    for token, p in enumerate(law):
+        assert _within(float((kept.tokens[:, 0] == token).float().mean()), p)
 
 
 # -- TargetRule (SGLang) and BudgetRule (Cactus) at temperature 0 ----------------------------------
@@ -97,7 +234,7 @@ def test_budget_rule_compares_raised_probability_with_peak() -> None:
 
 def test_token_of_zero_probability_is_never_accepted() -> None:
     p = [0.5, 0.5, 0.0, 0.0, 0.0]
-    for rule in (BudgetRule(10.0), TargetRule(single=0.0, acc=1e-6), TopGapRule(5, 1.0)):
+    for rule in (BudgetRule(10.0), TargetRule(single=0.0, acc=1e-6), TopKRule(5, 1.0)):
         assert outcome(verify(_star(p, [C], A), rule))[0] == [A]
 
 
@@ -106,10 +243,8 @@ def test_token_of_zero_probability_is_never_accepted() -> None:
 DRAWS = 50_000
 
 
-def _accepted_shares(rule: AcceptanceRule, children: list[int]) -> list[float]:
-    """Fraction of ``DRAWS`` samples from UNDECIDED in which each child of a root is kept."""
-    generator = torch.Generator().manual_seed(7)
-    one = _star(UNDECIDED, children, A)
+def _repeated(one: VerificationInputs, uniform: Tensor) -> VerificationInputs:
+    """``DRAWS`` copies of one row, with their random numbers; ``sampled`` may be written to."""
     tree = replace(
         one.tree,
         **{
@@ -119,11 +254,18 @@ def _accepted_shares(rule: AcceptanceRule, children: list[int]) -> list[float]:
         draft_log_probs=one.tree.draft_log_probs.expand(DRAWS, -1, -1),
     )
     wide = one.raw_log_probs.expand(DRAWS, -1, -1)
-    sampled = torch.full((DRAWS, tree.size), A)
+    sampled = one.sampled.repeat(DRAWS, 1)
+    return VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)
+
+
+def _accepted_shares(rule: AcceptanceRule, children: list[int]) -> list[float]:
+    """Fraction of ``DRAWS`` samples from UNDECIDED in which each child of a root is kept."""
+    generator = torch.Generator().manual_seed(7)
+    one = _star(UNDECIDED, children, A)
     p = torch.tensor(UNDECIDED)
-    sampled[:, 0] = torch.multinomial(p, DRAWS, replacement=True, generator=generator)
-    uniform = torch.rand(DRAWS, tree.size, generator=generator)
-    inputs = VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)
+    sampled = torch.multinomial(p, DRAWS, replacement=True, generator=generator)
+    inputs = _repeated(one, torch.rand(DRAWS, one.tree.size, generator=generator))
+    inputs.sampled[:, 0] = sampled
     kept = verify(inputs, rule)
     first, longer = kept.tokens[:, 0], kept.count == 2
     return [float(((first == child) & longer).float().mean()) for child in children]
@@ -196,7 +338,144 @@ def test_longer_branch_wins_although_it_starts_with_a_mismatch() -> None:
     assert outcome(verify(inputs, DeferredRule(0.3, 2)))[0] == [B, A, A, A]
 
 
-@pytest.mark.parametrize("rule", [DeferredRule(), TargetRule(), BudgetRule()])
+# -- RegretRule and LimitedRule (approximate speculative decoding) ---------------------------------
+
+
+@pytest.mark.parametrize(("per_position", "kept"), [(0.35, [C, A, A]), (0.1, [A])])
+def test_regret_rule_allows_more_where_more_follows(per_position: float, kept: list[int]) -> None:
+    """C costs ``log(.30 / .20) = .405`` and saves two positions; below it the chain is exact."""
+    inputs = _chain([UNDECIDED, CERTAIN, CERTAIN], [C, A], [A, A, A])
+    assert outcome(verify(inputs, RegretRule(per_position)))[0] == kept
+    leaf = _star(UNDECIDED, [C], A)  # C saves one position
+    assert outcome(verify(leaf, RegretRule(per_position)))[0] == [A]
+
+
+def _limited(
+    inputs: VerificationInputs, max_nats: float, spent: float = 0.0
+) -> tuple[list[int], float]:
+    """Tokens kept by a :class:`LimitedRule` without a gate, and the state after the step."""
+    rule = LimitedRule(AcceptanceRule(), max_nats)
+    inputs = replace(inputs, state=torch.tensor([[spent]]))
+    kept = verify(inputs, rule)
+    (after,) = rule.advance(inputs, kept)[0].tolist()
+    return outcome(kept)[0], after
+
+
+def test_limited_rule_keeps_the_deepest_path_within_the_budget() -> None:
+    """B costs ``log(.30 / .25) = .182``, C ``.405``, and exact tokens nothing."""
+    p = [UNDECIDED, UNDECIDED, CERTAIN, CERTAIN]
+    chain = _chain(p, [B, C, A], [A, A, A, A])
+    assert _limited(chain, 0.6) == ([B, C, A, A], pytest.approx(0.588, abs=1e-3))
+    assert _limited(chain, 0.5) == ([B, A], pytest.approx(0.182, abs=1e-3))
+    assert _limited(chain, 0.1) == ([A], 0.0)
+    assert _limited(chain, 1.0, spent=0.8) == ([B, A], pytest.approx(0.982, abs=1e-3))
+    assert _limited(chain, 1.0, spent=1.0) == ([A], 1.0)
+
+
+def test_limited_rule_prefers_a_cheaper_branch_to_none() -> None:
+    """The deeper branch begins with E, which costs 1.1 nats; B's branch is affordable."""
+    tree = make_tree([0, 0, 0, 1], [D, E, B, A])
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN, CERTAIN, CERTAIN], [A, A, A, A])
+    assert _limited(inputs, 2.0)[0] == [E, A, A]
+    assert _limited(inputs, 0.5)[0] == [B, A]
+
+
+def test_limited_rule_costs_nothing_where_it_samples_exactly() -> None:
+    """When sampling, an exact token may be far from the most likely one."""
+    inputs = _chain([UNDECIDED, CERTAIN], [E], [E, A])
+    assert _limited(inputs, 0.1) == ([E, A], 0.0)
+
+
+def test_limited_rule_rejects_rules_without_regret() -> None:
+    with pytest.raises(ValueError, match="MixtureRule replaces samples"):
+        LimitedRule(MixtureRule(), 1.0)
+    with pytest.raises(ValueError, match="PhaseRule replaces samples"):
+        LimitedRule(PhaseRule(MixtureRule(), A, B), 1.0)
+
+
+# -- PhaseRule -------------------------------------------------------------------------------------
+
+
+def _phase(
+    inputs: VerificationInputs, prompt: list[int], begin: int | None = D, end: int = E
+) -> tuple[list[int], float]:
+    """Tokens kept without a gate between the markers, and the state after the step."""
+    rule = PhaseRule(AcceptanceRule(), begin, end)
+    inputs = replace(inputs, state=rule.start([torch.tensor(prompt)]))
+    kept = verify(inputs, rule)
+    (after,) = rule.advance(inputs, kept)[0].tolist()
+    return outcome(kept)[0], after
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [([A], [A]), ([D, A], [B, A]), ([D, E, A], [A]), ([E, D], [B, A]), ([D, E, D, A], [B, A])],
+)
+def test_phase_rule_reads_the_prompt(prompt: list[int], kept: list[int]) -> None:
+    """The last marker counts."""
+    tokens, after = _phase(_star(UNDECIDED, [B], A), prompt)
+    assert tokens == kept
+    assert bool(after) is (len(kept) == 2)
+
+
+def test_phase_rule_may_begin_with_the_answer() -> None:
+    assert _phase(_star(UNDECIDED, [B], A), [E, A], begin=None) == ([B, A], 1.0)
+
+
+def test_phase_begins_and_ends_inside_a_tree() -> None:
+    """B after the begin marker is relaxed, B after the end marker is not."""
+    p = [CERTAIN, UNDECIDED, UNDECIDED, UNDECIDED]
+    inputs = _chain(p, [D, B, E], [D, A, E, A])
+    assert _phase(inputs, [A]) == ([D, B, E, A], 0.0)
+    longer = _chain([*p, CERTAIN], [D, B, E, B], [D, A, E, A, A])
+    assert _phase(longer, [A]) == ([D, B, E, A], 0.0)
+    bonus = _chain([CERTAIN, CERTAIN], [A], [A, D])
+    assert _phase(bonus, [A]) == ([A, D], 1.0)
+
+
+def test_phase_rule_keeps_the_state_of_its_rule() -> None:
+    """Outside the phase nothing is spent."""
+    rule = PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 0.5), D, E)
+    tree = make_tree([0, 0], [A, B], {0: UNDECIDED})
+    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+    for prompt, state in (([D], [0.182, 1.0]), ([E], [0.0, 0.0])):
+        begun = replace(inputs, state=rule.start([torch.tensor(prompt)]))
+        after = rule.advance(begun, verify(begun, rule))
+        assert after[0].tolist() == pytest.approx(state, abs=1e-3)
+
+
+# -- selection="priced" ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("price", "kept"),
+    [
+        (0.0, [B, C, A, A]),
+        (1.6, [B, C, A, A]),  # 3 - 1.6 x .588 = 2.06
+        (1.8, [A, A, A]),  # 3 - 1.8 x .588 = 1.94 < 2
+    ],
+)
+def test_priced_path_must_pay_for_its_fuzzy_tokens(price: float, kept: list[int]) -> None:
+    """A's branch is exact and two tokens deep; B's and C's cost .182 and .405 nats."""
+    tree = make_tree([0, 0, 0, 1, 2, 4], [E, A, B, A, C, A])
+    p = [UNDECIDED, CERTAIN, UNDECIDED, CERTAIN, CERTAIN, CERTAIN]
+    inputs = make_inputs(tree, p, [A, A, A, A, A, A])
+    assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", price))[0] == kept
+
+
+def test_cheapest_of_equally_long_paths_is_kept() -> None:
+    """D is cheaper than E, but what follows E exactly is likelier: the longest path takes E."""
+    tree = make_tree([0, 0, 0, 1, 2], [A, D, E, A, A])
+    p = [UNDECIDED, [0.4, 0.3, 0.1, 0.1, 0.1], CERTAIN, CERTAIN, CERTAIN]
+    inputs = make_inputs(tree, p, [A, A, A, A, A])
+    assert outcome(verify(inputs, AcceptanceRule()))[0] == [E, A, A]
+    assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", 0.1))[0] == [D, A, A]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), LimitedRule(ExactRule(), 1.0)],
+)
 def test_rule_that_judges_whole_paths_requires_longest_selection(rule: AcceptanceRule) -> None:
     with pytest.raises(ValueError, match="judges whole paths"):
         verify(_star(UNDECIDED, [B], A), rule, selection="target")

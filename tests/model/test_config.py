@@ -28,8 +28,10 @@ RANGES: dict[type, dict[str, str]] = {
         " top_p_kl_reversed, top_p_tv",
         "min_ratio": "a number in [0, 1]",
         "fallback": "one of exact, stop",
-        "selection": "one of longest, target, sample",
+        "selection": "one of longest, priced, target, sample",
         "divergence_on": "one of raw, warped",
+        "price": "a finite number of at least 0",
+        "max_fuzzy_nats": "a number of at least 0",
     },
     SamplingConfig: {
         "temperature": "a finite number of at least 0",
@@ -94,6 +96,15 @@ def test_infinite_threshold_is_valid() -> None:
     assert AcceptanceConfig.from_dict({"threshold": float("inf")}).threshold == float("inf")
 
 
+def test_limit_per_answer_needs_whole_paths() -> None:
+    limited = AcceptanceConfig(threshold=0.1, max_fuzzy_nats=3.0)
+    assert limited.updated(selection="priced").max_fuzzy_nats == 3.0
+    for selection in ("target", "sample"):
+        message = f"max_fuzzy_nats needs selection longest or priced; got {selection}"
+        with pytest.raises(OptionsError, match=message):
+            limited.updated(selection=selection)
+
+
 # -- fsd.json --------------------------------------------------------------------------------------
 
 
@@ -121,12 +132,13 @@ def test_read_settings_omits_what_the_file_omits(tmp_path: Path) -> None:
 
 
 def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
-    """Same keys in the same order, so that a calibration writes what earlier ones wrote."""
+    """The same keys in the same order; what the file omits has its default."""
     content = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
     del content["about"]
     found = read_settings(BUNDLED_HEAD / "fsd.json")
     merged = settings_dict(TreeConfig(**found.tree), AcceptanceConfig(**found.acceptance))
-    assert list(merged.items()) == list(content.items())
+    assert [(name, merged[name]) for name in merged if name in content] == list(content.items())
+    assert merged == {**settings_dict(TreeConfig(), AcceptanceConfig()), **content}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from trees import (
     FUZZY,
     TARGET,
     UNIFORM,
-    VOCAB_SIZE,
     A,
     B,
     C,

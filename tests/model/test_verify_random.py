@@ -22,11 +22,25 @@ from trees import (
     outcome,
 )
 
-from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
+from eagle_fsd.model.acceptance import (
+    BudgetRule,
+    CascadeRule,
+    DeferredRule,
+    ExactRule,
+    FuzzyRule,
+    LimitedRule,
+    MarginRule,
+    MixtureRule,
+    PhaseRule,
+    RegretRule,
+    TargetRule,
+    TopKRule,
+    TypicalRule,
+)
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import Origin, VerificationInputs, verify
+from eagle_fsd.model.verify import AcceptanceRule, Origin, VerificationInputs, verify
 
 TREE_FIELDS = [
     field.name
@@ -34,7 +48,9 @@ TREE_FIELDS = [
     if field.name not in ("max_depth", "token_ids", "sampled")
 ]
 OTHER_FIELDS = [
-    field.name for field in fields(VerificationInputs) if field.name not in ("tree", "uniform")
+    field.name
+    for field in fields(VerificationInputs)
+    if field.name not in ("tree", "uniform", "logits", "state")
 ]
 
 
@@ -148,7 +164,8 @@ cases = st.builds(_case, st.integers(0, 2**32 - 1), st.integers(1, 14), st.integ
 thresholds = st.floats(0.0, 0.75) | st.sampled_from([0.0, 0.05, 0.2, ALWAYS])
 ratios = st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0])
 fallbacks = st.sampled_from(["exact", "stop"])
-selections = st.sampled_from(["longest", "target", "sample"])
+selections = st.sampled_from(["longest", "priced", "target", "sample"])
+prices = st.sampled_from([0.0, 0.3, 1.0, 4.0])
 distributions = st.sampled_from(["raw", "warped"])
 
 
@@ -168,6 +185,7 @@ def _reference(
     rule: FuzzyRule,
     fallback: str,
     selection: str,
+    price: float,
 ) -> tuple[list[int], list[Origin], list[int]]:
     """Verification of one row with loops over nodes."""
     tree = inputs.tree
@@ -212,16 +230,20 @@ def _reference(
         fuzzy = [token for token in children[node] if may_be_fuzzy(node, token)]
         return max(fuzzy, key=lambda token: log_p[node][token], default=sampled[node])
 
-    if selection == "longest":
-        best = (0, 0.0, 0)
-        paths = {0: ([0], 0.0)}
+    if selection in ("longest", "priced"):
+        best = (0.0, 0.0, 0)
+        paths = {0: ([0], 0.0, 0.0)}
         for node in range(1, tree.size):
-            above = paths.get(parents[node])
+            above, row_log_p = paths.get(parents[node]), log_p[parents[node]]
             if above is None or not longest_accepts(parents[node], tokens[node]):
                 continue
-            score = above[1] + log_p[parents[node]][tokens[node]]
-            paths[node] = ([*above[0], node], score)
-            best = max(best, (len(above[0]), score, node))
+            score, cost = above[1] + row_log_p[tokens[node]], above[2]
+            if tokens[node] != sampled[parents[node]]:
+                cost += max(row_log_p) - row_log_p[tokens[node]]
+            paths[node] = ([*above[0], node], score, cost)
+            value = len(above[0]) - (price * cost if selection == "priced" else 0.0)
+            assume(value == best[0] or abs(value - best[0]) > 1e-5)
+            best = max(best, (value, score, node))
         path = paths[best[2]][0]
         emitted = [tokens[node] for node in path[1:]] + [sampled[path[-1]]]
     else:
@@ -238,15 +260,21 @@ def _reference(
     return emitted, origins, path
 
 
-@given(cases, thresholds, ratios, fallbacks, selections, distributions)
+@given(cases, thresholds, ratios, fallbacks, selections, distributions, prices)
 def test_verification_agrees_with_slow_reference(
-    case: Case, threshold: float, ratio: float, fallback: str, selection: str, distribution: str
+    case: Case,
+    threshold: float,
+    ratio: float,
+    fallback: str,
+    selection: str,
+    distribution: str,
+    price: float,
 ) -> None:
     """Tokens, origins and nodes of every row, for every option; so rows are independent too."""
     rule = FuzzyRule(threshold, "js", ratio, distribution)
-    kept = verify(case.inputs, rule, fallback, selection)
+    kept = verify(case.inputs, rule, fallback, selection, price)
     for row in range(case.tree.tokens.shape[0]):
-        expected = _reference(case.inputs, row, rule, fallback, selection)
+        expected = _reference(case.inputs, row, rule, fallback, selection, price)
         assert outcome(kept, row) == expected
 
 
@@ -311,21 +339,128 @@ def test_masked_tokens_are_never_emitted(
             assert inputs.warped_log_probs[row, node, token] > -math.inf
 
 
-@given(cases, thresholds, ratios, fallbacks)
+@given(cases, thresholds, ratios, fallbacks, st.none() | prices)
 def test_bonus_token_is_the_target_sample_and_not_an_accepted_child(
-    case: Case, threshold: float, ratio: float, fallback: str
+    case: Case, threshold: float, ratio: float, fallback: str, price: float | None
 ) -> None:
+    """A priced path may end where a fuzzy child was accepted: it was too expensive."""
     tree = case.tree
-    kept = verify(case.inputs, FuzzyRule(threshold, min_ratio=ratio), fallback)
+    rule = FuzzyRule(threshold, min_ratio=ratio)
+    selection = "longest" if price is None else "priced"
+    kept = verify(case.inputs, rule, fallback, selection, price or 0.0)
     for row in range(tree.tokens.shape[0]):
         tokens, origins, path = outcome(kept, row)
         children = (tree.parents[row] == path[-1]).nonzero().flatten().tolist()
-        assert not any(kept.accepted[row, child] for child in children if child)
+        accepted = [child for child in children if child and kept.accepted[row, child]]
+        assert not accepted or price
+        assert tokens[-1] not in [tree.tokens[row, child].item() for child in accepted]
         assert tokens[-1] == case.inputs.sampled[row, path[-1]]
         assert origins[-1] == TARGET
         if fallback == "exact":
             carried = [tree.tokens[row, child].item() for child in children if child]
             assert tokens[-1] not in carried
+
+
+# -- other rules -----------------------------------------------------------------------------------
+
+NEVER = -5  # a token that does not exist
+RULES: list[AcceptanceRule] = [
+    TypicalRule(),
+    TopKRule(3, gap=0.4),
+    TopKRule(3, ratio=0.2),
+    MarginRule(0.5),
+    CascadeRule(),
+    TargetRule(single=0.2, acc=0.5),
+    BudgetRule(),
+    MixtureRule(0.3),
+    DeferredRule(0.3, 1),
+    RegretRule(1.0),
+    LimitedRule(FuzzyRule(ALWAYS), 2.0),
+    LimitedRule(RegretRule(2.0), 3.0),
+    PhaseRule(FuzzyRule(ALWAYS), 1, 2),
+    PhaseRule(MixtureRule(0.3), None, 2),
+    PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 2.0), 1, 2),
+    LimitedRule(PhaseRule(FuzzyRule(ALWAYS), None, 2), 2.0),
+]
+DISABLED: list[AcceptanceRule] = [
+    FuzzyRule(0.0),
+    TypicalRule(1.0, math.inf),
+    TopKRule(1),
+    TopKRule(gap=0.0),
+    TopKRule(ratio=1.0),
+    MarginRule(1.0),
+    CascadeRule(-math.inf),
+    TargetRule(),
+    BudgetRule(0.0),
+    MixtureRule(1.0),
+    DeferredRule(2.0),
+    RegretRule(0.0),
+    LimitedRule(FuzzyRule(ALWAYS), 0.0),
+    PhaseRule(FuzzyRule(ALWAYS), NEVER, NEVER),
+]
+
+
+def _for_rule(case: Case, rule: AcceptanceRule, greedy: bool) -> VerificationInputs:
+    """The inputs with everything that a rule may read; the prompt of every row is token 1."""
+    inputs = case.inputs
+    prompts = [torch.tensor([1])] * inputs.sampled.shape[0]
+    uniform = torch.rand(inputs.sampled.shape, generator=torch.Generator().manual_seed(case.seed))
+    sampled, warped = inputs.sampled, inputs.warped_log_probs
+    if greedy:  # top-k and top-p do not apply
+        sampled, warped = inputs.log_probs.argmax(-1), inputs.log_probs
+    return replace(
+        inputs,
+        sampled=sampled,
+        warped_log_probs=warped,
+        uniform=None if greedy else uniform,
+        logits=inputs.log_probs + 5.0,
+        state=rule.start(prompts),
+    )
+
+
+@given(cases, st.sampled_from(RULES), st.booleans(), st.sampled_from(["longest", "priced"]))
+def test_rules_emit_nothing_outside_the_support(
+    case: Case, rule: AcceptanceRule, greedy: bool, selection: str
+) -> None:
+    """Accepted or not: no drafted token is kept, and no bonus token emitted, that is masked."""
+    inputs = _for_rule(case, rule, greedy)
+    kept = verify(inputs, rule, selection=selection, price=0.5)
+    parents, tokens = case.tree.parents, case.tree.tokens
+    supported = inputs.supported(parents, tokens)
+    supported[:, 0] = True
+    assert (supported | ~kept.accepted).all()
+    emitted = inputs.supported(kept.path, kept.tokens)
+    assert (emitted | (kept.origins == Origin.PADDING)).all()
+
+
+@given(cases, st.sampled_from(DISABLED), st.booleans())
+def test_disabled_rules_are_exact(case: Case, rule: AcceptanceRule, greedy: bool) -> None:
+    """Rules that always accept the target's most likely token are exact in greedy decoding."""
+    inputs = _for_rule(case, rule, greedy or isinstance(rule, TopKRule))
+    kept, exact = verify(inputs, rule), verify(inputs, ExactRule())
+    for name in ("tokens", "origins", "count", "path"):
+        assert torch.equal(getattr(kept, name), getattr(exact, name))
+    assert not (kept.origins == Origin.FUZZY).any()
+
+
+@given(cases, st.floats(0.0, 6.0), st.floats(0.0, 6.0), st.booleans(), prices)
+def test_limited_rule_stays_within_the_budget(
+    case: Case, limit: float, spent: float, greedy: bool, price: float
+) -> None:
+    """What a step spends is added to the state, and the sum never exceeds the limit."""
+    rule = LimitedRule(FuzzyRule(ALWAYS), limit)
+    inputs = _for_rule(case, rule, greedy)
+    inputs.state = torch.full_like(inputs.state, spent)
+    kept = verify(inputs, rule, selection="priced", price=price)
+    for row, after in enumerate(rule.advance(inputs, kept)[:, 0].tolist()):
+        tokens, origins, path = outcome(kept, row)
+        cost = sum(
+            (inputs.log_probs[row, node].max() - inputs.log_probs[row, node, token]).item()
+            for node, token, origin in zip(path, tokens, origins, strict=True)
+            if origin == FUZZY
+        )
+        assert math.isclose(after, spent + cost, rel_tol=1e-5, abs_tol=1e-5)
+        assert cost <= max(0.0, limit - spent) + 1e-5
 
 
 broken = st.sampled_from([math.nan, math.inf, -math.inf, 3e38, 0.0])

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from eagle_fsd import EagleHead
 from eagle_fsd.model.target import Target
 
+#: Formats for EAGLE-1/2 heads.
+FORMATS = ("eagle", "sglang", "vllm")
 #: Names that transformers 4 does not know.
 NEW_NAMES = ("rope_parameters", "dtype")
 

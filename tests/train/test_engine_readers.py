@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_reader import read_head
+from engine_reader import FORMATS, read_head
 from pairs import LINEAR_ROPE, MODEL_SIZES, prompt, tiny_target, untrained_head
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eagle_fsd import EagleFSD, EagleHead, GenerateOutput, TreeConfig
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.config import EXPORT_FORMATS, ExportFormat
+from eagle_fsd.train.config import ExportFormat
 from eagle_fsd.train.export import convert_head
 
 #: As in LLaMA 3.1, with a training context that suits the length of the sequences here.
@@ -100,7 +100,7 @@ def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
 # -- RoPE ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", FORMATS)
 def test_export_of_a_trained_head_has_the_same_tau_elsewhere(
     engine: ExportFormat, trained: EagleHead, tmp_path: Path
 ) -> None:
@@ -125,7 +125,7 @@ def test_tau_falls_without_the_rope_settings(
     assert decode(head).stats.tau < 0.5 * decode(trained).stats.tau
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", FORMATS)
 def test_export_of_a_head_without_the_old_names_has_them(
     engine: ExportFormat, trained: EagleHead, tmp_path: Path
 ) -> None:

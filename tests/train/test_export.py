@@ -1,4 +1,7 @@
-"""Tests for exported heads (EAGLE, SGLang, vLLM) and for trained heads loaded back."""
+"""Tests for exported heads (EAGLE, SGLang, vLLM) and for trained heads loaded back.
+
+The export of EAGLE-3 heads is in ``test_eagle3_training.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_reader import read_export
+from engine_reader import FORMATS, read_export
 from pairs import (
     DEFAULT_ARCHITECTURE,
     aligned_pair,
@@ -23,7 +26,7 @@ from eagle_fsd import CheckpointError, EagleFSD
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.config import EXPORT_FORMATS, ExportFormat
+from eagle_fsd.train.config import ExportFormat
 from eagle_fsd.train.export import convert_head
 
 LAYER = {
@@ -145,7 +148,7 @@ def test_family_without_a_head_in_the_engine_is_rejected(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", FORMATS)
 def test_export_computes_what_the_head_computes(engine: ExportFormat, tmp_path: Path) -> None:
     head, target = save_random_head(tmp_path)
     out = convert_head(head, target, tmp_path / "out", engine)
@@ -162,7 +165,7 @@ def test_export_computes_what_the_head_computes(engine: ExportFormat, tmp_path: 
     assert {**before, "bias": 0, "architectures": 0} == {**config, "bias": 0, "architectures": 0}
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", FORMATS)
 def test_export_keeps_the_dtype(engine: ExportFormat, tmp_path: Path) -> None:
     target = Target(tiny_target())
     head = untrained_head(target.model, bias=False).attach(target)
@@ -188,6 +191,8 @@ def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
         convert_head(head, target, head, "eagle")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         convert_head(tmp_path, target, tmp_path / "out", "eagle")
+    with pytest.raises(ValueError, match="is an EAGLE-1/2 head; the speculators layout is for"):
+        convert_head(head, target, tmp_path / "out", "speculators")
     other = Target(tiny_target(hidden_size=64))
     with pytest.raises(ValueError, match="belongs to another target"):
         convert_head(head, other, tmp_path / "out", "eagle")
@@ -201,8 +206,8 @@ def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
 def test_loaded_head_decodes_identically(binary: bool, tmp_path: Path) -> None:
     """Most drafts of this head are accepted, so another head would need other steps."""
     pair = aligned_pair()
-    assert pair.head is not None
-    save_head(pair.head, tmp_path, binary=binary)
+    assert pair.drafter is not None
+    save_head(pair.drafter, tmp_path, binary=binary)
     loaded = EagleFSD(pair.model, load_head(tmp_path, pair.target), pair.tree)
     ids, mask = left_padded(prompt(7, 1), prompt(20, 3))
     for threshold in (0.0, 0.3):

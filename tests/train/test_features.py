@@ -27,6 +27,7 @@ from trainings import (
 )
 
 from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.target import LAST
 from eagle_fsd.train import feature_store
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
@@ -61,7 +62,7 @@ def chats(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Cha
 
 @pytest.fixture(scope="module")
 def fingerprint(loaded: LoadedTarget, chats: ChatDataset) -> dict[str, Any]:
-    return loaded.fingerprint(chats.file.path, MAX_LENGTH)
+    return {**loaded.fingerprint(chats.file.path, MAX_LENGTH), "states": [LAST]}
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +452,7 @@ def test_store_of_an_earlier_version_is_resumed(
     assert (tmp_path / "features-of-mine.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["data", "bytes", "target", "template", "max_length"])
+@pytest.mark.parametrize("name", ["data", "bytes", "target", "template", "max_length", "states"])
 def test_features_of_other_data_are_not_resumed(
     name: str,
     store: FeatureStore,

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import LoadError, load_target
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.features import compute_features
@@ -168,12 +168,13 @@ def load_offloaded(target: Path, offloaded: Sequence[str], folder: Path) -> PreT
 def test_features_of_a_spread_target_equal_those_of_one_device(
     offloaded: list[str], sharded: Path, tmp_path: Path
 ) -> None:
-    """Hooks move the inputs to the devices of the parts."""
+    """Hooks move the inputs to the devices of the parts. One of two states precedes a layer."""
+    states = (1, LAST)
     spread = Target(load_offloaded(sharded, offloaded, tmp_path))
     ids = torch.arange(3, 43).view(2, 20)
     assert not can_decode(spread)
-    expected = compute_features(Target(load_target(sharded)), ids)
-    assert torch.equal(compute_features(spread, ids), expected)
+    expected = compute_features(Target(load_target(sharded)), ids, states)
+    assert torch.equal(compute_features(spread, ids, states), expected)
 
 
 @pytest.mark.parametrize("part", ["model.layers.1", "lm_head"])

@@ -8,10 +8,12 @@ import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trainings import (
+    EAGLE3,
     KILLED_IN_MID_EPOCH,
     TIMEOUT,
     command,
@@ -38,18 +40,18 @@ WHOLE = "from eagle_fsd.cli import main\nmain()\n"
 OPTIONS = {"accumulate": 2, "max_length": 256, "epochs": 8}
 
 NO_DEEPSPEED = find_spec("deepspeed") is None or shutil.which("g++") is None
-BOTH = [
-    pytest.param("fsdp", marks=pytest.mark.xdist_group("fsdp")),
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    NO_DEEPSPEED, reason="needs a C++ compiler and DeepSpeed; make slow installs the latter"
+)
+#: Configurations, and options in addition to :data:`OPTIONS`.
+CASES = [
     pytest.param(
-        "deepspeed_zero2",
-        marks=[
-            pytest.mark.xdist_group("deepspeed"),
-            pytest.mark.skipif(
-                NO_DEEPSPEED,
-                reason="needs a C++ compiler and DeepSpeed; make slow installs the latter",
-            ),
-        ],
-    ),
+        (config, options),
+        id=f"{config}-{options.get('head_type', 'eagle')}",
+        marks=[pytest.mark.xdist_group(config), *marks],
+    )
+    for config, marks in (("fsdp", []), ("deepspeed_zero2", [NEEDS_DEEPSPEED]))
+    for options in ({}, EAGLE3)
 ]
 
 
@@ -77,23 +79,24 @@ def sharded(
     target: Path,
     data: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[str, Path]:
-    """A configuration, and what a training with it wrote."""
-    folder = tmp_path_factory.mktemp(request.param)
-    out = folder / "out"
-    status, errors = launch(request.param, WHOLE, folder, command(data, out, target, **OPTIONS))
+) -> tuple[str, dict[str, Any], Path]:
+    """A configuration, the options of a training with it, and what that training wrote."""
+    config, options = request.param
+    folder = tmp_path_factory.mktemp(config)
+    options, out = {**OPTIONS, **options}, folder / "out"
+    status, errors = launch(config, WHOLE, folder, command(data, out, target, **options))
     assert status == 0, errors
-    return request.param, out
+    return config, options, out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", BOTH, indirect=True)
+@pytest.mark.parametrize("sharded", CASES, indirect=True)
 def test_sharded_training_matches_the_plain_one(
-    sharded: tuple[str, Path], target: Path, data: Path, tmp_path: Path
+    sharded: tuple[str, dict[str, Any], Path], target: Path, data: Path, tmp_path: Path
 ) -> None:
     """Its steps are means over all positions of unequal batches, within bfloat16's precision."""
-    _, out = sharded
-    plain = train_here(data, tmp_path / "plain", target, batch_size=4, **OPTIONS)
+    _, options, out = sharded
+    plain = train_here(data, tmp_path / "plain", target, batch_size=4, **options)
     assert len(read_losses(out)) == 12
     assert read_losses(out).tolist() == pytest.approx(read_losses(plain).tolist(), rel=1e-3)
     for name, tolerance in (("gradient_norm", 1e-2), ("tokens", 0.0), ("lr", 1e-6)):
@@ -106,13 +109,13 @@ def test_sharded_training_matches_the_plain_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", BOTH, indirect=True)
+@pytest.mark.parametrize("sharded", CASES, indirect=True)
 def test_sharded_training_resumes_to_the_same_weights(
-    sharded: tuple[str, Path], target: Path, data: Path, tmp_path: Path
+    sharded: tuple[str, dict[str, Any], Path], target: Path, data: Path, tmp_path: Path
 ) -> None:
-    config, whole = sharded
+    config, options, whole = sharded
     out = tmp_path / "out"
-    arguments = command(data, out, target, **OPTIONS)
+    arguments = command(data, out, target, **options)
     status, _ = launch(config, KILLED_IN_MID_EPOCH, tmp_path, arguments)
     assert status != 0
     assert read_metrics(out)[-1]["step"] == 8

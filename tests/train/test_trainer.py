@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainings import (
+    EAGLE3,
     Killed,
     read_losses,
     read_metrics,
@@ -436,9 +437,12 @@ def test_worker_processes_do_not_change_the_weights(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
-def test_compiled_layers_train_and_validate(target: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, EAGLE3], ids=["eagle", "eagle3"])
+def test_compiled_layers_train_and_validate(
+    options: dict[str, Any], target: Path, data: Path, tmp_path: Path
+) -> None:
     """Validation decodes with the same layers, uncompiled."""
-    options = {"validation": 2, "validate_every": 3}
+    options = {**options, "validation": 2, "validate_every": 3}
     plain = train_here(data, tmp_path / "plain", target, **options)
     out = train_here(data, tmp_path / "out", target, compile=True, **options)
     assert read_losses(out) == pytest.approx(read_losses(plain), rel=1e-3)

@@ -12,8 +12,9 @@ from trainings import command, read_weights, same_weights, train_here
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.training_folder import TrainingFolder
 
-#: Keys of recipe.json as version 0.1 wrote them, and tokens_per_batch.
+#: Keys of recipe.json.
 RECIPE_KEYS = """
+head_type draft_vocab_size fc_norm norm_output norm_before_residual
 epochs max_steps batch_size tokens_per_batch accumulate max_length lr warmup weight_decay
 beta1 beta2 clip noise feature_weight token_weight divergence_weight divergence_loss unroll
 unroll_decay bias seed

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from trainings import (
+    EAGLE3,
     KILLED_IN_MID_EPOCH,
     TIMEOUT,
     command,
@@ -136,12 +137,19 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, EAGLE3],
+    ids=["plain", "accumulate", "eagle3"],
+)
 def test_two_processes_equal_one_with_twice_the_batch_size(
-    accumulate: int, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+    options: dict[str, Any], target: Path, data: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
-    """With ten chats in batches of four, the last of an epoch is filled up in one process only."""
-    options = {"max_length": 256, "accumulate": accumulate}
+    """With ten chats in batches of four, the last of an epoch is filled up in one process only.
+
+    The processes of an EAGLE-3 training count the tokens of the answers together.
+    """
+    options = {"max_length": 256, **options}
     one, two = tmp_path / "one", tmp_path / "two"
     train_here(data, one, target, batch_size=4, **options)
     process = start(command(data, two, target, **options), two_processes)

@@ -39,6 +39,9 @@ SMALL: dict[str, Any] = {
     "log_every": 1,
 }
 
+#: Options that train an EAGLE-3 head with about half of the target's vocabulary.
+EAGLE3: dict[str, Any] = {"head_type": "eagle3", "unroll": 3, "draft_vocab_size": 500}
+
 #: The command line, killed after logging its eighth step, the third one of its second epoch.
 KILLED_IN_MID_EPOCH = """
 import os, signal

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.bundled.problems import problems
+from eagle_fsd.bundled.problems import edited_problems, problems
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 from eagle_fsd.evaluation.scoring import number_value
 
@@ -86,6 +86,31 @@ def bundled_questions(count: int, seed: int = 0) -> list[Question]:
     return [
         Question(index, "bundled", (problem.question,), "number", str(problem.final))
         for index, problem in enumerate(problems("test", count, seed))
+    ]
+
+
+def bundled_edits(count: int, seed: int = 0) -> list[Question]:
+    """Generate chats whose answers largely repeat each other: one problem about several people.
+
+    The problems belong to the split that the bundled pair was not trained on. The number is the
+    same in all turns.
+
+    Args:
+        count: The number of chats.
+        seed: The generator's seed.
+
+    Returns:
+        The chats as questions.
+    """
+    return [
+        Question(
+            index,
+            "bundled-edits",
+            tuple(problem.question for problem in versions),
+            "number",
+            str(versions[-1].final),
+        )
+        for index, versions in enumerate(edited_problems("test", count, seed=seed))
     ]
 
 

@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_fsd.evaluation.questions.formats import bundled_questions, read_questions
+from eagle_fsd.evaluation.questions.formats import (
+    bundled_edits,
+    bundled_questions,
+    read_questions,
+)
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.files import atomic_path
 
 #: Environment variable that names the folder of downloaded files.
 DATA_VARIABLE = "EAGLE_FSD_DATA"
-#: Default number of bundled problems.
+#: Default number of questions in a generated set.
 DEFAULT_BUNDLED_COUNT = 100
 
 #: Called during a download with the bytes received and the total size (0 if unknown).
@@ -94,6 +98,12 @@ REFERENCE_ANSWERS = PublishedFile(
     "f957a5bc977badb66885ec970e6cd08527845780313f0995764260e5777b9b3f",
 )
 
+#: Sets that the bundled generator makes, from the number of questions and a seed.
+GENERATED_SETS: dict[str, Callable[[int, int], list[Question]]] = {
+    "bundled": bundled_questions,
+    "bundled-edits": bundled_edits,
+}
+
 
 class QuestionSetError(ValueError):
     """A question set is unknown or cannot be downloaded; the message says what to do."""
@@ -114,10 +124,10 @@ def find_questions(
     """Return the questions of a set or file.
 
     Args:
-        name: The path of a question file, a name in :data:`SETS`, or ``bundled``.
+        name: The path of a question file, or a name in :data:`SETS` or :data:`GENERATED_SETS`.
         count: Number of questions, see :func:`balanced_subset`. Default: all;
-            :data:`DEFAULT_BUNDLED_COUNT` of the bundled problems.
-        seed: The seed of the bundled problems; other sets ignore it.
+            :data:`DEFAULT_BUNDLED_COUNT` of a generated set.
+        seed: The seed of generated sets; other sets ignore it.
         progress: Reports a download.
 
     Returns:
@@ -128,14 +138,14 @@ def find_questions(
         QuestionError: The file is invalid.
         OSError: The file cannot be read.
     """
-    if name == "bundled":
-        return bundled_questions(count or DEFAULT_BUNDLED_COUNT, seed)
+    if name in GENERATED_SETS:
+        return GENERATED_SETS[name](count or DEFAULT_BUNDLED_COUNT, seed)
     if Path(name).is_file():
         return balanced_subset(read_questions(name), count)
     if name not in SETS:
         if Path(name).is_dir():
             raise QuestionSetError(f"{name!r} is a folder, not a question file")
-        known = ", ".join(["bundled", *SETS])
+        known = ", ".join([*GENERATED_SETS, *SETS])
         raise QuestionSetError(
             f"{name!r} is neither a file nor a question set; the sets are {known}"
         )

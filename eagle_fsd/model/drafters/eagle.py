@@ -104,7 +104,6 @@ class EagleHead(DraftHead):
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
     ) -> Tensor:
-        """Predict the next feature from pairs of a feature and the token after it."""
         if mask is None and self._needs_mask:
             length = tokens.shape[1]
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()

@@ -35,6 +35,7 @@ class DraftHead(nn.Module, LevelDrafter):
     """
 
     fc: nn.Linear
+    layers: nn.ModuleList
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -170,7 +171,6 @@ class DraftHead(nn.Module, LevelDrafter):
         max_length: int,
         cache: TreeCache,
     ) -> Tensor:
-        """Process pairs of a feature and the token after it; see :meth:`LevelDrafter.append`."""
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
         view = cache.visible(max_length + tokens.shape[1])
         seen = torch.arange(view, device=lengths.device) <= positions[:, :, None]
@@ -181,7 +181,6 @@ class DraftHead(nn.Module, LevelDrafter):
     def extend(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
     ) -> Tensor:
-        """Pair each node's token with the head's output at its parent."""
         return self.forward(self.carry(hidden), tokens, positions, mask, cache)
 
 

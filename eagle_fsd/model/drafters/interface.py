@@ -86,10 +86,16 @@ class Drafter(ABC):
             Face's ``hidden_states``: ``i`` is the input of decoder layer ``i``, -1 the last hidden
             state after the final norm. Several are concatenated.
         projects: Whether the drafter applies the target's output projection.
+        learns: Whether drafts depend on earlier calls.
     """
 
     reads: tuple[int, ...] = ()
     projects = False
+    learns = False
+
+    def fresh(self) -> Drafter:
+        """Return a drafter that has learned nothing: itself, unless it learns from its calls."""
+        return self
 
     @abstractmethod
     def attach(self, target: Target) -> Drafter:

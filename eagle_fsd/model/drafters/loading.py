@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_fsd.model.checkpoint import load_head
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from eagle_fsd.model.checkpoint import CheckpointError, load_head, read_config, tensor_names
+from eagle_fsd.model.drafters.draft_model import load_draft_model
 from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
+from eagle_fsd.model.eagle3_checkpoint import is_eagle3, load_eagle3
 from eagle_fsd.model.target import Target
+
+#: Drafters without files, by name.
+WITHOUT_FILES: dict[str, type[Drafter]] = {
+    "ngram": NGramDrafter,
+    "adaptive-ngram": AdaptiveNGramDrafter,
+}
 
 
 def load_drafter(name: str | Path, target: Target, token: str | None = None) -> Drafter:
     """Load a drafter and attach it to its target.
 
     Args:
-        name: A folder or a Hub name; the kind follows from its files.
+        name: A key of :data:`WITHOUT_FILES`, or a folder or a Hub name with an EAGLE-1/2 or EAGLE-3
+            head or a causal LM; which one follows from ``config.json`` and the tensors' names.
         target: The target to draft for.
         token: A Hugging Face token for gated repositories.
 
     Raises:
-        CheckpointError: Files are missing or damaged.
+        CheckpointError: A head's files are missing or damaged, or there is no drafter of a
+            supported kind.
+        LoadError: A draft model's files are missing or damaged.
         ValueError: The drafter belongs to another target.
     """
-    return load_head(name, target, token=token)
+    if str(name) in WITHOUT_FILES:
+        return WITHOUT_FILES[str(name)]().attach(target)
+    values, names = read_config(name, token), tensor_names(name, token)
+    if is_eagle3(values, names):
+        return load_eagle3(name, target, token=token)
+    if any(item.removeprefix("model.").startswith("fc.") for item in names):
+        return load_head(name, target, token=token)
+    family = str(values.get("model_type"))
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return load_draft_model(name, target, token)
+    raise CheckpointError(
+        f"{name} holds neither an EAGLE head (no tensor fc.*) nor a causal LM (model_type {family})"
+    )

@@ -1,10 +1,11 @@
 """Train the pair that ships with the package: ``python -m eagle_fsd.train.recipes.bundled``.
 
-There are three stages, which can be run separately: ``target`` trains the tokenizer and the target,
-``head`` trains the draft head as ``eagle-fsd train`` does, and ``card`` measures both on unseen
-problems and writes the model cards. An interrupted training resumes. Run ``eagle-fsd calibrate
---install`` before ``card`` to select the pair's settings. ``make bundled`` runs everything, which
-takes some hours on two cores.
+There are stages that can be run separately: ``target`` trains the tokenizer and the target,
+``head`` trains the EAGLE-2 head as ``eagle-fsd train`` does, ``eagle3`` the EAGLE-3 head,
+``draft-model`` the draft model (``draft_model.py``), and ``card`` measures them on unseen problems
+and writes the model cards. An interrupted training of the target or a head resumes. Run ``eagle-fsd
+calibrate --install`` before ``card`` to select the pair's settings. ``make bundled`` runs
+everything, which takes some hours on two cores.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ from safetensors.torch import load_file
 from eagle_fsd.bundled import BUNDLED
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
-from eagle_fsd.train.config import TrainRequest
+from eagle_fsd.model.eagle3_checkpoint import load_eagle3, save_eagle3
+from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
+from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.model_card import CARD_FILE
 from eagle_fsd.train.recipes.chats import write_chats
+from eagle_fsd.train.recipes.compare_heads import compare_heads
+from eagle_fsd.train.recipes.draft_model import (
+    CARD,
+    CHAIN_OPTIONS,
+    DraftModelConfig,
+    train_draft_model,
+)
 from eagle_fsd.train.recipes.measure import measure
 from eagle_fsd.train.recipes.target import TargetConfig, train_target
 from eagle_fsd.train.record import RECORD_FILE, read_record
@@ -34,9 +44,20 @@ from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
 
-STAGES = ("target", "head", "card")
-#: Number of chats that the head is trained on, with the default hyperparameters.
+STAGES = ("target", "head", "eagle3", "draft-model", "card")
+#: Number of chats that the heads are trained on.
 HEAD_CHATS = 3000
+#: Hyperparameters of the EAGLE-3 head. It can draft all 407 tokens that occur in the answers. When
+#: trained with two runs, its drafts were accepted much less often from the third token on.
+EAGLE3_CONFIG = TrainConfig(
+    head_type="eagle3",
+    draft_vocab_size=416,
+    fc_norm=True,
+    norm_output=True,
+    epochs=7,
+    batch_size=8,
+    unroll=5,
+)
 #: Number of unseen problems that the pair is measured on.
 CARD_PROBLEMS = 500
 
@@ -61,6 +82,11 @@ def main() -> None:
         train_target(TargetConfig(), options.work / "target", options.out / "target")
     if "head" in stages:
         train_head(options.out / "target", options.work, options.out / "head")
+    if "eagle3" in stages:
+        train_eagle3(options.out / "target", options.work, options.out / "eagle3")
+    if "draft-model" in stages:
+        work, out = options.work / "draft_model", options.out / "draft_model"
+        train_draft_model(DraftModelConfig(), options.out / "target", work, out)
     if "card" in stages:
         write_cards(options.out)
 
@@ -87,8 +113,27 @@ def train_head(target: Path, work: Path, out: Path) -> None:
     (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
 
 
+def train_eagle3(target: Path, work: Path, out: Path) -> None:
+    """Train the EAGLE-3 head on stored features and save it in half precision.
+
+    Args:
+        target: Folder of the target.
+        work: Folder for the chats, the features and the training.
+        out: Folder for the head.
+    """
+    data, features = write_chats(work / "chats.jsonl", HEAD_CHATS), work / "features"
+    store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
+    folder = TrainingFolder(work / "eagle3")
+    request = TrainRequest(features=features, out=folder.path, target=target, resume=folder.exists)
+    train(request, EAGLE3_CONFIG, on_metrics=lambda metrics: log.info("%s", metrics))
+    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
+    save_eagle3(load_eagle3(folder.path, loaded.target), out, dtype=torch.float16)
+    shutil.copy(folder.path / RECORD_FILE, out / RECORD_FILE)
+    (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
+
+
 def write_cards(out: Path) -> None:
-    """Measure exact decoding and the settings in ``fsd.json``; write both model cards.
+    """Measure exact decoding and the settings in ``fsd.json``; write the model cards.
 
     Args:
         out: Folder of the pair.
@@ -102,21 +147,39 @@ def write_cards(out: Path) -> None:
             f"{head} has no {SETTINGS_FILE}; run eagle-fsd calibrate --install first"
         )
     results = _format_results(measure(target, head, CARD_PROBLEMS, ("exact", "fsd")))
-    for folder, template in ((target, _TARGET_CARD), (head, _HEAD_CARD)):
-        record = read_record(folder)
-        card = template.format(
-            **record,
-            recipe=json.dumps(record["settings"], indent=2),
-            parameters=f"{_count_parameters(folder) / 1e6:.2f}",
-            minutes=f"{record['seconds'] / 60:.0f}",
-            chats=HEAD_CHATS,
-            results=results,
-        )
-        atomic_write(folder / CARD_FILE, card)
+    _write_card(target, _TARGET_CARD, results)
+    _write_card(head, _HEAD_CARD, results)
+    _write_card(out / "eagle3", _EAGLE3_CARD, compare_heads(out))
+    write_draft_model_card(target, out / "draft_model")
+
+
+def write_draft_model_card(target: Path, folder: Path) -> None:
+    """Measure exact decoding and FSD with the draft model's chains; write its model card.
+
+    Args:
+        target: Folder of the target.
+        folder: Folder of the draft model.
+    """
+    rows = measure(target, folder, CARD_PROBLEMS, ("exact", "fsd"), *CHAIN_OPTIONS)
+    _write_card(folder, CARD, _format_results(rows))
+
+
+def _write_card(folder: Path, template: str, results: str) -> None:
+    record = read_record(folder)
+    card = template.format(
+        **record,
+        recipe=json.dumps(record["settings"], indent=2),
+        parameters=f"{_count_parameters(folder) / 1e6:.2f}",
+        minutes=f"{record['seconds'] / 60:.0f}",
+        chats=record["settings"].get("chats", HEAD_CHATS),
+        results=results,
+    )
+    atomic_write(folder / CARD_FILE, card)
 
 
 def _count_parameters(folder: Path) -> int:
-    return sum(weight.numel() for weight in load_file(folder / "model.safetensors").values())
+    weights = load_file(folder / "model.safetensors").values()
+    return sum(weight.numel() for weight in weights if weight.is_floating_point())
 
 
 def _format_results(rows: dict[str, dict[str, Any]]) -> str:
@@ -177,6 +240,30 @@ Trained by `python -m eagle_fsd.train.recipes.bundled --stage head`, which is `e
 its defaults on {chats} generated chats: smooth L1 on the feature, 0.1 times the cross-entropy, the
 Jensen-Shannon divergence between target and draft, and uniform noise on the input features; {steps}
 steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
+
+{results}
+
+Configuration:
+
+```json
+{recipe}
+```
+"""
+
+_EAGLE3_CARD = """---
+license: apache-2.0
+---
+
+# eagle-fsd bundled EAGLE-3 head
+
+An EAGLE-3 head with {parameters} M parameters for the bundled target, in the layout that EAGLE and
+SGLang read. It has the norms of EAGLE-3.1 (`fc_norm`, `norm_output`), reads the inputs of the
+target's layers 2, 7 and 11, and can draft {settings[draft_vocab_size]} of the target's 1024 tokens.
+Its embedding is the target's. It is not calibrated: decoding is lossless unless a threshold is set.
+
+Trained by `python -m eagle_fsd.train.recipes.bundled --stage eagle3` on {chats} generated chats and
+the target's stored hidden states: cross-entropy with the target's distribution, {settings[unroll]}
+runs over every chat; {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
 
 {results}
 

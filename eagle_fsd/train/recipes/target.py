@@ -266,6 +266,16 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
     tokenizer.save_pretrained(out)
     # transformers 5 writes the class's new name, which transformers 4 does not know.
     _update_json(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    save_weights(model, out)
+
+
+def save_weights(model: LlamaForCausalLM, out: Path) -> None:
+    """Save a model without its tokenizer in half precision, as :func:`save_target` does.
+
+    Args:
+        model: The model; it is converted in place.
+        out: Folder for its weights and configuration.
+    """
     model.half().save_pretrained(out)
     _update_json(out / "config.json", **transformers4_fields(model.config, model.dtype))
 

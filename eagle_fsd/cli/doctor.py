@@ -1,0 +1,156 @@
+"""``eagle-fsd doctor``: explain a low tau."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from rich.text import Text
+
+from eagle_fsd.cli.console import out, print_json, print_table, progress
+from eagle_fsd.cli.options import Json, Pair, PairArguments, TreeOptions, load_pair
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.utils.options import Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eagle_fsd.evaluation.doctor.checks import TrainingText
+    from eagle_fsd.evaluation.doctor.diagnosis import Diagnosis
+    from eagle_fsd.train.chat_file import ChatFile
+    from eagle_fsd.utils.chat_templates import ChatTemplate
+
+#: Training chats to read, and the tokens to read of each.
+TRAINING_CHATS, TRAINING_LENGTH = 32, 1024
+#: Colors of the levels of findings.
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+class DoctorConfig(Options):
+    """What a diagnosis decodes and reads."""
+
+    prompts: str | None = Field(
+        None,
+        description="Question set or file to decode, as for evaluate; default: the chats of --data,"
+        " bundled problems with the bundled target, otherwise a few general questions.",
+    )
+    data: Path | None = Field(
+        None,
+        description="Chats that the drafter was trained on, to compare with the target's own"
+        " answers.",
+    )
+    count: int = Field(12, ge=1, le=1000, description="Number of questions.")
+    max_new_tokens: int = Field(64, ge=2, description="Maximum number of new tokens per answer.")
+
+
+def doctor(
+    *,
+    as_json: Json = False,
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    config: Annotated[DoctorConfig, options("Decoding")] = DoctorConfig(),
+) -> None:
+    """Explain a low tau: test the drafter's settings, and recommend a next step.
+
+    Exit status: 0 if no problem was found, 1 otherwise.
+
+    Args:
+        as_json: Print the diagnosis as JSON.
+        pair: The target and its drafter.
+        tree: Shape of the draft tree.
+        config: What is decoded and read.
+    """
+    from eagle_fsd.evaluation.doctor.diagnosis import diagnose
+    from eagle_fsd.train.chat_file import ChatFile
+    from eagle_fsd.utils.chat_templates import load_chat_template
+
+    chats = None if config.data is None else ChatFile(config.data)
+    model = load_pair(pair, tree, AcceptanceConfig())
+    template = None
+    if pair.chat_template is not None or model.tokenizer.chat_template is not None:
+        template = load_chat_template(model.tokenizer, pair.chat_template)
+    diagnosis = diagnose(
+        model,
+        _questions(config, chats, bundled=pair.target is None),
+        template,
+        [] if chats is None else _training_texts(chats, model.tokenizer, template),
+        config.max_new_tokens,
+        progress,
+    )
+    if as_json:
+        print_json(diagnosis.as_dict())
+    else:
+        _print(diagnosis)
+    if not diagnosis.healthy:
+        raise SystemExit(1)
+
+
+def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> list[str]:
+    """Return the questions to decode."""
+    from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS
+    from eagle_fsd.evaluation.questions.sets import find_questions
+
+    count = config.count
+    if config.prompts is not None or (bundled and chats is None):
+        found = find_questions(config.prompts or "bundled", count)
+        return [question.turns[0] for question in found]
+    if chats is None:
+        return list(GENERAL_QUESTIONS[:count])
+    first = (chats[index] for index in range(0, len(chats), max(1, len(chats) // count)))
+    users = [next(turn["content"] for turn in chat if turn["role"] == "user") for chat in first]
+    return users[:count]
+
+
+def _training_texts(
+    chats: ChatFile, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
+) -> list[TrainingText]:
+    """Tokenize some chats, evenly spaced."""
+    from eagle_fsd.evaluation.doctor.checks import TrainingText
+    from eagle_fsd.evaluation.doctor.templates import RawTemplate
+    from eagle_fsd.train.assistant_mask import encode_chat
+
+    stride = max(1, len(chats) // TRAINING_CHATS)
+    encoded = [
+        encode_chat(chats[index], tokenizer, template or RawTemplate(), TRAINING_LENGTH)
+        for index in range(0, len(chats), stride)[:TRAINING_CHATS]
+    ]
+    return [TrainingText(chat.ids, chat.assistant_mask) for chat in encoded]
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    tree = diagnosis.tree
+    agreement = diagnosis.agreement
+    measured = "" if agreement is None else f", agreement {agreement:.1%}"
+    out.print(
+        f"{diagnosis.drafter}: tau {diagnosis.tau:.2f}{measured} ({diagnosis.tokens:,} tokens,"
+        f" exact greedy decoding, tree {tree.total_tokens}/{tree.depth}/{tree.top_k})",
+        soft_wrap=True,
+    )
+    out.print()
+    for finding in diagnosis.findings:
+        line = Text(f"{finding.level:<8}", STYLES[finding.level])
+        line.append(f"{finding.check:<15} {finding.evidence}", "")
+        out.print(line, soft_wrap=True)
+    out.print()
+    print_table(
+        ("context", "steps", "tau", "agreement"),
+        [
+            (
+                f"{row.first}-{row.last}",
+                str(row.steps),
+                f"{row.tau:.2f}",
+                "" if row.agreement is None else f"{row.agreement:.1%}",
+            )
+            for row in diagnosis.by_length
+        ],
+    )
+    out.print()
+    print_table(
+        ("depth", "steps", "accepted"),
+        [(str(row.depth), str(row.steps), f"{row.accepted:.1%}") for row in diagnosis.by_depth],
+    )
+    out.print()
+    step = diagnosis.next_step
+    out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)

@@ -1,0 +1,107 @@
+"""Acceptance rules that other engines offer, and their settings in the form that each one takes.
+
+Calibration tests an engine's :func:`series` as it tests FSD's; :func:`settings` prints the chosen
+method for the engine.
+
+============  ==============================================  =====================================
+engine        rule                                            applies
+============  ==============================================  =====================================
+SGLang        :class:`~eagle_fsd.model.acceptance.TargetRule`  when sampling; greedy requests ignore
+                                                              the thresholds
+TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding, between
+                                                              ``<think>`` and ``</think>``
+============  ==============================================  =====================================
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
+from eagle_fsd.model.acceptance import TargetRule, TopKRule
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.utils.options import OptionsError
+
+EngineName = Literal["sglang", "tensorrt-llm"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
+
+#: SGLang's thresholds, in the order in which they accept more.
+THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)
+#: TensorRT-LLM's ``relaxed_topk`` and ``relaxed_delta``.
+TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
+#: Markers of TensorRT-LLM's thinking phase.
+THINKING = ("<think>", "</think>")
+
+
+def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:
+    """Return the settings of an engine's rule as series of methods that accept more and more.
+
+    Args:
+        engine: The engine.
+        temperature: Temperature of the answers.
+
+    Raises:
+        OptionsError: The engine does not apply its rule at this temperature.
+    """
+    if engine == "sglang":
+        if temperature == 0.0:
+            raise OptionsError(
+                "SGLang applies its thresholds to sampled requests only: set a --temperature above"
+                " 0; got 0"
+            )
+        rules = {
+            "single": [TargetRule(single=value) for value in THRESHOLDS],
+            "acc": [TargetRule(acc=value) for value in THRESHOLDS],
+        }
+        return {
+            name: [
+                Method(f"{name} {value:g}", EAGLE_ACCEPTANCE, rule)
+                for value, rule in zip(THRESHOLDS, group, strict=True)
+            ]
+            for name, group in rules.items()
+        }
+    if temperature > 0.0:
+        raise OptionsError(
+            "TensorRT-LLM relaxes greedy decoding only: set --temperature to 0; got"
+            f" {temperature:g}"
+        )
+    return {
+        f"top {top}": [
+            Method(f"top {top} gap {gap:g}", EAGLE_ACCEPTANCE, TopKRule(top, gap), phase=THINKING)
+            for gap in GAPS
+        ]
+        for top in TOPS
+    }
+
+
+def settings(engine: EngineName, method: Method, tree: TreeConfig) -> str:
+    """Return the chosen settings in the form that the engine takes.
+
+    Args:
+        engine: The engine.
+        method: A method of :func:`series`, or exact decoding.
+        tree: The draft tree that the method was measured with.
+
+    Returns:
+        Command-line flags of ``sglang.launch_server``, or the ``speculative_config`` of a YAML file
+        of TensorRT-LLM's options (``--extra_llm_api_options``).
+    """
+    if engine == "sglang":
+        thresholds = method.rule if isinstance(method.rule, TargetRule) else TargetRule()
+        flags = {
+            # SGLang counts the first level as a step.
+            "num-steps": tree.depth + 1,
+            "eagle-topk": tree.top_k,
+            "num-draft-tokens": tree.total_tokens,
+            "accept-threshold-single": f"{thresholds.single:g}",
+            "accept-threshold-acc": f"{thresholds.acc:g}",
+        }
+        return " ".join(f"--speculative-{name} {value}" for name, value in flags.items())
+    lines = ["speculative_config:", "  decoding_type: MTP", f"  max_draft_len: {tree.depth + 1}"]
+    if isinstance(method.rule, TopKRule):
+        lines += [
+            "  use_relaxed_acceptance_for_thinking: true",
+            f"  relaxed_topk: {method.rule.top}",
+            f"  relaxed_delta: {method.rule.gap:g}",
+        ]
+    return "\n".join(lines)

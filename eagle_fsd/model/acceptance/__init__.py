@@ -1,0 +1,87 @@
+"""Acceptance rules: which drafted tokens are accepted although the target sampled another token.
+
+:class:`FuzzyRule` is FSD's. The others are rules from the literature behind the same interface, so
+that they can be compared on equal terms. With ``p`` and ``q`` the target's and the draft's
+distributions at a node, ``x`` a child's token and ``s`` the target's sample, the child is accepted
+if ``x = s`` or if
+
+===========================  ====================================================================
+:class:`ExactRule`           (never; EAGLE-2)
+:class:`FuzzyRule`           ``Div(p, q) < T`` (and ``p(x) >= r max p``)
+:class:`TypicalRule`         ``p(x) > min(epsilon, delta exp(-H(p)))`` (Medusa)
+:class:`TopKRule`            ``x`` among the ``top`` likeliest, and ``p(x) >= max p - gap``
+                             (TensorRT-LLM) or ``p(x) >= ratio max p`` (vLLM, speculators)
+:class:`MarginRule`          ``x`` among the two likeliest, and the ratio of the two largest logits
+                             above ``ratio`` (MARS)
+:class:`CascadeRule`         ``max q >= max p - alpha TV(p, q)`` and ``x`` is the draft's own choice
+                             (speculative cascades)
+:class:`TargetRule`          ``p(x) >= single``, or ``x`` is sampled from ``p`` raised by
+                             ``1 / acc`` (SGLang)
+:class:`BudgetRule`          ``x`` is sampled from ``p`` raised by a KL budget (Cactus)
+:class:`MixtureRule`         ``x`` is sampled from ``w p + (1 - w) q`` (static ensemble)
+:class:`DeferredRule`        ``H(p) >= entropy log V`` and the next tokens agree for a window
+                             (FLy)
+:class:`RegretRule`          ``max log p - log p(x)`` is below a bound per position that ``x`` can
+                             save (approximate speculative decoding)
+===========================  ====================================================================
+
+:class:`LimitedRule` and :class:`PhaseRule` restrict another rule: to a budget of log-probability
+per answer, and to positions between two markers.
+
+Rules that sample raise the probabilities of drafted tokens and reuse the random number behind
+``s``, so a rule that raises nothing accepts only ``s``. At temperature 0 they accept a token if its
+raised probability reaches ``max p``.
+"""
+
+from __future__ import annotations
+
+from eagle_fsd.model.acceptance.draws import BudgetRule, DrawnRule, MixtureRule, TargetRule
+from eagle_fsd.model.acceptance.paths import DeferredRule, RegretRule
+from eagle_fsd.model.acceptance.thresholds import (
+    CascadeRule,
+    ExactRule,
+    FuzzyRule,
+    MarginRule,
+    TopKRule,
+    TypicalRule,
+)
+from eagle_fsd.model.acceptance.wrappers import LimitedRule, PhaseRule, WrappedRule
+from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.model.verify import AcceptanceRule
+
+__all__ = [
+    "BudgetRule",
+    "CascadeRule",
+    "DeferredRule",
+    "DrawnRule",
+    "ExactRule",
+    "FuzzyRule",
+    "LimitedRule",
+    "MarginRule",
+    "MixtureRule",
+    "PhaseRule",
+    "RegretRule",
+    "TargetRule",
+    "TopKRule",
+    "TypicalRule",
+    "WrappedRule",
+    "rule_for",
+]
+
+
+def rule_for(acceptance: AcceptanceConfig) -> AcceptanceRule:
+    """Return the rule for acceptance options: FSD's, or exact verification if ``T`` is 0.
+
+    Args:
+        acceptance: The acceptance options.
+    """
+    if acceptance.threshold == 0.0:
+        return ExactRule()
+    rule = FuzzyRule(
+        acceptance.threshold,
+        acceptance.divergence,
+        acceptance.min_ratio,
+        acceptance.divergence_on,
+    )
+    limit = acceptance.max_fuzzy_nats
+    return rule if limit is None else LimitedRule(rule, limit)

@@ -1,0 +1,208 @@
+"""Rules that compare the distributions at a node, or the token's probability, with thresholds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, pick
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Compute the entropy of distributions.
+
+    Args:
+        log_probs: ``[B, N, V]`` log-probabilities.
+
+    Returns:
+        ``[B, N]`` nats.
+    """
+    return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+
+
+def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> Tensor:
+    """Compute the divergence at every node.
+
+    Args:
+        inputs: The tree and both models' distributions on it.
+        name: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        warped: Compare the distributions after temperature, top-k and top-p.
+
+    Returns:
+        ``[B, N]``; ``inf`` at leaves and at nodes that were not expanded.
+
+    Raises:
+        ValueError: Warped distributions are to be compared, but the inputs lack the draft's.
+    """
+    tree = inputs.tree
+    if not tree.draft_log_probs.shape[1]:
+        return torch.full_like(tree.tokens, torch.inf, dtype=torch.float32)
+    target, draft = inputs.raw_log_probs, tree.draft_log_probs
+    if warped:
+        if inputs.warped_draft_log_probs is None:
+            raise ValueError('divergence_on="warped" needs the warped draft distributions')
+        target, draft = inputs.warped_log_probs, inputs.warped_draft_log_probs
+    draft = tree.at_nodes(draft)
+    if tree.token_ids is not None:
+        target, draft = on_draft_vocabulary(target, draft, tree.token_ids)
+    known = (tree.draft_rows >= 0) & tree.has_children()
+    return torch.where(known, DIVERGENCES[name](target, draft), torch.inf)
+
+
+@dataclass(frozen=True)
+class ExactRule(AcceptanceRule):
+    """Relax nothing: EAGLE-2's lossless verification."""
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return torch.zeros_like(inputs.tree.tokens, dtype=torch.bool)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        return torch.zeros_like(nodes, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class FuzzyRule(AcceptanceRule):
+    """FSD (arXiv 2502.20704): relax tokens where the two distributions nearly agree.
+
+    Attributes:
+        threshold: ``T``; the gate is open where the divergence is below it.
+        divergence: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        min_ratio: The floor ``r``: a token also needs ``p(x) >= r * max p``. 0 is the paper's rule.
+        divergence_on: Distributions to compare, ``"raw"`` or ``"warped"``.
+    """
+
+    threshold: float
+    divergence: str = "js"
+    min_ratio: float = 0.0
+    divergence_on: str = "raw"
+
+    @property
+    def needs_warped_draft(self) -> bool:
+        return self.divergence_on == "warped"
+
+    def divergences(self, inputs: VerificationInputs) -> Tensor:
+        """Compute the divergence at every node; see :func:`divergences`.
+
+        Args:
+            inputs: The tree and both models' distributions on it.
+        """
+        return divergences(inputs, self.divergence, self.divergence_on == "warped")
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return self.divergences(inputs) < self.threshold
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        return inputs.above_floor(nodes, tokens, self.min_ratio)
+
+
+@dataclass(frozen=True)
+class TypicalRule(AcceptanceRule):
+    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1).
+
+    A token is accepted where ``p(x) > min(epsilon, delta * exp(-H(p)))``, with ``p`` the
+    distribution that is sampled from. The defaults are Medusa's.
+
+    Attributes:
+        epsilon: Probability above which a token is always accepted.
+        delta: Factor of the entropy-dependent bound.
+    """
+
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = inputs.warped_log_probs
+        ceiling = math.log(self.epsilon)
+        bound = (math.log(self.delta) - entropy(log_probs)).clamp_max(ceiling)  # [B, N]
+        return pick(log_probs, nodes, tokens) > bound.gather(1, nodes)
+
+
+@dataclass(frozen=True)
+class TopKRule(AcceptanceRule):
+    """Accept the target's most likely tokens, unless they are much less likely than the best.
+
+    ``gap`` is TensorRT-LLM's relaxed acceptance (``relaxed_topk``, ``relaxed_delta``), ``ratio``
+    the one proposed for vLLM (pull requests 22238 and 45229, with ``top = 3`` and ``ratio = 0.5``)
+    and, as ``exp(-accept_tolerance)``, the one that the speculators layout declares. All three are
+    meant for greedy decoding.
+
+    Attributes:
+        top: Number of the target's most likely tokens that may be accepted.
+        gap: Maximum difference between the largest probability and the token's; 1 is off.
+        ratio: The token's least probability as a fraction of the largest; 0 is off.
+    """
+
+    top: int = 10
+    gap: float = 1.0
+    ratio: float = 0.0
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = inputs.log_probs
+        least = log_probs.topk(min(self.top, log_probs.shape[-1]), dim=-1).values[..., -1]
+        floor = inputs.peak.exp() - self.gap
+        log_prob = inputs.log_prob(nodes, tokens)
+        enough = (log_prob >= least.gather(1, nodes)) & (log_prob.exp() >= floor.gather(1, nodes))
+        return enough & inputs.above_floor(nodes, tokens, self.ratio)
+
+
+@dataclass(frozen=True)
+class MarginRule(AcceptanceRule):
+    """MARS (arXiv 2601.15498): accept the runner-up where its logit is close to the best.
+
+    The gate is open where the second largest logit, divided by the largest, exceeds ``ratio``. The
+    ratio changes if a constant is added to all logits, which leaves the distribution as it is, so
+    a value for one model means something else for another. Where the largest logit is not positive,
+    the ratio has no meaning and the gate stays closed. (MARS relaxes sampling only; here the rule
+    also applies to greedy decoding.)
+
+    Attributes:
+        ratio: Least ratio of the two logits; 1 is lossless. 0.9 is the authors' value.
+    """
+
+    ratio: float = 0.9
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        assert inputs.logits is not None
+        best, second = inputs.logits.topk(2).values.unbind(-1)
+        return (best > 0.0) & (second > self.ratio * best)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        assert inputs.logits is not None
+        second = inputs.logits.topk(2).values[..., 1]
+        return pick(inputs.logits, nodes, tokens) >= second.gather(1, nodes)
+
+
+@dataclass(frozen=True)
+class CascadeRule(AcceptanceRule):
+    """Speculative cascades (arXiv 2405.19261): follow the draft where it is confident enough.
+
+    The gate is open where ``max q >= max p - alpha TV(p, q)``, the complement of the paper's
+    optimal deferral rule with estimated probabilities. There the draft's own token is accepted: on
+    a chain sampled from the draft the drafted one, on a tree the draft's most likely one. (A
+    confident draft says nothing for its other children.)
+
+    Attributes:
+        alpha: Weight of the total variation distance; larger values accept more, ``-inf`` nothing.
+    """
+
+    alpha: float = 0.1
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        tree, distance = inputs.tree, divergences(inputs, "tv")
+        if not tree.draft_log_probs.shape[1]:
+            return torch.zeros_like(tree.tokens, dtype=torch.bool)
+        draft = tree.draft_log_probs.amax(-1).exp().gather(1, tree.draft_rows.clamp_min(0))
+        target = inputs.raw_log_probs.amax(-1).exp()
+        return distance.isfinite() & (draft >= target - self.alpha * distance)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        tree = inputs.tree
+        if tree.sampled or not tree.draft_log_probs.shape[1]:
+            return torch.ones_like(nodes, dtype=torch.bool)
+        best = tree.draft_log_probs.argmax(-1)
+        best = best if tree.token_ids is None else tree.token_ids[best]
+        return tokens == best.gather(1, tree.draft_rows.clamp_min(0)).gather(1, nodes)

@@ -1,0 +1,178 @@
+"""Rules that restrict another rule, by what a row has emitted so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.verify import AcceptanceRule, Origin, Verification, VerificationInputs
+
+
+@dataclass(frozen=True)
+class WrappedRule(AcceptanceRule):
+    """Base class of rules that restrict another rule, and are otherwise the same.
+
+    A wrapper's own state is the last column, after that of the wrapped rule.
+
+    Attributes:
+        rule: The rule to restrict.
+    """
+
+    rule: AcceptanceRule
+
+    @property
+    def needs_uniform(self) -> bool:
+        return self.rule.needs_uniform
+
+    @property
+    def needs_drawn(self) -> bool:
+        return self.rule.needs_drawn
+
+    @property
+    def needs_warped_draft(self) -> bool:
+        return self.rule.needs_warped_draft
+
+    @property
+    def judges_paths(self) -> bool:
+        return self.rule.judges_paths
+
+    @property
+    def replaces_samples(self) -> bool:
+        return self.rule.replaces_samples
+
+    @property
+    def state_size(self) -> int:
+        return self.rule.state_size + 1
+
+    def choose(self, inputs: VerificationInputs) -> Tensor:
+        return self.rule.choose(inputs)
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return self.rule.gate(inputs)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        return self.rule.admits(inputs, nodes, tokens)
+
+    def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
+        return self.rule.settle(inputs, exact, accepted)
+
+    def own_state(self, inputs: VerificationInputs) -> Tensor:
+        """Return ``[B]``: the wrapper's own state.
+
+        Args:
+            inputs: The inputs of the step, with the state of the wrapped rule first.
+        """
+        assert inputs.state is not None
+        return inputs.state[:, self.rule.state_size]
+
+    def with_own(self, inputs: VerificationInputs, kept: Verification, own: Tensor) -> Tensor:
+        """Return ``[B, state_size]``: the wrapped rule's next state and the wrapper's.
+
+        Args:
+            inputs: The inputs of the step.
+            kept: The result of the step.
+            own: ``[B]`` the wrapper's next state.
+        """
+        inner = self.rule.advance(inputs, kept)[:, : self.rule.state_size]
+        return torch.cat([inner, own[:, None]], 1)
+
+
+@dataclass(frozen=True)
+class LimitedRule(WrappedRule):
+    """Limit the log-probability that one answer may lose to fuzzy tokens.
+
+    Every fuzzy token costs its regret, ``max log p - log p(x)``. A path is accepted if its fuzzy
+    tokens and those emitted before cost at most ``max_nats``. With
+    :class:`~eagle_fsd.model.acceptance.RegretRule` this is approximate speculative decoding
+    (arXiv 2608.03447). Its limit on the number of exceptions per block is not included.
+
+    Attributes:
+        max_nats: The budget of an answer; 0 is lossless.
+
+    Raises:
+        ValueError: The rule replaces the target's samples (:class:`MixtureRule`), which have no
+            limit.
+    """
+
+    max_nats: float
+
+    def __post_init__(self) -> None:
+        if self.rule.replaces_samples:
+            raise ValueError(f"{type(self.rule).__name__} replaces samples, which have no limit")
+
+    @property
+    def judges_paths(self) -> bool:
+        return True
+
+    def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
+        accepted = self.rule.settle(inputs, exact, accepted)
+        cost = inputs.tree.path_sum(torch.where(accepted & ~exact, inputs.regret, 0.0))
+        left = (self.max_nats - self.own_state(inputs))[:, None]
+        return accepted & (exact | ((cost <= left) & (left > 0.0)))
+
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        regret = inputs.peak.gather(1, kept.path) - inputs.log_prob(kept.path, kept.tokens)
+        cost = torch.where(kept.origins == int(Origin.FUZZY), regret, 0.0).sum(1)
+        return self.with_own(inputs, kept, self.own_state(inputs) + cost)
+
+
+@dataclass(frozen=True)
+class PhaseRule(WrappedRule):
+    """Apply a rule between two markers only, for instance ``<think>`` and ``</think>``.
+
+    vLLM's and TensorRT-LLM's relaxed acceptance is restricted in this way. Elsewhere decoding is
+    exact. Markers count wherever they are: in the prompt, in the emitted tokens, and on the path to
+    a node.
+
+    Attributes:
+        begin: Token that begins the phase; None if every answer begins in it.
+        end: Token that ends the phase.
+    """
+
+    begin: int | None
+    end: int
+
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), True, padding_value=-1)
+        places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        if self.begin is None:
+            inside = torch.ones_like(tokens[:, 0])
+        else:
+            begin, end = self._last(tokens, places.expand_as(tokens), tokens >= 0)
+            inside = begin > end
+        return torch.cat([self.rule.start(prompts), inside.float()[:, None]], 1)
+
+    def inside(self, inputs: VerificationInputs) -> Tensor:
+        """Return ``[B, N]`` bool: whether the position after each node is between the markers.
+
+        Args:
+            inputs: The tree and the state before it.
+        """
+        tree = inputs.tree
+        above = tree.ancestors & (tree.depths > 0)[:, None, :]  # the root is part of the state
+        begin, end = self._last(tree.tokens[:, None], tree.depths[:, None], above)
+        return (begin > end) | ((begin == end) & (self.own_state(inputs) > 0.0)[:, None])
+
+    def choose(self, inputs: VerificationInputs) -> Tensor:
+        return torch.where(self.inside(inputs), self.rule.choose(inputs), inputs.sampled)
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return self.rule.gate(inputs) & self.inside(inputs)
+
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        step = torch.arange(1, kept.tokens.shape[1] + 1, device=kept.tokens.device)
+        emitted = step <= kept.count[:, None]
+        begin, end = self._last(kept.tokens, step.expand_as(kept.tokens), emitted)
+        before = self.own_state(inputs)
+        inside = torch.where(begin == end, before, (begin > end).to(before))
+        return self.with_own(inputs, kept, inside)
+
+    def _last(self, tokens: Tensor, places: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the place of the last begin and end marker along the last dimension, or 0."""
+        begin = tokens == (-1 if self.begin is None else self.begin)
+        found = [among & mark for mark in (begin, tokens == self.end)]
+        first, second = (torch.where(mark, places, 0).amax(-1) for mark in found)
+        return first, second

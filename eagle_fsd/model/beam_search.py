@@ -1,0 +1,391 @@
+"""Beam search with a drafter: Hugging Face's hypotheses from fewer target passes.
+
+Plain beam search extends every running hypothesis (beam) by one token per target pass. Here a
+drafter proposes a tree of continuations of every beam, one target pass scores all trees, and the
+host replays beam search on the scored nodes for as many steps as they allow. DSBD
+(arXiv 2409.16560) drafts for beam search, too, but samples its beams; here they are exact.
+
+A step selects the ``K`` best continuations of ``K`` beams, for which it needs the target's
+distribution at the last token of each beam. At the roots it is always known, so a pass allows at
+least one step. Later, a beam may have left its tree. Its score, a sum of log-probabilities, is an
+upper bound of its continuations' scores: if all selected continuations score above it, the step
+needs no distribution there. Otherwise the replay ends.
+
+Every beam is a row of the engine. Where several beams continue the same one, its row is copied over
+the rows of beams without continuations.
+
+Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows, ``N`` tree nodes,
+``F`` values of the features, ``C`` candidate tokens per node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor
+
+from eagle_fsd.model.engine import BROKEN_LOGITS, Engine
+from eagle_fsd.model.generation import EndConditions
+from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.tree import DraftTree
+from eagle_fsd.model.verify import Origin, Verification
+from eagle_fsd.utils.options import Options
+
+
+class BeamSearchConfig(Options):
+    """Options of beam search, with the same meaning as in Hugging Face."""
+
+    num_beams: int = Field(ge=1, le=256, description="Running hypotheses per prompt.")
+    num_return_sequences: int = Field(
+        default=1, ge=1, description="Hypotheses to return per prompt, best first."
+    )
+    length_penalty: float = Field(
+        default=1.0,
+        ge=-5.0,
+        le=5.0,
+        description="A finished hypothesis of n new tokens scores its log-probability divided by n"
+        " to this power.",
+    )
+    early_stopping: Literal[True, False, "never"] = Field(
+        default=False,
+        description="True: end with num_beams finished hypotheses. False: end when, at its present"
+        " length, no beam scores above them. never: end when no beam can exceed them.",
+    )
+
+    @field_validator("num_return_sequences")
+    @classmethod
+    def _check_count(cls, count: int, info: ValidationInfo) -> int:
+        beams = info.data.get("num_beams", count)
+        if count > beams:
+            raise ValueError(
+                f"num_return_sequences must be at most num_beams, {beams}; got {count}"
+            )
+        return count
+
+
+@dataclass
+class BeamSearchOutput:
+    """The result of :meth:`EagleFSD.beam_search`.
+
+    Attributes:
+        sequences: ``[B * num_return_sequences, prompt + new]``: for each prompt, its best
+            hypotheses, best first; prompts as given, answers padded on the right.
+        scores: ``[B * num_return_sequences]`` float32: the sum of the new tokens'
+            log-probabilities, divided by their number to the power of the length penalty.
+        stats: One token per beam search step of a prompt; ``stats.tau`` is the number of steps per
+            target pass. All steps of a pass but the last are ``exact``.
+    """
+
+    sequences: Tensor
+    scores: Tensor
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class ScoredTrees:
+    """The trees that a target pass scored, on the host.
+
+    Attributes:
+        log_probs: ``[R][N][C]`` the largest log-probabilities at every node, in descending order.
+        tokens: ``[R][N][C]`` their tokens.
+        children: For each row, the child of a node by (node, token).
+    """
+
+    log_probs: list[list[list[float]]]
+    tokens: list[list[list[int]]]
+    children: list[dict[tuple[int, int], int]]
+
+
+@dataclass
+class Beam:
+    """A running hypothesis.
+
+    Attributes:
+        row: The engine's row that holds it.
+        score: Sum of the new tokens' log-probabilities.
+        tokens: New tokens.
+        path: The nodes before those of the last token, in the row's tree, root first.
+        node: The node of the last token; None if it was not scored.
+    """
+
+    row: int
+    score: float
+    tokens: list[int]
+    path: list[int] = field(default_factory=list)
+    node: int | None = 0
+
+
+class Search:
+    """Beam search for one prompt, with Hugging Face's rules.
+
+    Args:
+        rows: The engine's rows for the beams.
+        config: Options of beam search.
+        limit: Maximum number of new tokens.
+        eos_token_ids: Tokens that end a hypothesis.
+
+    Attributes:
+        rows: The engine's rows for the beams.
+        beams: The running hypotheses, best first.
+        finished: Score and new tokens of the best finished hypotheses, best first.
+    """
+
+    def __init__(
+        self, rows: list[int], config: BeamSearchConfig, limit: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.rows, self.config = rows, config
+        self.limit, self.eos_token_ids = limit, eos_token_ids
+        # All beams start at the prompt, so only one of them may have continuations.
+        self.beams = [
+            Beam(row, -math.inf if number else 0.0, []) for number, row in enumerate(rows)
+        ]
+        self.finished: list[tuple[float, list[int]]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether further steps cannot, or must not, change the finished hypotheses."""
+        if not self.beams:
+            return True
+        if len(self.finished) < self.config.num_beams:
+            return False
+        if self.config.early_stopping is True:
+            return True
+        penalty, length = self.config.length_penalty, len(self.beams[0].tokens)
+        if self.config.early_stopping == "never" and penalty > 0.0:
+            length = self.limit
+        return self.beams[0].score / length**penalty <= self.finished[-1][0]
+
+    def replay(self, scored: ScoredTrees) -> int:
+        """Make as many steps as the scored nodes allow.
+
+        Args:
+            scored: Trees whose roots are the last tokens of the beams.
+
+        Returns:
+            Number of steps, at least 1.
+        """
+        steps = 0
+        while not self.done and self._step(scored):
+            steps += 1
+        return steps
+
+    def _step(self, scored: ScoredTrees) -> bool:
+        """Extend every beam by a token; return False if that needs a node that was not scored."""
+        width, length = self.config.num_beams, len(self.beams[0].tokens) + 1
+        last = length == self.limit
+        running: list[Beam] = []
+        finished: list[tuple[float, list[int]]] = []
+        for rank, (score, beam, token) in enumerate(self._candidates(scored)):
+            if len(running) == width or (last and rank == width):
+                break
+            if token is None or beam.node is None:
+                return False
+            tokens = [*beam.tokens, token]
+            if not last and token not in self.eos_token_ids:
+                node = scored.children[beam.row].get((beam.node, token))
+                running.append(Beam(beam.row, score, tokens, [*beam.path, beam.node], node))
+            elif rank < width:
+                finished.append((score / length**self.config.length_penalty, tokens))
+        self.beams = running
+        self.finished = sorted(self.finished + finished, key=itemgetter(0), reverse=True)[:width]
+        return True
+
+    def _candidates(self, scored: ScoredTrees) -> list[tuple[float, Beam, int | None]]:
+        """Return (score, beam, token) of all continuations, in descending order of score.
+
+        A beam that was not scored stands for its continuations, without a token. Among equal
+        scores, such beams come first.
+        """
+        found: list[tuple[float, Beam, int | None]] = []
+        for beam in self.beams:
+            if beam.node is None:
+                found.insert(0, (beam.score, beam, None))
+            else:
+                log_probs = scored.log_probs[beam.row][beam.node]
+                tokens = scored.tokens[beam.row][beam.node]
+                found += [
+                    (beam.score + log_prob, beam, token)
+                    for log_prob, token in zip(log_probs, tokens, strict=True)
+                ]
+        return sorted(found, key=itemgetter(0), reverse=True)
+
+    def settle(self) -> list[tuple[int, int]]:
+        """Give every beam a row of its own.
+
+        Of the beams that share a row, the best one stays, and the others get rows without beams.
+
+        Returns:
+            The rows to copy, as pairs of source and target.
+        """
+        free = set(self.rows) - {beam.row for beam in self.beams}
+        taken: set[int] = set()
+        copies = []
+        for beam in self.beams:
+            if beam.row in taken:
+                copies.append((beam.row, free.pop()))
+                beam.row = copies[-1][1]
+            taken.add(beam.row)
+        return copies
+
+    def renumber(self, rows: dict[int, int]) -> None:
+        """Follow the engine's new numbering of its rows.
+
+        Args:
+            rows: The new index of each row by its previous index.
+        """
+        self.rows = [rows[row] for row in self.rows]
+        for beam in self.beams:
+            beam.row = rows[beam.row]
+
+
+class BeamEngine(Engine):
+    """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
+
+    def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
+        """Draft a tree for every row, and score it.
+
+        Args:
+            count: ``C``.
+
+        Returns:
+            The trees, ``[R, N, F]`` features, and the scores.
+
+        Raises:
+            FloatingPointError: The target produced NaN or infinite logits.
+        """
+        tree, scored = self._score_tree()
+        self.clock.enter("verify")
+        best = F.log_softmax(scored.logits, -1).topk(count)
+        self.clock.enter("host")
+        log_probs = best.values.cpu()
+        if log_probs.isnan().any():
+            raise FloatingPointError(BROKEN_LOGITS)
+        children = [
+            {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
+            for parents, tokens in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        ]
+        result = ScoredTrees(log_probs.tolist(), best.indices.tolist(), children)
+        return tree, scored.features, result
+
+    def advance(
+        self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
+    ) -> list[Search]:
+        """Take over the tokens that the searches added, and drop the rows of those that ended.
+
+        Args:
+            tree: The trees.
+            features: ``[R, N, F]``.
+            searches: The searches of all rows.
+
+        Returns:
+            The searches that go on.
+        """
+        self.clock.enter("cache")
+        live = [search for search in searches if not search.done]
+        if not live:
+            return live
+        order = self.drop([row for search in searches if search.done for row in search.rows])
+        rows = {old: new for new, old in enumerate(order)}
+        for search in live:
+            search.renumber(rows)
+            for source, target in search.settle():
+                self._move_row(source, target)
+                order[target] = order[source]
+        beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
+        tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
+        kept = _kept(tree, [beam.path for beam in beams], tokens)
+        self._commit(tree, features[order], kept)
+        for row, (beam, new) in enumerate(zip(beams, tokens, strict=True)):
+            self.host_lengths[row] += len(new)
+            beam.path, beam.node = [], 0
+        self.draft.observe(tokens)
+        return live
+
+
+def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> Verification:
+    """Describe the kept paths as the result of a verification.
+
+    Args:
+        tree: The trees; the rows may be others.
+        paths: The kept nodes of each row, root first.
+        tokens: The new tokens of each row: those of the nodes after the root, and another one.
+    """
+    width = tree.max_depth + 1
+    origins = [_origins(len(path)) for path in paths]
+    count = torch.tensor([len(path) for path in paths])
+    packed = torch.tensor(
+        [
+            [value for part in parts for value in part + [0] * (width - len(part))]
+            for parts in zip(paths, tokens, origins, strict=True)
+        ]
+    )
+    path, new, origin = packed.to(tree.tokens.device).split(width, 1)
+    accepted = torch.zeros(len(paths), tree.size, dtype=torch.bool, device=path.device)
+    return Verification(new, origin, count.to(path.device), path, accepted.scatter(1, path, True))
+
+
+def _origins(steps: int) -> list[int]:
+    """Return the origins of the tokens of a pass: drafted ones, then the target's own."""
+    return [int(Origin.EXACT)] * (steps - 1) + [int(Origin.TARGET)]
+
+
+@torch.inference_mode()
+def beam_search(
+    engine: BeamEngine,
+    input_ids: Tensor,
+    prompts: list[Tensor],
+    config: BeamSearchConfig,
+    ends: EndConditions,
+) -> BeamSearchOutput:
+    """Run beam search for every prompt.
+
+    Args:
+        engine: The engine, before its prefill.
+        input_ids: ``[B, S]`` token ids as the caller passed them, padding included.
+        prompts: For each prompt, ``[S]`` token ids without padding, on the target's device.
+        config: Options of beam search.
+        ends: When a hypothesis ends; stopping criteria are not checked.
+
+    Raises:
+        FloatingPointError: The target produced NaN or infinite logits.
+    """
+    width, eos = config.num_beams, ends.eos_token_ids
+    searches = [
+        Search(list(range(index * width, (index + 1) * width)), config, limit, eos)
+        for index, limit in enumerate(ends.max_new_tokens)
+    ]
+    engine.prefill(
+        [prompt for prompt in prompts for _ in range(width)],
+        [limit for limit in ends.max_new_tokens for _ in range(width)],
+    )
+    stats = DecodeStats.empty(len(prompts))
+    stats.seconds, stats.prefilled = engine.clock.seconds, engine.prefilled
+    live = searches
+    while live:
+        # A step takes at most `width` continuations of a beam, and skips those that end.
+        tree, features, scored = engine.score(width + len(eos))
+        stats.passes += 1
+        for search in live:
+            stats.add(searches.index(search), _origins(search.replay(scored)))
+        live = engine.advance(tree, features, live)
+        engine.clock.enter(None)
+        engine.clock.collect()
+    best = [
+        found for search in searches for found in search.finished[: config.num_return_sequences]
+    ]
+    longest = max(len(tokens) for _, tokens in best)
+    new = torch.tensor(
+        [tokens + [ends.pad_token_id] * (longest - len(tokens)) for _, tokens in best],
+        dtype=input_ids.dtype,
+        device=input_ids.device,
+    )
+    given = input_ids.repeat_interleave(config.num_return_sequences, 0)
+    scores = torch.tensor([score for score, _ in best], device=input_ids.device)
+    return BeamSearchOutput(torch.cat([given, new], 1), scores, stats)

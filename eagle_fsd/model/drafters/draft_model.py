@@ -1,0 +1,263 @@
+"""An independent draft model: a smaller causal language model with the target's tokenizer.
+
+It drafts trees by EAGLE-2's expansion over its own distributions, or, with ``top_k = 1``, chains.
+At temperatures above 0 a chain is sampled from its distributions, as in Leviathan et al.
+(arXiv 2211.17192) and in the FSD paper (arXiv 2502.20704).
+
+The depth is that of :class:`TreeConfig`, or adapts below it; see :class:`AdaptiveState`.
+
+Shape letters: ``B`` rows, ``S`` tokens, ``K`` nodes per level, ``L`` visible slots of the cache,
+``H`` hidden size of the draft model, ``V`` vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
+from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
+from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.tree import TreeBuilder
+
+if TYPE_CHECKING:
+    from eagle_fsd.model.sampling import Sampler
+
+log = logging.getLogger(__name__)
+
+#: Models of a family may pad their vocabularies to different sizes, such as Qwen2.5 7B (152064) and
+#: 0.5B (151936). Vocabularies whose sizes differ by more are rejected.
+MAX_PADDING = 256
+#: Values of ``num_assistant_tokens_schedule`` in a generation configuration with which the depth
+#: adapts.
+ADAPTIVE_SCHEDULES = ("heuristic", "heuristic_transient")
+
+
+class DraftModel(LevelDrafter):
+    """A causal language model that drafts for a larger one.
+
+    The vocabularies may differ in padding: the draft model's surplus tokens are left out, and the
+    target's get probability 0.
+
+    The depth of the trees adapts if ``num_assistant_tokens_schedule`` in the model's generation
+    configuration is one of :data:`ADAPTIVE_SCHEDULES`, as in Hugging Face's assisted generation.
+
+    Args:
+        model: An unmodified Hugging Face causal LM with the target's tokenizer.
+
+    Raises:
+        ValueError: The architecture is not supported.
+    """
+
+    draws_chains = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self._inner = Target(model)
+        self._vocab_size = self._inner.vocab_size
+
+    def attach(self, target: Target) -> DraftModel:
+        """Check the size of the vocabulary, and move the model to the target's device.
+
+        Args:
+            target: The target.
+
+        Returns:
+            The drafter itself.
+
+        Raises:
+            ValueError: The vocabularies differ by more than padding.
+        """
+        own, size = self._inner.vocab_size, target.vocab_size
+        if abs(own - size) > MAX_PADDING:
+            raise ValueError(
+                f"this draft model has another vocabulary: it has {own} tokens, the target has"
+                f" {size}"
+            )
+        self._vocab_size = size
+        if self.device != target.device:
+            self.model.to(target.device)
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        """``V``."""
+        return self._vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the output projection."""
+        return self._inner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding and the layers."""
+        return self._inner.dtype
+
+    def new_cache(self, rows: int, length: int) -> TreeCache:
+        """Create a cache for the model.
+
+        Args:
+            rows: Number of sequences.
+            length: Slots per sequence.
+        """
+        return self._inner.new_cache(rows, length)
+
+    def start(
+        self,
+        prompts: list[Tensor],
+        max_length: int,
+        tree: TreeConfig,
+        sampler: Sampler,
+        cache: TreeCache | None,
+    ) -> LevelState:
+        """Create the state of a call; see :meth:`Drafter.start`.
+
+        Raises:
+            ValueError: The model does not support trees.
+        """
+        if max_length > self._inner.stable_rope_length:
+            log.warning(
+                "the draft model's context has %d tokens, and this call may reach %d: beyond it,"
+                " fewer tokens are accepted",
+                self._inner.stable_rope_length,
+                max_length,
+            )
+        check_target(self._inner)
+        assert cache is not None
+        config = self.model.generation_config
+        adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
+        state = AdaptiveState if adaptive else LevelState
+        return state(self, prompts, tree, sampler, cache)
+
+    def append(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        max_length: int,
+        cache: TreeCache,
+    ) -> Tensor:
+        """Process accepted tokens; see :meth:`LevelDrafter.append`."""
+        tokens = tokens.clamp_max(self._inner.vocab_size - 1)  # the target may know more
+        return self._inner.prefill(tokens, max_length, cache, lengths=lengths)
+
+    def extend(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+    ) -> Tensor:
+        """Process one level of a tree; see :meth:`LevelDrafter.extend`.
+
+        A node sees all tokens up to the root and one node of each level above its own, so a visible
+        slot's position is the number of visible slots before it.
+        """
+        seen = mask[:, 0] == 0
+        return self._inner.encode(tokens, positions, seen, seen.cumsum(-1) - 1, cache)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return the distributions of the next token over the target's vocabulary.
+
+        Args:
+            hidden: ``[..., H]`` hidden states.
+
+        Returns:
+            ``[..., V]`` float32 log-probabilities.
+        """
+        logits = self._inner.project(hidden)[..., : self._vocab_size]
+        log_probs = F.log_softmax(logits, -1)
+        return F.pad(log_probs, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+class AdaptiveState(LevelState):
+    """A state that chooses the depth of every tree, at most that of its ``TreeConfig``.
+
+    The next tree is two levels deeper for every row that accepted a path of full depth, and one
+    level less deep for every other row, on average over the rows: Hugging Face's ``heuristic``
+    schedule. It needs only the emitted tokens, which are on the host anyway, so that a step neither
+    waits for the device nor takes a shape that depends on its content.
+    """
+
+    def __init__(
+        self,
+        drafter: LevelDrafter,
+        prompts: list[Tensor],
+        tree: TreeConfig,
+        sampler: Sampler,
+        cache: TreeCache,
+    ) -> None:
+        super().__init__(drafter, prompts, tree, sampler, cache)
+        self._tree, self._builders = tree, {tree.depth: self.builder}
+        self._depth = float(tree.depth)
+
+    def observe(self, tokens: list[list[int]]) -> None:
+        """Choose the depth of the next tree.
+
+        Args:
+            tokens: The new tokens of each row.
+        """
+        full = min(self.builder.depth + 2, self._tree.total_tokens)  # tokens, with the bonus token
+        accepted = sum(len(row) >= full for row in tokens) / len(tokens)
+        self._depth = min(max(self._depth + 3 * accepted - 1, 1.0), self._tree.depth)
+        depth = round(self._depth)
+        if depth not in self._builders:
+            drafter, draw = self.drafter, self.builder.draw
+            self._builders[depth] = TreeBuilder(
+                self._tree.updated(depth=depth),
+                drafter.vocab_size,
+                drafter.device,
+                drafter.token_ids,
+                draw,
+            )
+        self.builder = self._builders[depth]
+
+
+def load_draft_model(
+    name: str | Path, target: Target, token: str | None = None, dtype: torch.dtype | None = None
+) -> DraftModel:
+    """Load a draft model onto its target's device.
+
+    Args:
+        name: A folder or a Hub name. The folder needs no tokenizer; if it has one, it is compared
+            with the target's.
+        target: The target to draft for.
+        token: A Hugging Face token for gated repositories.
+        dtype: Data type of the weights; default: the target's.
+
+    Raises:
+        LoadError: Files are missing or damaged.
+        ValueError: The tokenizers or the vocabularies differ, or the architecture is not supported.
+    """
+    _check_tokenizers(str(name), target.config._name_or_path, token)
+    model = load_target(name, dtype or target.dtype, target.device, token=token)
+    return DraftModel(model).attach(target)
+
+
+def _check_tokenizers(name: str, target: str, token: str | None) -> None:
+    """Compare the tokenizers, except for added tokens, if both can be loaded.
+
+    Raises:
+        ValueError: They differ.
+    """
+    vocabularies = []
+    for model in (name, target):
+        try:
+            tokenizer = load_tokenizer(model, token)
+        except LoadError:
+            return
+        added = tokenizer.get_added_vocab()
+        vocabularies.append(
+            {item: index for item, index in tokenizer.get_vocab().items() if item not in added}
+        )
+    if all(vocabularies) and vocabularies[0] != vocabularies[1]:
+        raise ValueError(
+            f"the draft model {name} has another tokenizer than the target {target}; a draft model"
+            " must have the target's vocabulary"
+        )

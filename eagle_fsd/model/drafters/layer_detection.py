@@ -1,0 +1,133 @@
+"""Find out which of the target's hidden states an EAGLE-3 head was trained on.
+
+Checkpoints number the layers in two ways, one apart (see :mod:`eagle_fsd.model.eagle3_checkpoint`).
+A head that reads the wrong states still decodes correctly, but few of its tokens are accepted.
+
+Shape letters: ``S`` tokens of a text, ``C`` candidates, ``n`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.drafters.eagle3 import Eagle3Head
+from eagle_fsd.model.target import Target
+
+#: Number and length of the texts that :func:`sample_texts` generates.
+TEXTS, TEXT_LENGTH = 8, 48
+#: Parameters up to which a target on a CPU generates them in seconds.
+MAX_CPU_PARAMETERS = 10**9
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The hidden states that fit best.
+
+    Attributes:
+        reads: The choice, as in :class:`Eagle3Head`.
+        agreement: For each candidate, the fraction of positions at which the head's most likely
+            token is the target's.
+        positions: Number of positions.
+    """
+
+    reads: tuple[int, ...]
+    agreement: dict[tuple[int, ...], float]
+    positions: int
+
+    def __str__(self) -> str:
+        parts = [f"{share:.1%} with {reads}" for reads, share in self.agreement.items()]
+        return (
+            f"the head agrees with the target at {' and '.join(parts)} of {self.positions}"
+            f" positions; using the inputs of layers {self.reads}"
+        )
+
+
+@torch.inference_mode()
+def detect_layers(
+    head: Eagle3Head,
+    target: Target,
+    texts: Sequence[Tensor],
+    candidates: Sequence[tuple[int, ...]] | None = None,
+) -> LayerChoice:
+    """Measure how well a head agrees with its target for several choices of hidden states.
+
+    Args:
+        head: The head, attached to ``target``; it is not changed.
+        target: The target.
+        texts: ``[S]`` token ids of texts that the target might write, at least two tokens each.
+        candidates: Choices of hidden states, the declared one first. Default: the head's own, and
+            those one layer below and above it.
+
+    Returns:
+        The candidate that agrees at most positions. It is the first one unless the difference from
+        the first exceeds three standard deviations (of a sign test).
+    """
+    if candidates is None:
+        shifts = [tuple(index + shift for index in head.reads) for shift in (0, -1, 1)]
+        candidates = [reads for reads in shifts if reads[0] >= 0 and reads[-1] < len(target.layers)]
+    hits = torch.cat([_hits(head, target, text, candidates) for text in texts], 1)  # [C, n]
+    best = int(hits.sum(1).argmax())
+    better, worse = ((hits[best] & ~hits[0]).sum(), (hits[0] & ~hits[best]).sum())
+    if better - worse <= 3.0 * (better + worse).sqrt():
+        best = 0
+    shares = hits.float().mean(1).tolist()
+    return LayerChoice(candidates[best], dict(zip(candidates, shares, strict=True)), hits.shape[1])
+
+
+def _hits(
+    head: Eagle3Head, target: Target, text: Tensor, candidates: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """Return ``[C, S - 1]`` bool: where the head's most likely token is the target's."""
+    ids = text[None].to(target.device)
+    output = target.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    expected = output.logits[:, 1:].argmax(-1).to(head.device)
+    positions = torch.arange(ids.shape[1] - 1, device=head.device)[None]
+    rows = []
+    for reads in candidates:
+        states = [output.hidden_states[index][:, :-1].to(head.device) for index in reads]
+        hidden = head(head.fuse(torch.cat(states, -1)), ids[:, 1:].to(head.device), positions)
+        drafted = head.log_probs(hidden).argmax(-1)
+        if head.token_ids is not None:
+            drafted = head.token_ids[drafted]
+        rows.append(drafted == expected)
+    return torch.cat(rows)
+
+
+def is_cheap(target: Target) -> bool:
+    """Whether :func:`sample_texts` takes seconds at most.
+
+    Args:
+        target: The target.
+    """
+    parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    return target.device.type != "cpu" or parameters <= MAX_CPU_PARAMETERS
+
+
+def sample_texts(target: Target) -> list[Tensor]:
+    """Let the target write texts: ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time.
+
+    Args:
+        target: The target.
+
+    Returns:
+        ``[S]`` token ids of each text.
+    """
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        start = torch.randint(target.vocab_size, (TEXTS, 1)).to(target.device)
+        model: Any = target.model
+        texts = model.generate(
+            start,
+            attention_mask=torch.ones_like(start),
+            do_sample=True,
+            max_new_tokens=TEXT_LENGTH - 1,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return list(texts)

@@ -1,0 +1,433 @@
+"""Draft without a model, from counts of the tokens that followed the same n-gram before.
+
+:class:`NGramDrafter` looks up the last tokens of a row in the row itself (prompt lookup).
+:class:`AdaptiveNGramDrafter` counts n-grams over all rows and calls. Both run on the host, in
+constant time per token, and upload their trees without waiting for the device.
+
+The draft's distribution ``q`` at a node is the empirical distribution of what followed: the share
+of each token in the counts. After an n-gram that was seen once, ``q`` is a point mass on a token
+``x``. Its JS divergence from the target's ``p`` depends on ``p(x)`` alone and is
+``3/4 ln(4/3) = 0.216`` at ``p(x) = 1/2``, so below that threshold FSD accepts a single observation
+only if it is the target's most likely token. A less likely token is accepted only where several
+observations are distributed nearly as the target predicts.
+
+Shape letters: ``B`` rows, ``N`` tree nodes, ``M`` = ``N - 1``, the most nodes that can have
+children, ``F`` = :data:`MAX_FOLLOWERS`, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.interface import Drafter, DraftState
+from eagle_fsd.model.tree import DraftTree, ancestor_matrix, single_node
+
+if TYPE_CHECKING:
+    from eagle_fsd.model.sampling import Sampler
+    from eagle_fsd.model.target import Target
+
+#: Maximum number of tokens in ``q``, the most frequent ones, and of children of a node.
+MAX_FOLLOWERS = 32
+#: Maximum number of earlier occurrences in a look-up, the latest ones.
+MAX_OCCURRENCES = 64
+
+#: Given the tokens on the path from the root to a node, without the root: the tokens that followed
+#: and their counts, the most frequent first, of equally frequent ones the latest.
+Followers = Callable[[list[int]], list[tuple[int, int]]]
+
+
+class _Row(ABC):
+    """The tokens of one row, as far as a drafter keeps them."""
+
+    @abstractmethod
+    def append(self, token: int) -> None:
+        """Add a token."""
+
+    @abstractmethod
+    def look_up(self) -> Followers:
+        """Look up what followed the row's last tokens; valid until the next :meth:`append`."""
+
+    @abstractmethod
+    def copy(self) -> Self:
+        """Return a row that can be extended independently."""
+
+
+class _CountingDrafter(Drafter):
+    """Common part of the drafters that count on the host."""
+
+    @abstractmethod
+    def new_row(self) -> _Row:
+        """Return a row without tokens."""
+
+    def attach(self, target: Target) -> Self:
+        self.device, self.vocab_size = target.device, target.vocab_size
+        return self
+
+    def max_nodes(self, tree: TreeConfig) -> int:
+        # No more than a complete tree has; chains of one child per node have depth + 2 nodes.
+        complete, level = 1, 1
+        for _ in range(tree.depth + 1):
+            level *= min(tree.top_k, MAX_FOLLOWERS)
+            complete += level
+            if complete >= tree.total_tokens:
+                return tree.total_tokens
+        return complete
+
+    def start(
+        self,
+        prompts: list[Tensor],
+        max_length: int,
+        tree: TreeConfig,
+        sampler: Sampler,
+        cache: TreeCache | None,
+    ) -> _CountingState:
+        rows = [self.new_row() for _ in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
+            for token in prompt.tolist():
+                row.append(token)
+        return _CountingState(self, rows, tree)
+
+
+class NGramDrafter(_CountingDrafter):
+    """Prompt lookup: propose what followed earlier occurrences of a row's last tokens.
+
+    The earlier occurrences of the longest possible match are looked up in the row's own tokens,
+    prompt and answer. Their continuations, merged into a tree, are the draft. Follows prompt
+    lookup decoding (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), which
+    drafts the continuation of one occurrence.
+
+    Args:
+        max_match: Number of last tokens beyond which a longer match is not preferred.
+        min_match: Minimum number of last tokens that must match.
+
+    Raises:
+        ValueError: The bounds are not ``1 <= min_match <= max_match``.
+    """
+
+    def __init__(self, max_match: int = 8, min_match: int = 1) -> None:
+        if not 1 <= min_match <= max_match:
+            raise ValueError(
+                "min_match and max_match must satisfy 1 <= min_match <= max_match; got"
+                f" {min_match} and {max_match}"
+            )
+        self.max_match, self.min_match = max_match, min_match
+
+    def new_row(self) -> _Row:
+        return _Occurrences(self.max_match, self.min_match)
+
+
+class _Occurrences(_Row):
+    """A row's tokens, with links between the occurrences of the same n-gram.
+
+    Args:
+        max_match: Number of last tokens beyond which a longer match is not preferred.
+        min_match: Length of the linked n-grams.
+    """
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        self.max_match, self.min_match = max_match, min_match
+        self.tokens: list[int] = []
+        self.latest: dict[tuple[int, ...], int] = {}  # where each n-gram ends
+        self.previous: list[int] = []  # where the n-gram that ends here ended before; -1: nowhere
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        ngram = tuple(self.tokens[-self.min_match :])
+        self.previous.append(self.latest.get(ngram, -1))
+        self.latest[ngram] = len(self.tokens) - 1
+
+    def look_up(self) -> Followers:
+        tokens, starts = self.tokens, self._matches()
+
+        def followers(path: list[int]) -> list[tuple[int, int]]:
+            counts: Counter[int] = Counter()
+            for start in starts:
+                end = start + len(path)
+                if end < len(tokens) and tokens[start:end] == path:
+                    counts[tokens[end]] += 1
+            return counts.most_common()
+
+        return followers
+
+    def _matches(self) -> list[int]:
+        """Return the positions after the longest matches, the latest first."""
+        tokens, last = self.tokens, len(self.tokens) - 1
+        found: list[int] = []
+        longest = 0
+        end = self.previous[-1]
+        for _ in range(MAX_OCCURRENCES):
+            if end < 0:
+                break
+            length = self.min_match
+            while (
+                length < min(self.max_match, end + 1)
+                and tokens[end - length] == tokens[last - length]
+            ):
+                length += 1
+            if length > longest:
+                found, longest = [], length
+            if length == longest:
+                found.append(end + 1)
+            end = self.previous[end]
+        return found
+
+    def copy(self) -> Self:
+        row = type(self)(self.max_match, self.min_match)
+        row.tokens, row.previous = self.tokens.copy(), self.previous.copy()
+        row.latest = self.latest.copy()
+        return row
+
+
+class AdaptiveNGramDrafter(_CountingDrafter):
+    """A table of n-grams learned from the prompts and from every token that is decoded.
+
+    The statistics are tri-grams by default, as in ADED (Adaptix, arXiv 2407.12021), which also
+    learns from what the target emits. Where the last two tokens were never seen together, the
+    drafter backs off to bi-grams. (ADED starts from a corpus and searches the table with Monte
+    Carlo tree search; here the table starts empty, and the most probable paths are found exactly.)
+
+    The table belongs to the drafter and grows over its calls, so with FSD (``T > 0``) an answer
+    depends on what was decoded before. At ``T = 0`` only the speed does. Use the drafter from one
+    thread at a time.
+
+    Args:
+        order: ``n`` of the longest n-grams, the predicted token included.
+        min_order: ``n`` of the shortest n-grams to back off to; 1 for uni-grams.
+        capacity: Maximum number of contexts; beyond it, the oldest are forgotten.
+
+    Raises:
+        ValueError: The bounds are not ``1 <= min_order <= order``, or ``capacity`` is less than 1.
+    """
+
+    learns = True
+
+    def __init__(self, order: int = 3, min_order: int = 2, capacity: int = 1_000_000) -> None:
+        if not 1 <= min_order <= order:
+            raise ValueError(
+                "min_order and order must satisfy 1 <= min_order <= order; got"
+                f" {min_order} and {order}"
+            )
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1; got {capacity}")
+        self.order, self.min_order, self.capacity = order, min_order, capacity
+        #: For each context, the tokens that followed, in the order of their last occurrence, and
+        #: how often.
+        self.table: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def fresh(self) -> AdaptiveNGramDrafter:
+        return AdaptiveNGramDrafter(self.order, self.min_order, self.capacity)
+
+    def attach(self, target: Target) -> Self:
+        if self.table and self.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"this table was learned over {self.vocab_size} tokens, but the target has"
+                f" {target.vocab_size}; create a new drafter"
+            )
+        return super().attach(target)
+
+    def new_row(self) -> _Row:
+        return _TableRow(self, [])
+
+    def learn(self, context: list[int], token: int) -> None:
+        """Count a token after the last tokens of a context, of each length.
+
+        Args:
+            context: The tokens before it, at least ``order - 1`` unless it is near the beginning.
+            token: The token.
+        """
+        for length in range(self.min_order - 1, min(self.order - 1, len(context)) + 1):
+            key = tuple(context[len(context) - length :])
+            counts = self.table.get(key)
+            if counts is None:
+                if len(self.table) == self.capacity:
+                    del self.table[next(iter(self.table))]
+                counts = self.table[key] = {}
+            count = counts.pop(token, 0) + 1
+            if len(counts) == MAX_FOLLOWERS:
+                del counts[min(counts, key=counts.__getitem__)]
+            counts[token] = count
+
+    def followers(self, context: list[int]) -> list[tuple[int, int]]:
+        """Return what followed the longest known end of a context.
+
+        Args:
+            context: The last tokens.
+
+        Returns:
+            Tokens and their counts, the most frequent first, of equally frequent ones the latest.
+        """
+        for length in range(min(self.order - 1, len(context)), self.min_order - 2, -1):
+            counts = self.table.get(tuple(context[len(context) - length :]))
+            if counts is not None:
+                return sorted(counts.items(), key=lambda item: item[1])[::-1]
+        return []
+
+
+class _TableRow(_Row):
+    """The last tokens of a row, whose n-grams a table learns.
+
+    Args:
+        drafter: Owner of the table.
+        tokens: The last tokens.
+    """
+
+    def __init__(self, drafter: AdaptiveNGramDrafter, tokens: list[int]) -> None:
+        self.drafter, self.tokens = drafter, tokens
+
+    def append(self, token: int) -> None:
+        self.drafter.learn(self.tokens, token)
+        self.tokens.append(token)
+        del self.tokens[: max(0, len(self.tokens) - self.drafter.order + 1)]
+
+    def look_up(self) -> Followers:
+        return lambda path: self.drafter.followers([*self.tokens, *path])
+
+    def copy(self) -> Self:
+        return type(self)(self.drafter, self.tokens.copy())
+
+
+@dataclass
+class _Node:
+    """A node of a tree on the host.
+
+    Attributes:
+        path: Tokens from the root to the node, without the root's.
+        parent: Index of the parent.
+        q: Tokens and their log-probabilities after the node; empty for a leaf.
+    """
+
+    path: list[int]
+    parent: int
+    q: list[tuple[int, float]] = field(default_factory=list)
+
+
+def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]:
+    """Find the most probable nodes.
+
+    As in EAGLE-2 (arXiv 2406.16858), these are the nodes with the largest product of probabilities
+    along their path. A child's is at most its parent's, so taking the best candidate repeatedly
+    finds all of them.
+
+    Args:
+        followers: Returns what followed a path.
+        size: Maximum number of nodes, the root included.
+        depth: Maximum depth.
+        width: Maximum number of children of a node.
+
+    Returns:
+        The nodes in level order, the root first.
+    """
+    nodes: list[_Node] = []
+    # Negative log-probability of the path, number of earlier candidates to break ties, node.
+    candidates = [(0.0, 0, _Node([], 0))]
+    count = 0
+    while candidates and len(nodes) < size:
+        score, _, node = heappop(candidates)
+        if len(node.path) < depth:
+            found = followers(node.path)[:MAX_FOLLOWERS]
+            total = sum(times for _, times in found)
+            node.q = [(token, math.log(times / total)) for token, times in found]
+            for token, log_prob in node.q[:width]:
+                count += 1
+                child = _Node([*node.path, token], len(nodes))
+                heappush(candidates, (score - log_prob, count, child))
+        nodes.append(node)
+    parents = {node.parent for node in nodes[1:]}
+    order = sorted(range(len(nodes)), key=lambda index: len(nodes[index].path))
+    place = {index: position for position, index in enumerate(order)}
+    return [
+        _Node(nodes[i].path, place[nodes[i].parent], nodes[i].q if i in parents else [])
+        for i in order
+    ]
+
+
+class _CountingState(DraftState):
+    """The state of a drafter that counts on the host.
+
+    Args:
+        drafter: The drafter.
+        rows: The rows, each with its prompt.
+        tree: Shape of the draft trees.
+    """
+
+    def __init__(self, drafter: _CountingDrafter, rows: list[_Row], tree: TreeConfig) -> None:
+        self.drafter, self.rows = drafter, rows
+        self.size, self.depth = drafter.max_nodes(tree), tree.depth + 1
+        self.width = tree.top_k
+
+    def draft(self, roots: Tensor, max_length: int) -> DraftTree:
+        """Propose the most probable nodes of each row.
+
+        A row with fewer nodes than the tree is padded with isolated nodes, which are never kept. If
+        no row has a continuation, the tree is its root.
+        """
+        rows = [grow(row.look_up(), self.size, self.depth, self.width) for row in self.rows]
+        if all(len(nodes) == 1 for nodes in rows):
+            return single_node(roots)
+        batch, size = len(rows), self.size
+        tokens, depths = np.zeros((2, batch, size), np.int64)
+        draft_rows = np.full_like(tokens, -1)
+        parents = np.tile(np.arange(size), (batch, 1))
+        # Rows of q that belong to no node are a point mass on token 0.
+        support = np.zeros((batch, size - 1, MAX_FOLLOWERS), np.int64)
+        log_probs = np.full(support.shape, -np.inf, np.float32)
+        log_probs[:, :, 0] = 0.0
+        for row, nodes in enumerate(rows):
+            padding = size - len(nodes)  # between the root and its children
+            expanded = 0
+            for index, node in enumerate(nodes):
+                place = index + padding if index else 0
+                if index:
+                    tokens[row, place], depths[row, place] = node.path[-1], len(node.path)
+                    parents[row, place] = node.parent + padding if node.parent else 0
+                if node.q:
+                    draft_rows[row, place] = expanded
+                    items = support[row, expanded], log_probs[row, expanded]
+                    for values, item in zip(items, zip(*node.q, strict=True), strict=True):
+                        values[: len(item)] = item
+                    expanded += 1
+        device = roots.device
+        draft = torch.full((batch, size - 1, self.drafter.vocab_size), -torch.inf, device=device)
+        draft.scatter_reduce_(2, _upload(support, device), _upload(log_probs, device), "amax")
+        uploaded = _upload(parents, device)
+        return DraftTree(
+            tokens=torch.cat([roots[:, None], _upload(tokens[:, 1:], device)], 1),
+            parents=uploaded,
+            depths=_upload(depths, device),
+            ancestors=ancestor_matrix(uploaded),
+            draft_rows=_upload(draft_rows, device),
+            draft_log_probs=draft,
+            max_depth=self.depth,
+        )
+
+    def observe(self, tokens: list[list[int]]) -> None:
+        for row, new in zip(self.rows, tokens, strict=True):
+            for token in new:
+                row.append(token)
+
+    def move_row(self, source: int, target: int) -> None:
+        self.rows[target] = self.rows[source].copy()
+
+    def keep(self, count: int) -> None:
+        del self.rows[count:]
+
+
+def _upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":  # only a copy from pinned memory is asynchronous
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,380 @@
+"""Load and save EAGLE-3 heads in both published layouts.
+
+The tensors are those of :class:`~eagle_fsd.model.drafters.eagle3.Eagle3Head`, with ``midlayer.``
+for the first layer in the EAGLE layout and ``layers.0.`` in speculators'. If the head's vocabulary
+is smaller than the target's, ``d2t`` ``[D]`` holds offsets (the target's token is
+``i + d2t[i]``) and the optional ``t2d`` ``[V]`` is true at the tokens that the head has.
+
+The layouts differ in ``config.json``:
+
+===============  =======================================  ========================================
+content          EAGLE, SGLang, SpecForge                 speculators
+===============  =======================================  ========================================
+decoder layers   at the top                               ``transformer_layer_config``
+hidden states    layer outputs (inputs minus 1):          layer inputs:
+                 ``eagle_aux_hidden_state_layer_ids``     ``eagle_aux_hidden_state_layer_ids``
+                 in ``eagle_config``                      at the top
+acceptance rule  none                                     ``verifier_accept_k`` and
+                                                          ``accept_tolerance``
+===============  =======================================  ========================================
+
+Both have ``target_hidden_size`` (``H`` if absent), ``draft_vocab_size`` (``V`` if absent; null for
+the target's output projection) and the names of :class:`Eagle3Flags` at the top; SGLang also knows
+``fc_norm`` as ``use_aux_norm``. Before September 2026 SpecForge trained heads without
+``norm_output`` under a configuration that sets it: remove the field from such a head's
+``config.json``.
+
+Sources: ``cnets.py`` of EAGLE's authors; SGLang's and vLLM's ``llama_eagle3.py``; ``config.py``,
+``models/eagle3`` and ``proposals/greedy.py`` in speculators.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.acceptance import TopKRule
+from eagle_fsd.model.checkpoint import (
+    CONFIG_FILE,
+    CheckpointError,
+    fill_head,
+    layer_fields,
+    parse_config,
+    read_config,
+    read_weights,
+    write_head,
+)
+from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads
+from eagle_fsd.model.drafters.layer_detection import detect_layers, is_cheap, sample_texts
+from eagle_fsd.model.target import Target
+from eagle_fsd.utils.text import one_line
+
+log = logging.getLogger(__name__)
+
+Layout = Literal["eagle", "speculators"]
+
+FIRST_LAYER = "layers.0."
+#: Name of the first layer in the EAGLE layout.
+MIDLAYER = "midlayer."
+#: The tensor of a P-EAGLE head that stands for tokens not drafted yet.
+MASK = "mask_hidden"
+#: The hidden states that the head reads, in either layout.
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+#: Maps from the head's tokens to the target's, and back.
+D2T, T2D = "d2t", "t2d"
+SPECULATORS_TYPE = "speculators_model_type"
+#: Version of speculators whose format is written.
+SPECULATORS_VERSION = "0.7.0"
+#: Fields of the EAGLE layout that do not describe the decoder layers.
+_OWN_FIELDS = (
+    "architectures",
+    "bias",
+    "draft_vocab_size",
+    "eagle_config",
+    LAYER_IDS,
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "target_hidden_size",
+    "use_aux_norm",
+)
+
+
+def is_eagle3(values: Mapping[str, Any], names: set[str]) -> bool:
+    """Whether a checkpoint holds an EAGLE-3 head, or something similar that this module rejects.
+
+    Args:
+        values: Content of ``config.json``.
+        names: Names of the tensors.
+    """
+    names = {name.removeprefix("model.") for name in names}
+    return (
+        SPECULATORS_TYPE in values
+        or not names.isdisjoint({D2T, MASK, FIRST_LAYER + "hidden_norm.weight"})
+        or any(name.startswith(MIDLAYER) for name in names)
+    )
+
+
+def load_eagle3(
+    path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
+) -> Eagle3Head:
+    """Load an EAGLE-3 head of either layout and attach it to its target.
+
+    If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
+    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`.
+
+    Args:
+        path: A folder or a Hub name.
+        target: The target that the head was trained for.
+        dtype: Data type of the weights; default: the target's.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, tensors are missing, unexpected or of the
+            wrong shape, the vocabulary map is wrong, or it is a P-EAGLE head.
+        ValueError: The head belongs to another target.
+    """
+    values = read_config(path, token)
+    weights = _canonical(path, read_weights(path, token))
+    kind = values.get(SPECULATORS_TYPE, "eagle3")
+    if MASK in weights or kind == "peagle":
+        raise CheckpointError(
+            f"{path} is a P-EAGLE head, which drafts several tokens in one pass; only heads that"
+            " draft token by token are supported"
+        )
+    if kind != "eagle3":
+        raise CheckpointError(f"{path}: {SPECULATORS_TYPE} must be eagle3; got {kind!r}")
+    layers = values.get("transformer_layer_config") if SPECULATORS_TYPE in values else values
+    if not isinstance(layers, dict):
+        raise CheckpointError(f"{path}: transformer_layer_config in {CONFIG_FILE} is not an object")
+    config = parse_config(path, {k: v for k, v in layers.items() if k not in _OWN_FIELDS})
+    candidates = _candidate_reads(path, values, len(target.layers))
+    try:
+        # Create the weights on the target's device, where they stay.
+        with target.device:
+            head = Eagle3Head(
+                config,
+                int(values.get("target_hidden_size") or config.hidden_size),
+                values.get("draft_vocab_size", config.vocab_size),
+                candidates[0],
+                _flags(values),
+                dtype or target.dtype,
+            )
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot build a head from its {CONFIG_FILE}: {one_line(error)}"
+        ) from error
+    t2d = weights.pop(T2D, None)
+    d2t = weights.get(D2T) if head.d2t is not None else weights.pop(D2T, None)
+    fill_head(path, head, target, weights)
+    try:
+        _check_map(head, d2t, t2d)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if len(candidates) > 1:
+        _choose_reads(path, head, target, candidates)
+    return head
+
+
+def save_eagle3(
+    head: Eagle3Head,
+    path: str | Path,
+    layout: Layout = "eagle",
+    dtype: torch.dtype | None = None,
+    binary: bool = False,
+    target_name: str | None = None,
+    rule: TopKRule | None = None,
+) -> None:
+    """Save an EAGLE-3 head.
+
+    Args:
+        head: The head, attached to its target.
+        path: A folder, created if it does not exist.
+        layout: ``"eagle"``, which EAGLE's own code, SGLang and SpecForge read, or
+            ``"speculators"``, which vLLM and speculators read.
+        dtype: Data type of the saved weights; default: the head's.
+        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+        target_name: Hub name of the target, which the speculators layout records.
+        rule: Acceptance rule that the speculators layout declares, see :func:`declared_rule`;
+            default: lossless.
+
+    Raises:
+        ValueError: The layout has no place for the rule, a bias of ``fc``, layers other than
+            Llama's, or a head without an output projection.
+    """
+    dtype = dtype or head.dtype
+    weights = dict(head.state_dict())
+    if (token_ids := head.token_ids) is not None:
+        held = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=token_ids.device)
+        weights[T2D] = held.index_fill(0, token_ids, True)
+    layers = layer_fields(head.config, len(head.layers), dtype)
+    flags = dict(vars(head.flags))
+    common = {
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": head.target_hidden_size,
+    }
+    if layout == "speculators":
+        if flags.pop("bias"):
+            raise ValueError("the speculators layout has no bias in fc")
+        if head.draft_vocab_size is None:
+            raise ValueError("the speculators layout needs a head with an output projection")
+        layers.pop("architectures", None)
+        config = {
+            **common,
+            **flags,
+            "architectures": ["Eagle3Speculator"],
+            SPECULATORS_TYPE: "eagle3",
+            "speculators_version": SPECULATORS_VERSION,
+            "transformer_layer_config": layers,
+            "speculators_config": _speculators_config(head, target_name, rule),
+            LAYER_IDS: list(head.reads),
+            "dtype": layers["dtype"],
+            "torch_dtype": layers["torch_dtype"],
+        }
+    else:
+        if rule is not None:
+            raise ValueError("the eagle layout declares no acceptance rule")
+        if head.config.model_type != "llama":
+            raise ValueError(
+                f"the eagle layout is for Llama layers; got {head.config.model_type}: use the"
+                " speculators layout"
+            )
+        weights = {
+            name.replace(FIRST_LAYER, MIDLAYER, 1) if name.startswith(FIRST_LAYER) else name: tensor
+            for name, tensor in weights.items()
+        }
+        config = {
+            **layers,
+            **common,
+            # SpecForge takes ``norm_output: false`` for no norm before the output projection.
+            **{name: value for name, value in flags.items() if value},
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {
+                LAYER_IDS: [index - 1 for index in head.reads],
+                "use_aux_hidden_state": True,
+            },
+        }
+    write_head(path, config, weights, dtype, binary)
+
+
+def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:
+    """Return the acceptance rule that a head in the speculators layout declares.
+
+    The default proposal method may declare ``verifier_accept_k`` and ``accept_tolerance``: a
+    drafted token is accepted if it is among the target's ``k`` most likely ones and its
+    log-probability is within the tolerance of the largest. As the rule is not lossless, nothing
+    applies it unless it is passed to ``EagleFSD.generate(rule=...)``.
+
+    Args:
+        path: The head's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Returns:
+        The rule; None if nothing is declared or the declaration is lossless: ``k`` is 1 or the
+        tolerance 0, the defaults.
+
+    Raises:
+        CheckpointError: ``config.json`` is missing or damaged, or the declaration is invalid.
+    """
+    declared = read_config(path, token).get("speculators_config") or {}
+    try:
+        methods = {item["proposal_type"]: item for item in declared.get("proposal_methods", [])}
+        method = methods.get(declared.get("default_proposal_method"), {})
+        top = int(method.get("verifier_accept_k", 1))
+        gap = float(method.get("accept_tolerance", 0.0))
+        if top < 1 or not gap >= 0.0:
+            raise ValueError(f"verifier_accept_k is {top} and accept_tolerance {gap}")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: speculators_config in {CONFIG_FILE} is invalid: {one_line(error)}"
+        ) from error
+    return None if top == 1 or gap == 0.0 else TopKRule(top, ratio=math.exp(-gap))
+
+
+def _speculators_config(
+    head: Eagle3Head, target_name: str | None, rule: TopKRule | None
+) -> dict[str, Any]:
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,  # the default
+        "verifier_accept_k": rule.top if rule else 1,
+        "accept_tolerance": -math.log(rule.ratio) if rule else 0.0,
+    }
+    architecture = type(head.target.model).__name__
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": target_name, "architectures": [architecture]},
+    }
+
+
+def _canonical(path: str | Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the first layer as in :class:`Eagle3Head`."""
+    renamed = {
+        name.replace(MIDLAYER, FIRST_LAYER, 1) if name.startswith(MIDLAYER) else name: tensor
+        for name, tensor in weights.items()
+    }
+    if len(renamed) < len(weights):
+        raise CheckpointError(f"{path} holds tensors of both {MIDLAYER}* and {FIRST_LAYER}*")
+    return renamed
+
+
+def _flags(values: Mapping[str, Any]) -> Eagle3Flags:
+    found = {name: values.get(name, False) for name in Eagle3Flags.__dataclass_fields__}
+    found["fc_norm"] = found["fc_norm"] or values.get("use_aux_norm", False)
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false; got {value!r}")
+    return Eagle3Flags(**found)
+
+
+def _check_map(head: Eagle3Head, d2t: Tensor | None, t2d: Tensor | None) -> None:
+    """Check the vocabulary map of a loaded head."""
+    size = head.config.vocab_size
+    if head.d2t is None:
+        # Heads with the target's vocabulary may come with maps that change nothing.
+        if d2t is not None and d2t.any():
+            raise ValueError(f"{D2T} is not zero, but the head has the target's {size} tokens")
+        if t2d is not None and not t2d.all():
+            raise ValueError(f"{T2D} lacks tokens, but the head has the target's {size} tokens")
+        return
+    assert d2t is not None
+    token_ids = d2t + torch.arange(len(d2t))
+    head.set_token_ids(token_ids)
+    if t2d is None:
+        return
+    if list(t2d.shape) != [size]:
+        raise ValueError(f"{T2D} is {list(t2d.shape)}, not [{size}]")
+    if int(t2d.count_nonzero()) != len(token_ids) or not t2d[token_ids].all():
+        raise ValueError(f"{D2T} and {T2D} select different tokens")
+
+
+def _candidate_reads(
+    path: str | Path, values: Mapping[str, Any], layers: int
+) -> list[tuple[int, ...]]:
+    """Return the hidden states that ``config.json`` may mean, the likeliest first."""
+    default = default_reads(layers)
+    eagle_config = values.get("eagle_config") or {}
+    if not isinstance(eagle_config, dict):
+        raise CheckpointError(f"{path}: eagle_config in {CONFIG_FILE} is not an object")
+    nested = eagle_config.get(LAYER_IDS)
+    found = []
+    for ids, offset in ((nested, 1), (values.get(LAYER_IDS), 0)):
+        if not ids:
+            continue
+        if not isinstance(ids, list) or not all(isinstance(index, int) for index in ids):
+            raise CheckpointError(f"{path}: {LAYER_IDS} must be a list of integers; got {ids!r}")
+        found.append(tuple(index + offset for index in ids))
+    if not found:
+        return [default]
+    # Doubt a numbering if the other one gives the layers that heads read by default.
+    if default not in found and default == tuple(
+        index - 1 if nested else index + 1 for index in found[0]
+    ):
+        found.append(default)
+    valid = [reads for reads in dict.fromkeys(found) if min(reads) >= 0 and max(reads) < layers]
+    return valid or found
+
+
+def _choose_reads(
+    path: str | Path, head: Eagle3Head, target: Target, candidates: list[tuple[int, ...]]
+) -> None:
+    if not is_cheap(target):
+        log.warning(
+            "%s is ambiguous about the hidden states that the head reads; assuming the inputs of"
+            " layers %s. eagle-fsd doctor measures which ones fit",
+            path,
+            candidates[0],
+        )
+        return
+    choice = detect_layers(head, target, sample_texts(target), candidates)
+    head.reads = choice.reads
+    log.warning("%s is ambiguous about the hidden states that the head reads: %s", path, choice)

@@ -1,0 +1,150 @@
+"""The types of heads that can be trained: what they read, and how they are created and loaded.
+
+Shape letters: ``B`` chats, ``S`` tokens, ``F`` values of the features, ``H`` hidden size of the
+target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.model.checkpoint import (
+    CheckpointError,
+    load_head,
+    read_config,
+    save_head,
+    tensor_names,
+)
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
+from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.eagle3_checkpoint import is_eagle3, load_eagle3, save_eagle3
+from eagle_fsd.model.target import LAST, Target
+from eagle_fsd.train.config import EAGLE3_FLAGS, HeadType, TrainConfig
+
+
+def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = None) -> DraftHead:
+    """Create a head with random weights, attached to its target.
+
+    The output projection of an EAGLE-3 head starts as the target's rows of its vocabulary.
+
+    Args:
+        config: ``head_type``, and the options that define the head's architecture.
+        target: The target.
+        token_ids: ``[D]`` the tokens that an EAGLE-3 head can draft, in ascending order; default:
+            all.
+    """
+    if config.head_type == "eagle":
+        return EagleHead(target.config, config.bias).attach(target)
+    layers = layer_config(target.config)
+    size = target.vocab_size if token_ids is None else len(token_ids)
+    reads = head_reads(config.head_type, target)
+    flags = Eagle3Flags(**{name: getattr(config, name) for name in EAGLE3_FLAGS})
+    head = Eagle3Head(layers, target.hidden_size, size, reads, flags)
+    rows = target.lm_head.weight.detach()
+    if token_ids is not None:
+        head.set_token_ids(token_ids)
+        rows = rows[token_ids]
+    with torch.no_grad():
+        head.lm_head.weight.copy_(rows)
+    return head.attach(target)
+
+
+def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
+    """Create a head of the same shape with weights that are still to be set, on the same target.
+
+    Args:
+        head: The head. Its parameters may be sharded.
+        dtype: Data type of the copy.
+    """
+    copy: DraftHead
+    if isinstance(head, Eagle3Head):
+        size, reads = head.draft_vocab_size, head.reads
+        copy = Eagle3Head(head.config, head.target_hidden_size, size, reads, head.flags, dtype)
+        if head.token_ids is not None:
+            copy.set_token_ids(head.token_ids)
+    else:
+        copy = EagleHead(head.config, head.fc.bias is not None, dtype)
+    copy.attach(head.target)
+    if head.embed_tokens is not None:
+        rows, size = head.embed_tokens.weight.shape
+        copy.embed_tokens = nn.Embedding(rows, size, dtype=dtype, device=copy.device)
+    return copy
+
+
+def head_reads(head_type: HeadType, target: Target) -> tuple[int, ...]:
+    """Return the hidden states of the target that new heads read.
+
+    Args:
+        head_type: The type of the head.
+        target: The target.
+    """
+    if head_type == "eagle":
+        return EagleHead.reads
+    return default_reads(int(target.config.num_hidden_layers))
+
+
+def training_states(reads: Sequence[int]) -> tuple[int, ...]:
+    """Return the hidden states that training needs: those that the head reads, and the last one.
+
+    Args:
+        reads: The hidden states that the head reads; see :attr:`Drafter.reads`.
+    """
+    return tuple(dict.fromkeys((*reads, LAST)))
+
+
+def split_features(head: DraftHead, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the features of chats into the head's inputs and labels.
+
+    Args:
+        head: The head.
+        features: ``[B, S, F]`` the hidden states :func:`training_states`, concatenated.
+
+    Returns:
+        ``[B, S - 1, F]`` the hidden states that the head reads, at all tokens but the last, and
+        ``[B, S - 1, H]`` the target's last hidden state, at all tokens but the first.
+    """
+    return features[:, :-1, : head.feature_size], features[:, 1:, -head.target_hidden_size :]
+
+
+def load_for_training(
+    path: str | Path, head_type: HeadType, target: Target, token: str | None = None
+) -> DraftHead:
+    """Load a head in float32, to continue its training.
+
+    Args:
+        path: A folder or a Hub name.
+        head_type: The type of the head.
+        target: The target that the head was trained for.
+        token: Access token for the Hub.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or hold a head of another type.
+        ValueError: The head belongs to another target.
+    """
+    if is_eagle3(read_config(path, token), tensor_names(path, token)) != (head_type == "eagle3"):
+        raise CheckpointError(f"{path} is not a head of type {head_type}; see --head-type")
+    load = load_eagle3 if head_type == "eagle3" else load_head
+    return load(path, target, torch.float32, token)
+
+
+def save_trained(
+    head: DraftHead, path: Path, dtype: torch.dtype | None, binary: bool = False
+) -> None:
+    """Save a head in the layout that EAGLE's authors publish.
+
+    Args:
+        head: The head.
+        path: A folder, created if it does not exist.
+        dtype: Data type of the saved weights; default: the head's.
+        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+    """
+    if isinstance(head, Eagle3Head):
+        save_eagle3(head, path, "eagle", dtype, binary)
+    else:
+        assert isinstance(head, EagleHead)
+        save_head(head, path, dtype, binary)

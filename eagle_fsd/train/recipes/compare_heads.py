@@ -1,0 +1,69 @@
+"""Compare the bundled heads: ``python -m eagle_fsd.train.recipes.compare_heads``.
+
+Prints tau of exact decoding with the EAGLE-2 and the EAGLE-3 head on the same unseen problems, for
+several trees. The model card of the EAGLE-3 head holds this table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from eagle_fsd.bundled import BUNDLED
+from eagle_fsd.train.recipes.measure import measure
+from eagle_fsd.train.record import read_record
+from eagle_fsd.utils.provenance import describe_environment
+
+#: Name and folder of each head.
+HEADS = (("EAGLE-2", "head"), ("EAGLE-3", "eagle3"))
+#: The trees: total_tokens, depth and top_k. The last one is a chain.
+TREES = ((16, 8, 2), (60, 6, 10), (10, 8, 1))
+PROBLEMS = 200
+TREE_OPTIONS = ("--total-tokens", "--depth", "--tree-top-k")
+
+
+def main() -> None:
+    """Measure the heads, and print a table."""
+    parser = argparse.ArgumentParser(description="Compare tau of the bundled heads.")
+    parser.add_argument("--pair", type=Path, default=BUNDLED, help="folder of the pair")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="problems to measure on")
+    options = parser.parse_args()
+    sys.stdout.write(compare_heads(options.pair, options.problems) + "\n")
+
+
+def compare_heads(pair: Path, problems: int = PROBLEMS) -> str:
+    """Measure tau of exact decoding with both heads.
+
+    Args:
+        pair: Folder of target and heads.
+        problems: Number of unseen problems.
+
+    Returns:
+        A Markdown table with a heading and a row for each tree.
+
+    Raises:
+        subprocess.CalledProcessError: An evaluation failed.
+    """
+    names = [name for name, _ in HEADS]
+    lines = [f"| tree | {' | '.join(names)} |", "|---" * (1 + len(HEADS)) + "|"]
+    for tree in TREES:
+        options = [word for option in zip(TREE_OPTIONS, tree, strict=True) for word in option]
+        cells = ["/".join(map(str, tree))]
+        for _, folder in HEADS:
+            rows = measure(pair / "target", pair / folder, problems, ("exact",), *options)
+            cells.append(f"{rows['exact']['tau']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    tokens = [f"{read_record(pair / folder)['tokens'] / 1e6:.2f} M" for _, folder in HEADS]
+    lines.append(f"| training tokens | {' | '.join(tokens)} |")
+    environment = describe_environment()
+    versions = environment["versions"]
+    return (
+        f"Tau of exact decoding on {problems} unseen problems, greedy, float32, by tree"
+        f" (total_tokens/depth/top_k), on {environment['date'][:10]} with torch"
+        f" {versions['torch']}, transformers {versions['transformers']}:\n\n" + "\n".join(lines)
+    )
+
+
+if __name__ == "__main__":
+    main()

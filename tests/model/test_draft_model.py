@@ -1,0 +1,371 @@
+"""The draft model: exact output, its distributions, prefix caches, and vocabularies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from pairs import (
+    DEVICES,
+    MODEL_SIZES,
+    NEW_TOKENS,
+    VOCAB_SIZE,
+    aligned_pair,
+    answers,
+    batch,
+    plain_logits,
+    prompt,
+    randomize,
+    reference,
+    small_tree,
+    tiny_target,
+    tokenizer,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
+
+from eagle_fsd import AcceptanceConfig, EagleFSD, PrefixCache, TreeConfig
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.drafters.draft_model import (
+    MAX_PADDING,
+    AdaptiveState,
+    DraftModel,
+    load_draft_model,
+)
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.loading import LoadError
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+
+TREE = small_tree(total_tokens=20)
+CHAIN = TreeConfig(total_tokens=6, depth=4, top_k=1)
+
+
+def small(**changes: object) -> PreTrainedModel:
+    """A model of one layer."""
+    return tiny_target(seed=5, num_hidden_layers=1, **changes)
+
+
+def windowed() -> PreTrainedModel:
+    """A Qwen 2 with a window of 6 tokens in one of its two layers."""
+    kinds = ["sliding_attention", "full_attention"]
+    return tiny_target("qwen2", sliding_window=6, use_sliding_window=True, layer_types=kinds)
+
+
+def gemma2() -> PreTrainedModel:
+    """Windows of 5 tokens in every other layer, and soft caps."""
+    config = Gemma2Config(**{**MODEL_SIZES, "head_dim": 8}, sliding_window=5)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomize(model, 11)
+    return model.eval()
+
+
+#: Draft models: unrelated to the target, equal to it, and with other vocabulary sizes.
+DRAFTS = {
+    "small": small,
+    "target": tiny_target,
+    "windowed": windowed,
+    "gemma2": gemma2,
+    "fewer-tokens": lambda: small(vocab_size=VOCAB_SIZE - 6),
+    "more-tokens": lambda: small(vocab_size=VOCAB_SIZE + 6),
+}
+
+
+@lru_cache
+def pair(draft: str, chain: bool, device: str = "cpu") -> EagleFSD:
+    """The default target with a draft model."""
+    return EagleFSD(tiny_target().to(device), DraftModel(DRAFTS[draft]()), CHAIN if chain else TREE)
+
+
+def aligned(layers: int = 1) -> EagleFSD:
+    """The target of ``aligned_pair`` and its first layer as a draft model, which is often right."""
+    target = aligned_pair().model
+    draft = tiny_target(num_hidden_layers=layers, tie_word_embeddings=False)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    return EagleFSD(target, DraftModel(draft), CHAIN)
+
+
+# -- exact output ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_output_matches_hugging_face(draft: str, chain: bool, device: str) -> None:
+    """A batch of mixed lengths, whose rows end at different steps."""
+    ids, mask = batch()
+    model = pair(draft, chain, device)
+    out = model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=NEW_TOKENS)
+    assert torch.equal(out.sequences.cpu(), reference())
+
+
+def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted() -> None:
+    ids, mask = batch()
+    out = aligned().generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(out.sequences, reference(aligned=True))
+    assert out.stats.tau > 2
+    assert len({tuple(row) for row in out.stats.accepted}) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}])
+@pytest.mark.parametrize("make", [tiny_target, windowed, gemma2])
+def test_target_as_its_own_draft_model_accepts_every_chain(
+    make: Callable[[], PreTrainedModel], options: dict[str, float]
+) -> None:
+    """Caches, positions and windows of both models agree; ratios of probabilities are 1."""
+    ids, mask = batch()
+    model = EagleFSD(make(), DraftModel(make()), CHAIN)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)
+    assert {count for row in out.stats.accepted for count in row} == {CHAIN.depth + 2}
+
+
+def test_sampled_chain_above_every_divergence_follows_the_draft_model() -> None:
+    """Tokens of the vocabulary's padding are never drafted."""
+    ids, mask = batch()
+    out = pair("fewer-tokens", chain=True).generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=2, threshold=1.0
+    )
+    assert out.stats.tau == CHAIN.depth + 2
+    drafted = (torch.arange(NEW_TOKENS) + 1) % (CHAIN.depth + 2) != 0
+    assert (answers(out)[:, drafted] < VOCAB_SIZE - 6).all()
+
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tree", [TREE, CHAIN], ids=["tree", "chain"])
+@pytest.mark.parametrize("make", [small, windowed, gemma2])
+def test_distributions_are_those_of_plain_passes(
+    make: Callable[[], PreTrainedModel], tree: TreeConfig
+) -> None:
+    """At every expanded node, with windows shorter than the tree is deep, after two steps."""
+    draft = make()
+    target = Target(aligned_pair().model)
+    drafter = DraftModel(draft).attach(target)
+    engine = Engine(target, drafter, Sampler(), tree, AcceptanceConfig(), FuzzyRule(math.inf))
+    rows = [prompt(9, 1)[0], prompt(3, 2)[0], prompt(1, 3)[0]]
+    engine.prefill(rows, [40] * len(rows))
+    sequences = [row.tolist() for row in rows]
+    for _ in range(2):
+        for sequence, tokens in zip(sequences, engine.step().tokens, strict=True):
+            sequence += tokens
+    found = engine.draft.draft(engine.roots, max(engine.host_lengths))
+    for row, sequence in enumerate(sequences):
+        for node in range(found.size):
+            if (index := int(found.draft_rows[row, node])) < 0:
+                continue
+            above = [item for item in range(1, node + 1) if found.ancestors[row, node, item]]
+            path = torch.tensor(sequence + found.tokens[row, above].tolist())
+            expected = plain_logits(draft, path)[0][-1].log_softmax(-1)
+            torch.testing.assert_close(
+                found.draft_log_probs[row, index], expected, atol=2e-4, rtol=1e-3
+            )
+
+
+def test_padding_has_no_probability_and_surplus_tokens_are_left_out() -> None:
+    fewer, more = (DRAFTS[name]() for name in ("fewer-tokens", "more-tokens"))
+    hidden = torch.randn(2, 3, MODEL_SIZES["hidden_size"])
+    target = Target(tiny_target())
+    for model in (fewer, more):
+        found = DraftModel(model).attach(target).log_probs(hidden)
+        logits = model.lm_head(hidden)[..., :VOCAB_SIZE]
+        assert found.shape == (2, 3, VOCAB_SIZE)
+        torch.testing.assert_close(found[..., : logits.shape[-1]], logits.log_softmax(-1))
+        assert (found[..., logits.shape[-1] :] == -torch.inf).all()
+
+
+TINY = 6
+PROMPT = [3, 1, 4]
+
+
+@lru_cache
+def tiny_model(layers: int) -> PreTrainedModel:
+    """A vocabulary of 6, with weights large enough for contexts to matter."""
+    config = LlamaConfig(
+        **{**MODEL_SIZES, "vocab_size": TINY, "num_hidden_layers": layers}, initializer_range=0.3
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(10)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def law_of(model: PreTrainedModel, new: int, temperature: float) -> Tensor:
+    """``[V ** new]``: the distribution of the answer, from the logits on every answer."""
+    following = torch.tensor(list(itertools.product(range(TINY), repeat=new)))
+    whole = torch.cat([torch.tensor(PROMPT).expand(len(following), -1), following], 1)
+    logits = model(whole).logits.double()[:, len(PROMPT) - 1 : -1]
+    chosen = (logits / temperature).log_softmax(-1).gather(2, following[:, :, None])
+    return chosen.sum((1, 2)).exp()
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        (TreeConfig(total_tokens=3, depth=1, top_k=1), ExactRule()),
+        (TreeConfig(total_tokens=3, depth=1, top_k=1), FuzzyRule(0.0)),
+        (TreeConfig(total_tokens=6, depth=1, top_k=2), ExactRule()),
+    ],
+    ids=["block", "token", "tree"],
+)
+def test_sampling_has_the_distribution_of_the_target(
+    tree: TreeConfig, rule: AcceptanceRule
+) -> None:
+    """4000 identical prompts and three tokens from at least one step, at temperature 0.8.
+
+    The bound is exceeded with probability below 1e-7 (see ``test_sampling_law.py``); the draft
+    model's own distribution is farther from the target's than twice the bound. Measured ``TV``
+    (bound 0.078): 0.025 for blocks, 0.019 token by token, 0.033 for trees.
+    """
+    rows, new, temperature = 4000, 3, 0.8
+    model = EagleFSD(tiny_model(2), DraftModel(tiny_model(1)), tree)
+    ids = torch.tensor([PROMPT]).expand(rows, -1)
+    options = {"temperature": temperature, "seed": 1, "rule": rule}
+    out = model.generate(ids, max_new_tokens=new, **options)
+    index = torch.tensor([TINY**2, TINY, 1])
+    counts = torch.bincount((answers(out) * index).sum(1), minlength=TINY**new).double()
+    law = law_of(tiny_model(2), new, temperature)
+    mean = 0.5 * (law * (1 - law) / rows).sqrt().sum()
+    bound = float(mean) + math.sqrt(math.log(1e7) / (2 * rows))
+    distance = 0.5 * float((counts / rows - law).abs().sum())
+    assert distance < bound
+    drafted = law_of(tiny_model(1), new, temperature)
+    assert 0.5 * float((drafted - law).abs().sum()) > 2 * bound
+    assert {1, 3} <= {row[0] for row in out.stats.accepted}
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_turns_of_a_chat_process_only_new_tokens(options: dict[str, float]) -> None:
+    model, cache = aligned(), PrefixCache()
+    ids = [3, 17, 5, 40, 8]
+    for turn in range(4):
+        given = {"max_new_tokens": 12, "eos_token_id": [], **options}
+        whole = model.generate(torch.tensor([ids]), **given)
+        kept = model.generate(torch.tensor([ids]), prefix_cache=cache, **given)
+        assert torch.equal(whole.sequences, kept.sequences)
+        if turn:
+            assert kept.stats.prefilled <= 3 + CHAIN.depth + 2 < whole.stats.prefilled
+        ids = [*kept.sequences[0].tolist(), 7 + turn, 30, 31]
+
+
+class DepthRule(ExactRule):
+    """Records the depth of every tree."""
+
+    depths: ClassVar[list[int]] = []
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        self.depths.append(inputs.tree.max_depth)
+        return super().gate(inputs)
+
+
+@pytest.mark.parametrize(
+    ("draft", "expected"), [("small", [5, 4, 3, 2, 2, 2]), ("target", [5, 5, 5, 5])]
+)
+def test_depth_adapts_to_the_accepted_lengths(
+    draft: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model that is never right and one that always is; the output stays exact."""
+    monkeypatch.setattr(DepthRule, "depths", [])
+    ids, mask = batch()
+    model = DRAFTS[draft]()
+    model.generation_config.num_assistant_tokens_schedule = "heuristic"
+    found = EagleFSD(tiny_target(), DraftModel(model), CHAIN)
+    out = found.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, rule=DepthRule())
+    assert torch.equal(out.sequences, reference())
+    assert DepthRule.depths[: len(expected)] == expected
+
+
+def test_depth_recovers() -> None:
+    """From one level to the full depth in two accepted trees."""
+    model = pair("target", chain=True)
+    state = AdaptiveState(
+        model.drafter, [prompt(3)[0]], CHAIN, Sampler(), model.drafter.new_cache(1, 64)
+    )
+    for _ in range(9):
+        state.observe([[1]])
+    depths = []
+    for _ in range(3):
+        depths.append(state.builder.depth)
+        state.observe([[1] * (state.builder.depth + 2)])
+    assert depths == [1, 3, 4]
+
+
+def test_drafter_changes_nothing_for_plain_decoding() -> None:
+    ids, mask = batch()
+    out = pair("small", chain=True).generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, method="ar"
+    )
+    assert torch.equal(out.sequences, reference())
+
+
+def test_short_context_of_the_draft_model_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The output does not change; positions stay inside the context."""
+    ids, mask = batch()
+    model = EagleFSD(tiny_target(), DraftModel(small(max_position_embeddings=30)), CHAIN)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(out.sequences, reference())
+    assert "the draft model's context has 30 tokens, and this call may reach 43" in caplog.text
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def test_other_vocabulary_is_rejected() -> None:
+    other = small(vocab_size=VOCAB_SIZE + MAX_PADDING + 1)
+    with pytest.raises(ValueError, match="it has 353 tokens, the target has 96"):
+        DraftModel(other).attach(Target(tiny_target()))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    """A target that was loaded from a folder with a tokenizer."""
+    folder = tmp_path / "target"
+    tiny_target().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return Target(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_draft_model_is_loaded_in_the_target_s_dtype(target: Target, tmp_path: Path) -> None:
+    """Without a tokenizer, and with an equal one."""
+    small(dtype=torch.float16).save_pretrained(tmp_path / "draft")
+    assert load_draft_model(tmp_path / "draft", target).dtype == torch.float32
+    shorter = load_draft_model(tmp_path / "draft", target, dtype=torch.bfloat16)
+    assert shorter.dtype == torch.bfloat16
+    tokenizer().save_pretrained(tmp_path / "draft")
+    drafter = load_draft_model(tmp_path / "draft", target)
+    assert (drafter.vocab_size, drafter.device) == (VOCAB_SIZE, target.device)
+
+
+def test_other_tokenizer_is_rejected(target: Target, tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "draft")
+    tokenizer().save_pretrained(tmp_path / "draft")
+    file = tmp_path / "draft" / "tokenizer.json"
+    text = file.read_text()
+    assert '"A":' in text
+    file.write_text(text.replace('"A":', '"AB":'))
+    with pytest.raises(ValueError, match="has another tokenizer than the target"):
+        load_draft_model(tmp_path / "draft", target)
+
+
+def test_added_tokens_may_differ(target: Target, tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "draft")
+    extended = tokenizer().__class__.from_pretrained(target.config._name_or_path)
+    extended.add_tokens("<|tool|>", special_tokens=True)
+    extended.save_pretrained(tmp_path / "draft")
+    load_draft_model(tmp_path / "draft", target)
+
+
+def test_missing_files_are_reported(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="is not a folder"):
+        load_draft_model(tmp_path / "nothing", target)

@@ -1,0 +1,392 @@
+"""Sampled chains: the laws of both lossless verifications and of FSD, against enumerations.
+
+A target and a draft of three tokens are tables of distributions by context. ``_enumerate`` follows
+the algorithms as the papers print them, in float64, through every chain and every random decision,
+and returns the exact law of a step's outcome: the kept tokens and the one after them. The
+engine's parts (``TreeBuilder``, ``Sampler``, ``verify``) then take ``ROWS`` steps. ``TV`` between
+their outcomes and the law exceeds ``_bound`` with probability below 1e-7 (see
+``test_sampling_law.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import log
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from trees import EXACT, FUZZY, TARGET, A, B, make_inputs, make_tree, outcome
+
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.config import SamplingConfig, TreeConfig
+from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.residual import verify_block, verify_tokens
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.tree import TreeBuilder
+from eagle_fsd.model.verify import AcceptanceRule, verify
+
+Array = NDArray[np.float64]
+#: The distribution after each context.
+Table = dict[tuple[int, ...], Array]
+#: The probability of each outcome.
+Law = dict[tuple[int, ...], float]
+#: Given a chain, the probability of keeping its first 0, 1, ... tokens, and the next token's law.
+Algorithm = Callable[[tuple[int, ...]], list[tuple[float, Array]]]
+VerifyChain = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
+
+VOCAB_SIZE = 3
+#: Drafted tokens.
+LENGTH = 3
+ROWS = 50_000
+FALSE_ALARM = 1e-7
+
+
+def _contexts(length: int) -> Iterator[tuple[int, ...]]:
+    return itertools.product(range(VOCAB_SIZE), repeat=length)
+
+
+def _logits(seed: int, noise: float) -> tuple[Table, Table]:
+    """Draw logits of a target and of a draft at a distance ``noise`` from it."""
+    random = np.random.default_rng(seed)
+    target, draft = {}, {}
+    for context in itertools.chain.from_iterable(map(_contexts, range(LENGTH + 1))):
+        target[context] = random.normal(0, 1.5, VOCAB_SIZE)
+        scale = noise * random.uniform(0.2, 1.8)
+        draft[context] = target[context] + scale * random.normal(0, 1, VOCAB_SIZE)
+    return target, draft
+
+
+def _probs(logits: Table, temperature: float, top_k: int) -> Table:
+    """Apply temperature and top-k."""
+    found = {}
+    for context, values in logits.items():
+        kept = values >= np.sort(values)[-top_k] if top_k else values > -np.inf
+        exponent = np.where(kept, np.exp(values / temperature), 0.0)
+        found[context] = exponent / exponent.sum()
+    return found
+
+
+def _normalized(weights: Array) -> Array:
+    return weights / weights.sum() if weights.sum() > 0 else weights
+
+
+def _token_by_token(p: Table, q: Table, chain: tuple[int, ...]) -> list[tuple[float, Array]]:
+    """Leviathan et al., algorithm 1: the probability of keeping ``n`` tokens, and the next's."""
+    found, reached = [], 1.0
+    for step, token in enumerate(chain):
+        here, draft = p[chain[:step]], q[chain[:step]]
+        accepted = min(1.0, here[token] / draft[token])
+        rest = _normalized(np.maximum(here - draft, 0.0))
+        found.append((reached * (1 - accepted), rest))
+        reached *= accepted
+    return [*found, (reached, p[chain])]
+
+
+def _as_block(p: Table, q: Table, chain: tuple[int, ...]) -> list[tuple[float, Array]]:
+    """Sun et al., algorithm 2 with equations 3 and 4."""
+    weight, chances, rests = 1.0, [1.0], []
+    for step, token in enumerate(chain):
+        here, draft = p[chain[:step]], q[chain[:step]]
+        rests.append(np.maximum(weight * here - draft, 0.0))
+        if step:
+            mass = rests[-1].sum()
+            chances.append(mass / (mass + 1 - weight) if mass else 0.0)
+        weight = min(weight * here[token] / draft[token], 1.0)
+    chances.append(weight)
+    found, not_later = [], 1.0
+    for step in range(len(chain), -1, -1):  # the last candidate decides
+        rest = p[chain] if step == len(chain) else _normalized(rests[step])
+        found.append((not_later * chances[step], rest))
+        not_later *= 1 - chances[step]
+    return found[::-1]
+
+
+def _fuzzy(
+    p: Table, q: Table, chain: tuple[int, ...], open_: set[tuple[int, ...]], stop: bool
+) -> list[tuple[float, Array]]:
+    """FSD on a chain: keep drafted tokens at open contexts; else stop, or verify the token."""
+    found, reached = [], 1.0
+    for step, token in enumerate(chain):
+        here, draft = p[chain[:step]], q[chain[:step]]
+        accepted = 0.0 if stop else min(1.0, here[token] / draft[token])
+        rest = here if stop else _normalized(np.maximum(here - draft, 0.0))
+        accepted = 1.0 if chain[:step] in open_ else accepted
+        found.append((reached * (1 - accepted), rest))
+        reached *= accepted
+    return [*found, (reached, p[chain])]
+
+
+def _enumerate(q: Table, algorithm: Algorithm) -> Law:
+    """Return the law of (kept tokens, next token) under ``algorithm(chain)``."""
+    law: Counter[tuple[int, ...]] = Counter()
+    for chain in _contexts(LENGTH):
+        drafted = math.prod(q[chain[:step]][token] for step, token in enumerate(chain))
+        if not drafted:
+            continue
+        for count, (chance, following) in enumerate(algorithm(chain)):
+            for token in range(VOCAB_SIZE):
+                law[(*chain[:count], token)] += drafted * chance * following[token]
+    return law
+
+
+def _completed(law: Law, p: Table) -> Law:
+    """Return the law of the first ``LENGTH`` tokens if the target goes on after a step."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for tokens, chance in law.items():
+        for rest in _contexts(max(0, LENGTH - len(tokens))):
+            whole = (*tokens, *rest)
+            following = [p[whole[:step]][whole[step]] for step in range(len(tokens), LENGTH)]
+            found[whole[:LENGTH]] += chance * math.prod(following)
+    return found
+
+
+def _target_law(p: Table) -> Law:
+    return {
+        chain: math.prod(p[chain[:step]][token] for step, token in enumerate(chain))
+        for chain in _contexts(LENGTH)
+    }
+
+
+def _mean_kept(law: Law) -> float:
+    return sum((len(tokens) - 1) * chance for tokens, chance in law.items())
+
+
+def _distance(one: Law, other: Law) -> float:
+    assert sum(one.values()) == pytest.approx(1.0, abs=1e-9)
+    assert sum(other.values()) == pytest.approx(1.0, abs=1e-9)
+    return 0.5 * sum(abs(one.get(key, 0) - other.get(key, 0)) for key in {*one, *other})
+
+
+def _bound(law: Law) -> float:
+    mean = 0.5 * sum(math.sqrt(chance * (1 - chance) / ROWS) for chance in law.values())
+    return mean + math.sqrt(math.log(1 / FALSE_ALARM) / (2 * ROWS))
+
+
+def _take_steps(
+    target: Table,
+    draft: Table,
+    sampling: SamplingConfig,
+    rule: AcceptanceRule,
+    block: bool = False,
+    token_ids: Tensor | None = None,
+    **options: str,
+) -> Law:
+    """Draft and verify ``ROWS`` chains; returns the empirical law.
+
+    With ``token_ids``, the draft's vocabulary consists of these tokens.
+    """
+    generator = torch.Generator().manual_seed(1)
+    selects = options.get("selection") == "sample"
+    sampler = Sampler(sampling, draw_from_draft=selects, block=block, generator=generator)
+    config = TreeConfig(total_tokens=LENGTH + 1, depth=LENGTH - 1, top_k=1)
+    size = VOCAB_SIZE if token_ids is None else len(token_ids)
+    builder = TreeBuilder(config, size, "cpu", token_ids, sampler.draw_draft)
+
+    def at(table: Table, tokens: Sequence[Tensor]) -> Tensor:
+        """``[ROWS, V]`` logits after the tokens of every row."""
+        values = torch.tensor(np.stack([table[item] for item in _contexts(len(tokens))]))
+        index = torch.zeros(ROWS, dtype=torch.long)
+        for token in tokens:
+            index = index * VOCAB_SIZE + token
+        return values[index].float()
+
+    def draft_at(tokens: Sequence[Tensor]) -> Tensor:
+        logits = at(draft, tokens)
+        return (logits if token_ids is None else logits[:, token_ids]).log_softmax(-1)
+
+    chain: list[Tensor] = []
+    builder.start(draft_at(chain))
+    for _ in range(LENGTH - 1):
+        tokens, _ = builder.choose()
+        chain.append(tokens[:, 0])
+        builder.extend(draft_at(chain)[:, None])
+    tree = builder.finish(torch.zeros(ROWS, dtype=torch.long))
+    assert tree.sampled
+    assert (tree.parents == torch.tensor([0, 0, 1, 2])).all()
+    drafted = list(tree.tokens[:, 1:].unbind(1))
+    logits = torch.stack([at(target, drafted[:step]) for step in range(LENGTH + 1)], 1)
+    kept = verify(sampler(tree, logits, None), rule, **options)
+    rows = zip(kept.tokens.tolist(), kept.count.tolist(), strict=True)
+    counts = Counter(tuple(tokens[:count]) for tokens, count in rows)
+    return {tokens: count / ROWS for tokens, count in counts.items()}
+
+
+#: Seed, distance of the draft, temperature and top-k.
+CASES = [(8, 1.5, 1.0, 0), (4, 1.5, 1.0, 0), (5, 1.5, 0.7, 2)]
+
+
+@pytest.mark.parametrize(("seed", "noise", "temperature", "top_k"), CASES)
+def test_both_verifications_have_the_law_of_their_algorithm_and_are_lossless(
+    seed: int, noise: float, temperature: float, top_k: int
+) -> None:
+    """50 000 steps each; the laws of the two algorithms differ by at least twice the bound.
+
+    Measured ``TV`` (bound), and tokens kept on average: token by token 0.0095 (0.024) and 1.36,
+    0.0060 (0.023) and 2.14, 0.0035 (0.018) and 0.93; as a block 0.0104 (0.024) and 1.57, 0.0069
+    (0.023) and 2.25, 0.0036 (0.018) and 1.06.
+    """
+    target, draft = _logits(seed, noise)
+    p, q = _probs(target, temperature, top_k), _probs(draft, temperature, top_k)
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k)
+    laws = {}
+    for block, algorithm in ((False, _token_by_token), (True, _as_block)):
+        law = laws[block] = _enumerate(q, lambda chain, a=algorithm: a(p, q, chain))
+        assert _distance(_completed(law, p), _target_law(p)) < 1e-12
+        found = _take_steps(target, draft, sampling, ExactRule(), block)
+        assert _distance(found, law) < _bound(law)
+    assert _distance(laws[False], laws[True]) > 2 * _bound(laws[True])
+    assert _mean_kept(laws[True]) > _mean_kept(laws[False])
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_reduced_vocabulary_of_the_draft(block: bool) -> None:
+    """The draft knows two of the three tokens, in another order; 50 000 steps."""
+    token_ids = torch.tensor([2, 0])
+    target, draft = _logits(8, 1.0)
+    p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
+    for probs in q.values():
+        probs[1] = 0.0
+        probs /= probs.sum()
+    algorithm = _as_block if block else _token_by_token
+    law = _enumerate(q, lambda chain: algorithm(p, q, chain))
+    assert _distance(_completed(law, p), _target_law(p)) < 1e-12
+    sampling = SamplingConfig(temperature=1.0)
+    found = _take_steps(target, draft, sampling, ExactRule(), block, token_ids)
+    assert _distance(found, law) < _bound(law)
+
+
+def test_blocks_never_keep_fewer_tokens_on_average() -> None:
+    """100 random pairs at various distances, enumerated, with and without top-k."""
+    for seed in range(100):
+        target, draft = _logits(seed, noise=(0.1, 0.5, 1.0, 3.0)[seed % 4])
+        p, q = (_probs(table, 1.0, top_k=seed % 3) for table in (target, draft))
+        block = _enumerate(q, lambda chain, p=p, q=q: _as_block(p, q, chain))
+        tokens = _enumerate(q, lambda chain, p=p, q=q: _token_by_token(p, q, chain))
+        assert _distance(_completed(block, p), _target_law(p)) < 1e-12
+        assert _mean_kept(block) >= _mean_kept(tokens) - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("verify_chain", "kept"), [(verify_tokens, 10 / 9), (verify_block, 11 / 9)]
+)
+def test_example_of_the_paper(verify_chain: VerifyChain, kept: float) -> None:
+    """Sun et al., section 2: two tokens, independent of their context, and chains of two.
+
+    The mean of 300 000 counts in [0, 2] is off by more than 0.01 with probability below 1e-6
+    (Hoeffding).
+    """
+    rows, generator = 300_000, torch.Generator().manual_seed(2)
+    p = torch.tensor([1 / 3, 2 / 3]).log().expand(rows, 2, 2)
+    q = torch.tensor([2 / 3, 1 / 3]).log().expand(rows, 2, 2)
+    drafted = torch.multinomial(torch.tensor([2 / 3, 1 / 3]), 2 * rows, True, generator=generator)
+    drafted = drafted.view(rows, 2)
+    found = verify_chain(p, q, drafted, generator) == drafted
+    assert found.cumprod(1).sum(1).float().mean() == pytest.approx(kept, abs=0.01)
+
+
+@pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
+def test_equal_distributions_keep_everything(verify_chain: VerifyChain) -> None:
+    generator = torch.Generator().manual_seed(3)
+    log_p = torch.randn(1000, 5, 7, generator=generator).log_softmax(-1)
+    drafted = torch.distributions.Categorical(logits=log_p).sample()
+    assert torch.equal(verify_chain(log_p, log_p, drafted, generator), drafted)
+
+
+@pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
+def test_broken_draft_distributions_leave_samples_of_the_target(verify_chain: VerifyChain) -> None:
+    generator = torch.Generator().manual_seed(4)
+    log_p = torch.tensor([0.5, 0.5, 0.0]).log().expand(1000, 2, 3)
+    log_q = torch.full_like(log_p, torch.nan)
+    found = verify_chain(log_p, log_q, torch.full((1000, 2), 2), generator)
+    assert found.unique().tolist() == [0, 1]
+
+
+# -- FSD on a chain --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
+@pytest.mark.parametrize("fallback", ["exact", "stop"])
+@pytest.mark.parametrize("divergence", ["js", "js_reference", "kl"])
+def test_fuzzy_chain_has_the_law_of_the_algorithm(
+    divergence: str, fallback: str, selection: str
+) -> None:
+    """FSD's algorithm: drafted tokens are kept while the divergence is below ``T``; where it is
+    not, the target's token is emitted and the step ends. ``fallback="exact"`` instead goes on if
+    residual sampling keeps the token, which leaves every token's distribution as it is.
+
+    50 000 steps; a threshold that opens half of the contexts. The three selections agree, because
+    a node has a single child.
+    """
+    target, draft = _logits(5, 1.0)
+    p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
+    contexts = [context for context in q if len(context) < LENGTH]
+    values = {
+        context: DIVERGENCES[divergence](*(torch.tensor(item[context]).log() for item in (p, q)))
+        for context in contexts
+    }
+    threshold = float(np.median(list(values.values())))
+    open_ = {context for context in contexts if values[context] < threshold}
+    assert 0 < len(open_) < len(contexts)
+    law = _enumerate(q, lambda chain: _fuzzy(p, q, chain, open_, fallback == "stop"))
+    rule = FuzzyRule(threshold, divergence)
+    options = {"fallback": fallback, "selection": selection}
+    found = _take_steps(target, draft, SamplingConfig(temperature=1.0), rule, **options)
+    assert _distance(found, law) < _bound(law)
+    for other in ({}, open_):  # another rule, and another fallback
+        wrong = _enumerate(q, lambda chain, o=other: _fuzzy(p, q, chain, o, fallback == "exact"))
+        assert _distance(found, wrong) > 2 * _bound(wrong)
+
+
+#: The target's and the draft's distributions at the four nodes of a chain, of which the last is not
+#: expanded. The chain carries the token A three times.
+P = ((0.5, 0.5, 0.0, 0.0, 0.0), (0.5, 0.25, 0.25, 0.0, 0.0), (0.9, 0.1, 0.0, 0.0, 0.0), (0.2,) * 5)
+Q = ((0.75, 0.25, 0.0, 0.0, 0.0), (0.25, 0.5, 0.25, 0.0, 0.0), (0.1, 0.9, 0.0, 0.0, 0.0))
+#: The divergences of ``P`` and ``Q`` by hand. Their means are (5/8, 3/8), (3/8, 3/8, 1/4) and
+#: (1/2, 1/2).
+BY_HAND = {
+    "js": (
+        (log(4 / 5) / 2 + log(4 / 3) / 2 + log(6 / 5) * 3 / 4 + log(2 / 3) / 4) / 2,
+        log(4 / 3) / 2 + log(2 / 3) / 4,
+        log(9 / 5) * 9 / 10 + log(1 / 5) / 10,
+    ),
+    "js_reference": (
+        (log(5 / 4) * 5 / 8 + log(3 / 4) * 3 / 8 + log(5 / 6) * 5 / 8 + log(3 / 2) * 3 / 8) / 2,
+        log(9 / 8) * 3 / 8,
+        log(5 / 3),
+    ),
+    "kl": (log(3 / 2) * 3 / 4 + log(1 / 2) / 4, log(2) / 4, log(9) * 8 / 10),
+}
+
+
+@pytest.mark.parametrize("divergence", BY_HAND)
+def test_hand_computed_divergences(divergence: str) -> None:
+    tree = make_tree([0, 0, 1, 2], [B, A, A, A], dict(enumerate(Q)))
+    inputs = make_inputs(tree, P, [A, A, A, A])
+    found = FuzzyRule(1.0, divergence).divergences(inputs)[0]
+    assert found[:3].tolist() == pytest.approx(BY_HAND[divergence], abs=1e-6)
+    assert found[3] == math.inf
+
+
+@pytest.mark.parametrize("divergence", BY_HAND)
+@pytest.mark.parametrize("sampled", [[B, B, B, B], [A, A, A, B]])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_paper_s_algorithm_on_a_hand_computed_chain(
+    divergence: str, sampled: list[int], kept: int
+) -> None:
+    """The threshold lies below the divergence at the first node, between those of two nodes, or
+    above all: so many drafted tokens are kept, whatever the target samples, then its token."""
+    tree = make_tree([0, 0, 1, 2], [B, A, A, A], dict(enumerate(Q)))
+    inputs = make_inputs(tree, P, sampled)
+    bounds = (0.0, *BY_HAND[divergence], 2.0)
+    rule = FuzzyRule((bounds[kept] + bounds[kept + 1]) / 2, divergence)
+    tokens, origins, path = outcome(verify(inputs, rule, "stop"))
+    assert tokens == [A] * kept + [sampled[kept]]
+    assert path == list(range(kept + 1))
+    own = [EXACT if token == A else FUZZY for token in sampled[:kept]]
+    assert origins == [*own, TARGET]

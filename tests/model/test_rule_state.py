@@ -1,0 +1,87 @@
+"""Rules with a state per row, through whole calls: rows are independent, and limits hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import aligned_pair, batch, random_pair
+from torch import Tensor
+
+from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
+from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, PhaseRule, RegretRule
+from eagle_fsd.model.verify import AcceptanceRule
+
+ALWAYS = FuzzyRule(10.0)
+#: Rows end after different numbers of steps, so they are dropped and moved.
+ENDS = list(range(0, 96, 7))
+NEW_TOKENS = 40
+
+
+def _spent(pair: EagleFSD, prompt: Tensor, answer: Tensor, origins: Tensor) -> float:
+    """Sum of ``max log p - log p(x)`` over an answer's fuzzy tokens, by a plain forward pass."""
+    ids = torch.cat([prompt, answer])[None]
+    with torch.no_grad():
+        log_probs = pair.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    regret = log_probs.amax(-1) - log_probs.gather(1, answer[:, None])[:, 0]
+    return float(regret[origins == Origin.FUZZY].sum())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LimitedRule(ALWAYS, 6.0),
+        LimitedRule(RegretRule(1.0), 6.0),
+        PhaseRule(ALWAYS, 5, 9),
+        PhaseRule(LimitedRule(ALWAYS, 6.0), None, 9),
+    ],
+    ids=repr,
+)
+def test_state_follows_its_row(rule: AcceptanceRule) -> None:
+    """A batch gives the same answers as its rows by themselves."""
+    pair = random_pair()
+    ids, mask = batch()
+    options = {"max_new_tokens": NEW_TOKENS, "rule": rule, "eos_token_id": ENDS}
+    together = pair.generate(ids, mask, **options)
+    new = together.sequences[:, ids.shape[1] :]
+    lengths = set()
+    for row, (tokens, real) in enumerate(zip(ids, mask.bool(), strict=True)):
+        alone = pair.generate(tokens[real][None], **options)
+        count = alone.origins.shape[1]
+        lengths.add(count)
+        assert torch.equal(new[row, :count], alone.sequences[0, int(real.sum()) :])
+        assert torch.equal(together.origins[row, :count], alone.origins[0])
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("limit", [0.0, 3.0, 20.0])
+@pytest.mark.parametrize("selection", ["longest", "priced"])
+def test_fuzzy_tokens_of_an_answer_stay_within_the_limit(limit: float, selection: str) -> None:
+    """``max_fuzzy_nats`` limits the whole answer, and without it much more is given up."""
+    pair = random_pair()
+    ids, mask = batch()
+    acceptance = AcceptanceConfig(threshold=10.0, selection=selection, price=0.1)
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
+    limited = acceptance.updated(max_fuzzy_nats=limit)
+    out = pair.generate(ids, mask, acceptance=limited, **options)
+    free = pair.generate(ids, mask, acceptance=acceptance, **options)
+    spent = [
+        [
+            _spent(pair, ids[row, real], found.sequences[row, ids.shape[1] :], found.origins[row])
+            for row, real in enumerate(mask.bool())
+        ]
+        for found in (out, free)
+    ]
+    assert max(spent[0]) <= limit + 1e-3
+    assert max(spent[0]) >= 0.5 * limit
+    assert min(spent[1]) > 20.0
+
+
+def test_budget_of_nothing_is_lossless() -> None:
+    pair = aligned_pair()
+    ids, mask = batch()
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
+    exact = pair.generate(ids, mask, threshold=0.0, **options)
+    none = AcceptanceConfig(threshold=10.0, max_fuzzy_nats=0.0)
+    assert torch.equal(
+        pair.generate(ids, mask, acceptance=none, **options).sequences, exact.sequences
+    )
