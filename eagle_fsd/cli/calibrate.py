@@ -1,4 +1,4 @@
-"""``eagle-fsd calibrate``: find the fastest settings whose loss of quality is bounded."""
+"""``eagle-fsd calibrate``: find the fastest settings whose loss of accuracy is bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calibrate(
     questions: Questions = "bundled",
     /,
     *,
-    bounds: Annotated[LossBounds | None, options("Loss of quality")] = None,
+    bounds: Annotated[LossBounds, options("Loss of quality")] = LossBounds(),
     install: Annotated[
         bool, Parameter(help="Write fsd.json beside the head, where every command reads it.")
     ] = False,
@@ -42,11 +42,11 @@ def calibrate(
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[CalibrationConfig, options("Decoding")] = CalibrationConfig(),
 ) -> None:
-    """Find the fastest settings whose loss of quality is within a bound; write them to fsd.json.
+    """Find the fastest settings whose loss of accuracy is within a bound; write them to fsd.json.
 
     Args:
         questions: The question set.
-        bounds: The loss of quality that is allowed.
+        bounds: The loss of accuracy that is allowed.
         install: Also write ``fsd.json`` beside the head.
         as_json: Print the report as JSON.
         grid: The thresholds, divergences and floors.
@@ -56,7 +56,6 @@ def calibrate(
         acceptance: The other acceptance options.
         config: How answers are decoded.
     """
-    bounds = bounds or LossBounds.from_dict({})  # raises: one bound is required
     from eagle_fsd.evaluation.calibration import calibrate as run
     from eagle_fsd.evaluation.tables import footnote
 
@@ -76,7 +75,7 @@ def calibrate(
         return
     print_table(*calibration.table)
     out.print()
-    out.print(f"Chosen: {calibration.chosen}.", soft_wrap=True)
+    out.print(calibration.conclusion, soft_wrap=True)
     out.print(footnote(calibration.report), style="dim", soft_wrap=True)
     files = " and ".join(map(str, calibration.files))
     err.print(f"The settings are in {files}; --settings reads them.", style="dim", soft_wrap=True)

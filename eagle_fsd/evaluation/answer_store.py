@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ CHOICE_LISTS = (
     "wall_time",
     "accepted",
     "origins",
+    "token_ids",
     "log_likelihood",
     "memory",
     "cut_off",
@@ -93,9 +94,10 @@ class AnswerStore:
     Args:
         folder: Folder of the answer file.
         name: Name of the method: the file's base name and FastChat's ``model_id``.
-        fingerprint_inputs: Everything the answers depend on: questions, target, head, settings,
-            seed. Existing answers made from other values are rejected.
-        order: Ids of the questions, in order; answers to other questions are rejected.
+        fingerprint_inputs: Everything all answers depend on: target, head, settings, seed. Existing
+            answers made from other values are rejected.
+        questions: A fingerprint of each question, by id and in order. Answers to other questions
+            are rejected; there may be more questions than in an earlier run.
         process: Index of the process, which determines the part it writes.
         processes: Number of processes.
     """
@@ -105,11 +107,11 @@ class AnswerStore:
         folder: str | Path,
         name: str,
         fingerprint_inputs: dict[str, Any],
-        order: Sequence[int | str],
+        questions: Mapping[int | str, str],
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.folder, self.name, self.order = Path(folder), name, list(order)
+        self.folder, self.name, self.questions = Path(folder), name, dict(questions)
         self.fingerprint_inputs = fingerprint_inputs
         self.process = process
         self.path = self.folder / f"{name}.jsonl"
@@ -171,11 +173,10 @@ class AnswerStore:
 
     def _read(self) -> dict[int | str, Record]:
         """Read the answers of all processes, by question."""
-        questions = set(self.order)
         found = {}
         for path in self._files():
             for line, record in enumerate(read_jsonl(path), 1):
-                if problem := _find_problem(record, questions):
+                if problem := _find_problem(record, self.questions):
                     raise ValueError(f"{path}, line {line}: {problem}")
                 found[record["question_id"]] = record
         return found
@@ -187,8 +188,9 @@ class AnswerStore:
         """Add an answer and flush it to disk.
 
         Args:
-            record: A record of the answer file.
+            record: A record of the answer file; the question's fingerprint is added.
         """
+        record = {**record, "fingerprint": self.questions[record["question_id"]]}
         self.records[record["question_id"]] = record
         append_line(self.part, json.dumps(record, ensure_ascii=False))
 
@@ -201,7 +203,7 @@ class AnswerStore:
             The answers.
         """
         found = self._read()
-        self.records = {key: found[key] for key in self.order if key in found}
+        self.records = {key: found[key] for key in self.questions if key in found}
         lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in self.records.values()]
         content = "".join(lines).encode()
         parts = list(self.folder.glob(f"{self.name}.part*.jsonl"))
@@ -212,21 +214,23 @@ class AnswerStore:
         return list(self.records.values())
 
 
-def _find_problem(record: Any, questions: Collection[int | str]) -> str | None:
+def _find_problem(record: Any, questions: Mapping[int | str, str]) -> str | None:
     """Return why ``record`` is not an answer to one of ``questions``, or None if it is one."""
     if not isinstance(record, dict) or "question_id" not in record:
         return "not an answer: question_id is missing"
     key = record["question_id"]
     if not isinstance(key, (int, str)) or key not in questions:
         return f"question_id {key!r} is not among the questions"
+    if record.get("fingerprint") != questions[key]:
+        return f"question {key!r} had another text: choose another output folder"
     choices = record.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     fields = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else []
     lists = [item for item in fields if isinstance(item, list)]
     if len(lists) != len(CHOICE_LISTS) or len({len(item) for item in lists}) != 1:
         return "not an answer written by eagle-fsd: fields of its choice are missing or malformed"
-    if not isinstance(record.get("session"), str):
-        return "not an answer written by eagle-fsd: session is missing"
+    if not isinstance(record.get("session"), str) or not isinstance(record.get("batch"), int):
+        return "not an answer written by eagle-fsd: session or batch is missing"
     return None
 
 

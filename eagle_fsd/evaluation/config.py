@@ -45,7 +45,17 @@ class EvaluationRequest(PairOptions):
         description="With --baseline hf: draft model for Hugging Face's assisted generation, a"
         " folder or a Hub name.",
     )
-    execute_code: bool = Field(False, description="Run the code in answers to humaneval.")
+    execute_code: bool = Field(
+        False,
+        description="Run the code in answers to humaneval, in a sandbox of bubblewrap. Where"
+        " bubblewrap is missing or does not work, this is not a security boundary and requires"
+        " --unsafe.",
+    )
+    unsafe: bool = Field(
+        False,
+        description="With --execute-code: run the code even where there is no sandbox. It can then"
+        " read your files and environment and use the network.",
+    )
     judge_base_url: str | None = Field(
         None,
         description="OpenAI-compatible endpoint whose model rates the answers with FastChat's"
@@ -55,9 +65,11 @@ class EvaluationRequest(PairOptions):
     judge_parallel: int = Field(4, ge=1, description="Concurrent requests to the judge.")
 
     @model_validator(mode="after")
-    def _check_assistant(self) -> EvaluationRequest:
+    def _check_dependent(self) -> EvaluationRequest:
         if self.assistant and not self.baseline:
             raise ValueError("--assistant requires --baseline hf")
+        if self.unsafe and not self.execute_code:
+            raise ValueError("--unsafe requires --execute-code")
         return self
 
     def output_folder(self, command: str) -> Path:
@@ -163,34 +175,11 @@ class BenchGrid(GridConfig):
 
 
 class LossBounds(Options):
-    """The largest loss of quality that calibration accepts; at least one bound is required."""
+    """The largest loss of accuracy that calibration accepts."""
 
-    max_drop: float | None = Field(
-        None, ge=0.0, le=100.0, description="Largest loss of accuracy, in percentage points."
-    )
-    max_nats: float | None = Field(
-        None,
-        ge=0.0,
-        description="Largest loss of the answers' log-probability, in nats per token, for question"
-        " sets without a score.",
+    max_drop: float = Field(
+        1.0, ge=0.0, le=100.0, description="Largest loss of accuracy, in percentage points."
     )
     confidence: float = Field(
-        0.95, ge=0.5, le=0.9999, description="Confidence that the loss is within the bounds."
+        0.95, ge=0.5, le=0.9999, description="Confidence that the loss is within the bound."
     )
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> LossBounds:
-        if self.max_drop is None and self.max_nats is None:
-            raise ValueError("calibration requires a bound: --max-drop or --max-nats")
-        return self
-
-    def level(self, series: int) -> float:
-        """Return the confidence of a single bound.
-
-        The error probability is divided among the series and the bounded losses (Bonferroni).
-
-        Args:
-            series: Number of series of settings.
-        """
-        bounded = (self.max_drop is not None) + (self.max_nats is not None)
-        return 1 - (1 - self.confidence) / (series * bounded)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.code_execution.sandbox import RunResult, run_program
+from eagle_fsd.evaluation.code_execution.execution import RunResult
+from eagle_fsd.evaluation.code_execution.programs import Program
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.scoring import score
+from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
 from eagle_fsd.evaluation.statistics import McNemar, Mean, Proportion, Ratio
 from eagle_fsd.model.verify import Origin
 
@@ -32,7 +33,7 @@ class Summary:
         scores: Whether the answer is correct, for each question with a score.
         likelihoods: The target's mean log-probability of the answer to each question, in nats per
             token.
-        timings: Session, seconds and tokens for each question.
+        timings: Session, batch, seconds and tokens for each question.
         by_category: Tokens and steps for each category.
         phases: Seconds by phase of decoding; None if they were not recorded.
         answers: Number of answers.
@@ -49,7 +50,7 @@ class Summary:
     origins: Counter[str] = field(default_factory=Counter)
     scores: dict[int | str, bool] = field(default_factory=dict)
     likelihoods: dict[int | str, float] = field(default_factory=dict)
-    timings: dict[int | str, tuple[str, float, int]] = field(default_factory=dict)
+    timings: dict[int | str, tuple[str, int, float, int]] = field(default_factory=dict)
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     phases: dict[str, float] | None = None
     answers: int = 0
@@ -74,7 +75,8 @@ class Summary:
             found.failed += sum(error is not None for error in choice["errors"])
             found.cut_off += sum(choice["cut_off"])
             seconds, tokens = sum(choice["wall_time"]), sum(choice["new_tokens"])
-            found.timings[record["question_id"]] = record["session"], seconds, tokens
+            place = record["session"], record["batch"]
+            found.timings[record["question_id"]] = *place, seconds, tokens
             found.seconds += seconds
             found.tokens += tokens
             peaks = [peak for peak in choice["memory"] if peak is not None]
@@ -102,18 +104,18 @@ class Summary:
         """Compare speeds on the questions that both methods answered in the same session.
 
         Speeds measured in different sessions, at other times or on other machines, are not
-        comparable.
+        comparable. The questions of a batch share one measured time, so that batches, not
+        questions, are the independent measurements of the interval.
 
         Args:
             other: The method in the denominator; None gives a ratio of NaN.
         """
         theirs = other.timings if other is not None else {}
-        both = [
-            (own[1:], theirs[key][1:])
-            for key, own in self.timings.items()
-            if key in theirs and theirs[key][0] == own[0]
-        ]
-        pairs = np.asarray(both, dtype=float).reshape(-1, 2, 2)
+        batches: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
+        for key, (session, batch, *own) in self.timings.items():
+            if key in theirs and theirs[key][0] == session:
+                batches[session, batch] += (own, theirs[key][2:])
+        pairs = np.asarray(list(batches.values()), dtype=float).reshape(-1, 2, 2)
         return Ratio.of_speeds(pairs[:, 0], pairs[:, 1])
 
     @property
@@ -281,18 +283,16 @@ def answer_likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
 def score_records(
     questions: Sequence[Question],
     records: Sequence[Record],
-    execute_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    run: Callable[[str], RunResult] = run_program,
+    run: Callable[[Program], RunResult] | None = None,
 ) -> dict[int | str, bool]:
     """Score answers by their last turn.
 
     Args:
         questions: The questions.
         records: The answers.
-        execute_code: Run the code in answers to ``code`` questions.
         progress: Called with the number of answers processed so far and the total.
-        run: Runs a program.
+        run: Runs the code in answers to ``code`` questions; None: these questions have no score.
 
     Returns:
         Whether each answer is correct, by question. Questions without a score are omitted.
@@ -301,9 +301,36 @@ def score_records(
     found = {}
     for done, record in enumerate(records, 1):
         answer = record["choices"][0]["turns"][-1]
-        right = score(by_id[record["question_id"]], answer, execute_code, run)
+        right = score(by_id[record["question_id"]], answer, run)
         if right is not None:
             found[record["question_id"]] = right
         if progress is not None:
             progress(done, len(records))
     return found
+
+
+def harness_accuracy(
+    questions: Sequence[Question], records: Sequence[Record]
+) -> dict[str, float] | None:
+    """Return the accuracy of numbers under lm-evaluation-harness's filters for GSM8K.
+
+    Args:
+        questions: The questions.
+        records: The answers.
+
+    Returns:
+        The fraction of correct answers by the name of the filter; None if no question asks for a
+        number.
+    """
+    numbers = {item.question_id: item.answer for item in questions if item.scored_by == "number"}
+    answers = [
+        (record["choices"][0]["turns"][-1], numbers[record["question_id"]] or "")
+        for record in records
+        if record["question_id"] in numbers
+    ]
+    if not answers:
+        return None
+    return {
+        name: sum(harness_match(*answer, name) for answer in answers) / len(answers)
+        for name in HARNESS_FILTERS
+    }

@@ -29,16 +29,16 @@ from eagle_fsd.evaluation.answer_store import (
     read_sessions,
 )
 from eagle_fsd.evaluation.answering import Answerer
-from eagle_fsd.evaluation.code_execution.sandbox import CachedRunner
+from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sandbox
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.judge.scores import judge_summary
-from eagle_fsd.evaluation.methods import EXACT, Method, baseline_methods, find_methods
+from eagle_fsd.evaluation.methods import Method, baseline_methods, find_methods
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import find_questions
-from eagle_fsd.evaluation.report import answer_likelihoods, score_records, summarize
+from eagle_fsd.evaluation.report import harness_accuracy, score_records, summarize
 from eagle_fsd.evaluation.tables import csv_text, report_text
 from eagle_fsd.model.config import Settings, settings_dict
 from eagle_fsd.model.pipeline import EagleFSD
@@ -95,7 +95,7 @@ class Evaluation:
     ) -> None:
         self.model, self.questions, self.methods = model, list(questions), list(methods)
         self.config, self.folder = config, Path(folder)
-        self.execute_code = request.execute_code
+        self.execute_code, self.unsafe = request.execute_code, request.unsafe
         self.process, self.processes = process, processes
         self.chat_template: ChatTemplate = load_chat_template(
             model.tokenizer, request.chat_template
@@ -122,32 +122,35 @@ class Evaluation:
             ValueError: The folder holds damaged answers, or answers with other settings.
         """
         model = self.model
+        about = {key: value for key, value in self.about.items() if key != "count"}
         inputs = {
-            **self.about,
+            **about,
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             **self._fingerprints(),
         }
-        order = [question.question_id for question in self.questions]
+        questions = {
+            question.question_id: _digest(json.dumps(question.turns).encode())
+            for question in self.questions
+        }
         for method in self.methods:
             store = AnswerStore(
                 self.folder,
                 method.name,
                 {**inputs, **method.describe(model.tree, model.acceptance)},
-                order,
+                questions,
                 self.process,
                 self.processes,
             )
             self.stores[method.name] = store.open()
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return hashes that tell questions and weights apart from others of the same name."""
+        """Return hashes that tell chat templates and weights from others of the same name."""
         model = self.model
-        turns = [(item.question_id, item.turns) for item in self.questions]
-        chat = [{"role": "user", "content": self.questions[0].turns[0]}]
+        chat = [{"role": "user", "content": "Hello!"}]
         prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
         return {
-            "fingerprint of the questions": _digest(json.dumps([turns, prompt]).encode()),
+            "fingerprint of the chat template": _digest(json.dumps(prompt).encode()),
             "fingerprint of the target": fingerprint(model.model),
             "fingerprint of the drafter": fingerprint(model.drafter),
         }
@@ -189,14 +192,15 @@ class Evaluation:
         """
         records = self.merge()
         total, before = sum(map(len, records.values())), 0
-        scores, run = {}, CachedRunner(self.folder / PROGRAMS_FILE)
+        run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
+        scores = {}
         for name, found in records.items():
 
             def advance(done: int, _: int, before: int = before) -> None:
                 if progress is not None:
                     progress(before + done, total)
 
-            scores[name] = score_records(self.questions, found, self.execute_code, advance, run)
+            scores[name] = score_records(self.questions, found, advance, run)
             before += len(found)
         ids = {record["session"] for found in records.values() for record in found}
         sessions = read_sessions(self.folder, ids)
@@ -205,6 +209,7 @@ class Evaluation:
         tree, acceptance = self.model.tree, self.model.acceptance
         for row, method in zip(rows, self.methods, strict=True):
             row["settings"] = method.describe(tree, acceptance)
+            row["harness"] = harness_accuracy(self.questions, records[method.name])
         return {
             "about": self.about,
             "settings": settings_dict(tree, acceptance),
@@ -222,21 +227,6 @@ class Evaluation:
         if has_code and not self.execute_code:
             return "No accuracy: the answers are code, which runs only with --execute-code."
         return None
-
-    def losses(self, name: str) -> list[float]:
-        """Return the losses of a method relative to exact decoding.
-
-        Args:
-            name: The method's name.
-
-        Returns:
-            The loss of log-probability by question, in nats per token.
-        """
-        exact, own = (
-            answer_likelihoods(self.stores[method].records.values())
-            for method in (EXACT.name, name)
-        )
-        return [exact[key] - own[key] for key in exact if key in own]
 
     def write(self, report: Report) -> None:
         """Write a report as JSON, and its tables as Markdown and CSV.
@@ -284,7 +274,8 @@ def evaluate(
     """Answer questions with several methods, and report speed and quality side by side.
 
     Answers and report are written to the request's output folder. An interrupted evaluation resumes
-    there; answers with other settings or weights are rejected. Under ``accelerate launch`` the
+    there, and a larger count answers only the new questions; answers with other settings or
+    weights are rejected. Under ``accelerate launch`` the
     processes share the questions.
 
     Args:
@@ -344,6 +335,8 @@ def run_evaluation(
         if request.judge_base_url:  # report missing files before hours of decoding
             JudgePrompts.load(questions)
     if is_first:
+        if request.execute_code and any(question.scored_by == "code" for question in questions):
+            use_sandbox(request.unsafe)  # raises an exception before hours of decoding
         hooks.on_questions(questions)
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
     model = load_pair(request, device, settings)

@@ -10,26 +10,24 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from eagle_fsd.evaluation.code_execution.programs import build_program, strip_reasoning
-from eagle_fsd.evaluation.code_execution.sandbox import RunResult, run_program
+from eagle_fsd.evaluation.code_execution.execution import RunResult
+from eagle_fsd.evaluation.code_execution.programs import Program, build_program, strip_reasoning
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 
 
 def score(
     question: Question,
     answer: str,
-    execute_code: bool = False,
-    run: Callable[[str], RunResult] = run_program,
+    run: Callable[[Program], RunResult] | None = None,
 ) -> bool | None:
     """Decide whether an answer is correct.
 
     Args:
         question: The question.
         answer: The model's answer to its last turn.
-        execute_code: Whether to run the code in answers to ``code`` questions, which requires the
-            user's consent; otherwise these questions have no score.
-        run: Function that runs a program, for instance a
-            :class:`~eagle_fsd.evaluation.code_execution.sandbox.CachedRunner`.
+        run: Function that runs the code in answers to ``code`` questions, for instance a
+            :class:`~eagle_fsd.evaluation.code_execution.execution.CachedRunner`. This requires the
+            user's consent; without it, these questions have no score.
 
     Returns:
         Whether the answer is correct; None if it has no score.
@@ -38,7 +36,7 @@ def score(
         return same_number(final_number(answer), question.answer)
     if question.scored_by == "letter":
         return final_letter(answer) == question.answer
-    if question.scored_by == "code" and execute_code:
+    if question.scored_by == "code" and run is not None:
         return run(build_program(question, answer)).passed
     return None
 
@@ -95,6 +93,18 @@ _NAMED_NUMBER = re.compile(
 )
 
 
+#: A marked number that begins an equation, as in "#### 18 - 3 = 15".
+_EQUATION = re.compile(r"\s*[A-Za-z%]*\s*[-+*/\u00d7\u00f7^]\s*[$(.]?\d[^\n]*=(?P<result>[^\n=]*)")
+#: The beginning of another question, with which base models continue after their answer.
+_RUN_ON = re.compile(
+    r"question\s*:"
+    r"|\n[^\w\n]{0,10}(?:question|problem|exercise|q|human|user|instruction)\b[^\n:]{0,20}:"
+    r"|\n[^\n?]{0,400}?\b(?:how\s+(?:many|much|long|far|old|often|tall|fast)"
+    r"|what\s+(?:is|was|are))\b[^\n?]{0,200}\?",
+    re.IGNORECASE,
+)
+
+
 def final_number(text: str) -> str | None:
     """Return the final number of an answer.
 
@@ -102,15 +112,15 @@ def final_number(text: str) -> str | None:
 
     1. a number after ``####``, the format of GSM8K that the prompts request, with nothing but
        currency signs or markup between; headings such as ``#### Step 3`` and ``#### 1. First``
-       do not match;
+       do not match, and ``#### 18 - 3 = 15`` is 15;
     2. a number in ``\\boxed{}``;
     3. a number after "answer is", "answer:" and similar phrases, unless it begins an expression;
     4. any number.
 
-    OpenAI's grader of GSM8K and the strict filter of lm-evaluation-harness apply only the first
-    rule, and to the first ``####``; the harness's flexible filter applies only the last rule.
-    "20-30" ends in 30 and "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2`` contains
-    none.
+    Text from the beginning of another question is ignored once one of the first three rules
+    matches before it. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness; OpenAI's
+    grader of GSM8K applies only the first rule, to the first ``####``. "20-30" ends in 30 and
+    "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2`` contains none.
 
     Args:
         text: The answer.
@@ -119,21 +129,63 @@ def final_number(text: str) -> str | None:
         The number without separators and currency, or None if the answer contains none.
     """
     text = _plain_text(text)
-    marked = [
-        match["number"]
-        for match in _MARKED_NUMBER.finditer(text)
-        if not _HEADING.match(text, match.end())
+    rules = _stated_numbers(text)
+    if ends := [end for rule in rules for end, _ in rule]:
+        run_on = _RUN_ON.search(text, min(ends))
+        limit = run_on.start() if run_on else len(text)
+        kept = ([number for end, number in rule if end <= limit] for rule in rules)
+        return _strip_symbols(next(rule for rule in kept if rule)[-1])
+    found = _NUMBER.findall(text)
+    return _strip_symbols(found[-1]) if found else None
+
+
+def _stated_numbers(text: str) -> list[list[tuple[int, str]]]:
+    """Return the numbers that an answer marks, boxes and names, each with the end of its match."""
+    marked = []
+    for match in _MARKED_NUMBER.finditer(text):
+        if equation := _EQUATION.match(text, match.end()):
+            if results := _NUMBER.findall(equation["result"]):
+                marked.append((equation.end(), results[0]))
+        elif not _HEADING.match(text, match.end()):
+            marked.append((match.end(), match["number"]))
+    boxed = [
+        (match.end(), found[-1])
+        for match in _BOXED.finditer(text)
+        if (found := _NUMBER.findall(match[1]))
     ]
-    boxed = [found[-1] for inside in _BOXED.findall(text) if (found := _NUMBER.findall(inside))]
     named = [
-        match["number"]
+        (match.end(), match["number"])
         for match in _NAMED_NUMBER.finditer(text)
         if not _EXPRESSION.match(text, match.end())
     ]
-    for found in (marked, boxed, named, _NUMBER.findall(text)):
-        if found:
-            return _strip_symbols(found[-1])
-    return None
+    return [marked, boxed, named]
+
+
+#: Regular expressions of lm-evaluation-harness's filters for GSM8K (``gsm8k.yaml``), by name; the
+#: strict filter takes the first match, the flexible one the last.
+HARNESS_FILTERS = {
+    "strict-match": re.compile(r"#### (-?[0-9.,]+)"),
+    "flexible-extract": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"),
+}
+
+
+def harness_match(text: str, answer: str, name: str) -> bool:
+    """Score an answer to a GSM8K question as lm-evaluation-harness does.
+
+    The harness compares strings, after it has removed commas, dollar signs and a final period, so
+    that "18.00" is not 18. It ends an answer at "Question:".
+
+    Args:
+        text: The model's answer.
+        answer: The correct number.
+        name: A name in :data:`HARNESS_FILTERS`.
+    """
+    found = HARNESS_FILTERS[name].findall(text.split("Question:")[0])
+    if not found:
+        return False
+    number = found[0] if name == "strict-match" else found[-1]
+    first, second = (re.sub(r"[,$]|\.$", "", item).lower() for item in (number, answer))
+    return first == second
 
 
 def _strip_symbols(number: str) -> str:
@@ -206,7 +258,26 @@ _NAMED_LETTERS = [
         rf"(?<![\w'])(?P<letter>[{LETTERS}])[)\]]?\s+(?i:(?:is|seems|must\s+be|would\s+be)\s+"
         r"(?:\w+ly\s+)?(?:the\s+)?(?:most\s+|only\s+)?(?:correct|right|best|answer)\b)"
     ),
+    # "I think it's B because", "it is (b)", "I choose C"
+    re.compile(
+        r"(?i:\b(?:i(?:'d|'ll| would| will| am| can)?\s+"
+        r"(?:choose|chose|pick|select|go(?:ing)?\s+with|vote\s+for|say)|my\s+(?:choice|pick|guess)\s+(?:is|would\s+be)|it(?:'s|\s+is|\s+must\s+be"
+        r"|\s+has\s+to\s+be|\s+should\s+be))\b)"
+        r"(?i:\s+(?:most\s+likely|probably|likely|definitely|clearly|the|choice|option|letter|answer))*"
+        rf"{_OPENING}{_CHOICE}"
+    ),
 ]
+# A letter that is followed by another choice, as in "A and B" or "A, B or C".
+_AMONG_OTHERS = re.compile(
+    rf"[)\]}}$]*\s*(?:,\s*(?:and|or)?|/|&|\+|\band\b|\bor\b)\s*[(\[]?(?P<other>[{LETTERS}]){_ALONE}"
+    r"(?![)\]]?\s+[a-z'])"
+)
+# A letter that is rejected, as in "A is wrong".
+_REJECTED = re.compile(
+    r"[)\]]?\s+(?:(?:is|are|was|seems|would\s+be)\s+(?:\w+ly\s+)?"
+    r"(?:not|wrong|incorrect|false|out|ruled|irrelevant)\b|(?:isn|doesn|can|won)'t\b"
+    r"|(?:does|can|cannot|is)\s*not\b)"
+)
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
 _SINGLE_LETTER = re.compile(
     rf"[\s(\[{{$\"'*\\]*([{LETTERS}{LETTERS.lower()}])[\s)\]}}$\"'.:,;*\\]*"
@@ -229,10 +300,13 @@ def final_letter(text: str) -> str | None:
 
     1. a letter in ``\\boxed{}``;
     2. a letter named as the answer: "Answer: B", the format that the prompts request, "the answer
-       is (b)", "B is the correct choice";
+       is (b)", "B is the correct choice", "I think it's B";
     3. a letter that is the whole answer or a whole line;
     4. a label at the beginning of the answer, as in "B) bank", if no line has another label;
-    5. any uppercase letter that stands alone.
+    5. the only uppercase letter that stands alone and is not rejected, as A is in "not A" and "A
+       is wrong".
+
+    An answer that names several letters at once, such as "A and B", chooses none.
 
     Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
     "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in
@@ -248,7 +322,9 @@ def final_letter(text: str) -> str | None:
     if boxed := [match["letter"] for match in _BOXED_LETTER.finditer(text)]:
         return boxed[-1].upper()
     if named := [match for pattern in _NAMED_LETTERS for match in pattern.finditer(text)]:
-        return max(named, key=lambda match: match.start("letter"))["letter"].upper()
+        last = max(named, key=lambda match: match.start("letter"))
+        other = _AMONG_OTHERS.match(text, last.end("letter"))
+        return None if other and other["other"] != last["letter"] else last["letter"].upper()
     for part in (text, *reversed(text.split("\n"))):
         if single := _SINGLE_LETTER.fullmatch(part):
             return single[1].upper()
@@ -257,5 +333,7 @@ def final_letter(text: str) -> str | None:
         first = labels[0]
         if not text[: first.start()].strip() and not _PREDICATE.match(text, first.end()):
             return first[1]
-    alone = _LONE_LETTER.findall(text)
-    return alone[-1] if alone else None
+    alone = {
+        match[1] for match in _LONE_LETTER.finditer(text) if not _REJECTED.match(text, match.end())
+    }
+    return alone.pop() if len(alone) == 1 else None

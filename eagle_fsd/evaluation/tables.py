@@ -120,6 +120,25 @@ def position_table(rows: Sequence[Row]) -> Table:
     return ["tokens per pass", *(f">= {count}" for count in range(1, longest + 1))], cells
 
 
+def filter_table(rows: Sequence[Row]) -> Table:
+    """Return a table of the accuracy under lm-evaluation-harness's filters, beside our own.
+
+    Args:
+        rows: Rows of a report.
+    """
+    known = [row for row in rows if row.get("harness")]
+    names = list(known[0]["harness"]) if known else []
+    cells = [
+        [
+            row["method"],
+            _number(row["accuracy"], ".1%"),
+            *(_number(row["harness"][name], ".1%") for name in names),
+        ]
+        for row in known
+    ]
+    return ["accuracy by filter", "eagle-fsd", *names], cells
+
+
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Return the tables of a report, without empty ones.
 
@@ -127,6 +146,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         rows: Rows of a report.
     """
     found = [main_table(rows)]
+    if filter_table(rows)[1]:
+        found.append(filter_table(rows))
     if phase_table(rows)[1]:
         found.append(phase_table(rows))
     if len(category_table(rows)[1]) > 1:

@@ -11,6 +11,7 @@ from stub_judge import PROMPTS, StubJudge, records_of, write_lines
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.code_execution.sandbox import SandboxError, check_sandbox
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,12 @@ def stub() -> Iterator[StubJudge]:
     yield judge
     judge.server.shutdown()
     judge.server.server_close()
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Skip tests of the sandbox where it does not work."""
+    try:
+        check_sandbox()
+    except SandboxError as error:
+        pytest.skip(f"no sandbox: {error}")

@@ -241,6 +241,37 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     assert "The answers come from 2 sessions" in (tmp_path / "report.md").read_text()
 
 
+def test_a_larger_count_answers_only_the_new_questions(tmp_path: Path) -> None:
+    run(tmp_path, ["exact", "fsd"], request={"count": 1})
+    before = read_jsonl(tmp_path / "exact.jsonl")
+    report = run(tmp_path, ["exact", "fsd"], request={"count": 3})
+    after = read_jsonl(tmp_path / "exact.jsonl")
+    assert after[:1] == before
+    assert [record["question_id"] for record in after] == [0, 1, 2]
+    assert [row["answers"] for row in report["rows"]] == [3, 3]
+    assert len({record["session"] for record in after}) == 2
+    run(tmp_path / "whole", ["exact"], request={"count": 3})
+    whole = read_jsonl(tmp_path / "whole" / "exact.jsonl")
+    turns = [[record["choices"][0]["turns"] for record in found] for found in (after, whole)]
+    assert turns[0] == turns[1]
+
+
+def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, tmp_path: Path) -> None:
+    run(tmp_path, ["exact", "fsd"], max_new_tokens=24)
+    template = load_chat_template(model.tokenizer)
+    questions = bundled_questions(2)
+    for name in ("exact", "fsd"):
+        for question, record in zip(questions, read_jsonl(tmp_path / f"{name}.jsonl"), strict=True):
+            (choice,) = record["choices"]
+            chat = [{"role": "user", "content": question.turns[0]}]
+            prompt = encode_prompt(chat, model.tokenizer, template)[0]
+            ids = torch.tensor(choice["token_ids"][0])
+            assert len(ids) == choice["new_tokens"][0] == len(choice["origins"][0])
+            found = answer_log_likelihood(model.target, prompt, ids)
+            assert found == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
+            assert model.tokenizer.decode(ids, skip_special_tokens=True).strip() in choice["turns"]
+
+
 def test_a_report_names_the_session_of_its_answers(tmp_path: Path) -> None:
     """A run that only reports answers of an earlier one does not count."""
     first, again = run(tmp_path), run(tmp_path)

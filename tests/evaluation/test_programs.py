@@ -9,24 +9,30 @@ from __future__ import annotations
 import ast
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from published import published
 
-from eagle_fsd.evaluation.code_execution.programs import build_program
-from eagle_fsd.evaluation.code_execution.sandbox import CachedRunner, RunResult
+from eagle_fsd.evaluation.code_execution.execution import CachedRunner, RunResult, run_program
+from eagle_fsd.evaluation.code_execution.programs import Program, build_program
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.scoring import score
 
 
-def run_trusted(program: str) -> RunResult:
+def run_trusted(program: Program) -> RunResult:
     """Run a program in this process."""
     # The dataclasses module looks up the module of a class.
     module = sys.modules["answer"] = types.ModuleType("answer")
+    namespace: dict[str, Any] = {}
     try:
-        exec(compile(program, "<answer>", "exec"), module.__dict__)
+        exec(compile(program.code, "<answer>", "exec"), module.__dict__)
+        exec(compile(program.tests, "<tests>", "exec"), namespace)
+        namespace[program.entry_point] = module.__dict__[program.entry_point]
+        namespace["check"](namespace[program.entry_point])
     except (Exception, SystemExit) as error:
         return RunResult(False, repr(error))
     finally:
@@ -35,7 +41,7 @@ def run_trusted(program: str) -> RunResult:
 
 
 def is_correct(question: Question, answer: str) -> bool | None:
-    return score(question, answer, execute_code=True, run=run_trusted)
+    return score(question, answer, run=run_trusted)
 
 
 PROMPT = '''from typing import List
@@ -135,10 +141,11 @@ def test_wrong_code_fails(name: str) -> None:
     assert is_correct(TWICE, WRONG_ANSWERS[name]) is False
 
 
+@pytest.mark.usefixtures("sandbox")
 def test_the_sandbox_runs_programs_of_answers() -> None:
-    assert score(TWICE, RIGHT_ANSWERS["a dataclass"], execute_code=True) is True
-    assert score(TWICE, WRONG_ANSWERS["a wrong body"], execute_code=True) is False
-    assert score(TWICE, WRONG_ANSWERS["an exit"], execute_code=True) is False
+    assert score(TWICE, RIGHT_ANSWERS["a dataclass"], run=run_program) is True
+    assert score(TWICE, WRONG_ANSWERS["a wrong body"], run=run_program) is False
+    assert score(TWICE, WRONG_ANSWERS["an exit"], run=run_program) is False
 
 
 def test_every_canonical_solution_of_human_eval_passes() -> None:
@@ -148,44 +155,53 @@ def test_every_canonical_solution_of_human_eval_passes() -> None:
     for item in questions:
         whole = f"Here it is:\n```python\n{item.extra['prompt']}{item.reference}\n```\nDone."
         assert is_correct(item, whole), item.question_id
-        # The program of the stripped body is the published one.
+        # The code of the stripped body is the published one.
         stripped = build_program(item, item.reference.strip())
-        assert ast.dump(ast.parse(stripped)) == ast.dump(
-            ast.parse(
-                f"{item.extra['prompt']}{item.reference}\n{item.answer}\n"
-                f"check({item.extra['entry_point']})"
-            )
+        assert ast.dump(ast.parse(stripped.code)) == ast.dump(
+            ast.parse(f"{item.extra['prompt']}{item.reference}")
         ), item.question_id
-    for item in questions[:3]:
-        assert score(item, item.reference, execute_code=True), item.question_id
     for item in questions[:10]:
         assert not is_correct(item, "```python\n    return None\n```")
 
 
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(
+    "indices", [(0, 32, 38, 50), pytest.param(range(164), marks=pytest.mark.slow)]
+)
+def test_canonical_solutions_pass_in_the_sandbox(indices: Sequence[int]) -> None:
+    """The tests of 32, 38 and 50 call functions that the question defines."""
+    questions = read_questions(published("HumanEval.jsonl.gz"))
+    for item in [questions[index] for index in indices]:
+        result = run_program(build_program(item, item.reference))
+        assert result.passed, (item.question_id, result.reason)
+        assert not run_program(build_program(item, "    return None")).passed, item.question_id
+
+
+@pytest.mark.usefixtures("sandbox")
 def test_code_runs_only_with_permission() -> None:
     question = Question("x", "humaneval", ("",), "code", "def check(f): assert f() == 1", extra={
         "prompt": "def one():\n", "entry_point": "one"})  # fmt: skip
     assert score(question, "    return 1") is None
-    assert score(question, "    return 1", execute_code=True) is True
-    assert score(question, "    return 2", execute_code=True) is False
-    assert "check(one)" in build_program(question, "    return 1")
+    assert score(question, "    return 1", run=run_program) is True
+    assert score(question, "    return 2", run=run_program) is False
 
 
+@pytest.mark.usefixtures("sandbox")
 def test_cached_programs_are_not_run_again(tmp_path: Path) -> None:
     """Neither by the same runner nor by one that resumes with its file."""
     path = tmp_path / "runs" / "code.jsonl"
     runs = CachedRunner(path)
-    assert score(TWICE, WHOLE, execute_code=True, run=runs) is True
-    assert score(TWICE, WRONG, execute_code=True, run=runs) is False
+    assert score(TWICE, WHOLE, run=runs) is True
+    assert score(TWICE, WRONG, run=runs) is False
     assert runs.count == 2
-    assert score(TWICE, f"```python\n{WHOLE}```", execute_code=True, run=runs) is True
+    assert score(TWICE, f"```python\n{WHOLE}```", run=runs) is True
     with path.open("a") as file:
         file.write('{"program": "partial')
     again = CachedRunner(path)
-    assert score(TWICE, WHOLE, execute_code=True, run=again) is True
-    assert score(TWICE, WRONG, execute_code=True, run=again) is False
+    assert score(TWICE, WHOLE, run=again) is True
+    assert score(TWICE, WRONG, run=again) is False
     assert again.count == 0
     assert "AssertionError" in again(build_program(TWICE, WRONG)).reason
-    assert score(TWICE, "return []", execute_code=True, run=again) is False
+    assert score(TWICE, "return []", run=again) is False
     assert again.count == 1
-    assert score(TWICE, "return []", execute_code=True, run=CachedRunner(path)) is False
+    assert score(TWICE, "return []", run=CachedRunner(path)) is False

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd.evaluation.report import Summary, summarize
-from eagle_fsd.evaluation.tables import main_table, markdown, phase_table, tables
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.report import Summary, harness_accuracy, summarize
+from eagle_fsd.evaluation.tables import filter_table, main_table, markdown, phase_table, tables
 
 
 def record_of(
-    number: int, seconds: float, accepted: list[int], origins: list[int], session: str = "a"
+    number: int,
+    seconds: float,
+    accepted: list[int],
+    origins: list[int],
+    session: str = "a",
+    batch: int | None = None,
 ) -> dict[str, Any]:
     choice = {
         "turns": ["x"],
@@ -24,7 +30,13 @@ def record_of(
         "log_likelihood": [-0.5 * (number + 1)],
         "memory": [1000 * (number + 1)],
     }
-    return {"question_id": number, "category": "c", "session": session, "choices": [choice]}
+    return {
+        "question_id": number,
+        "category": "c",
+        "session": session,
+        "batch": number if batch is None else batch,
+        "choices": [choice],
+    }
 
 
 def test_figures_of_known_answers() -> None:
@@ -105,6 +117,45 @@ def test_speeds_compare_within_a_session() -> None:
     assert fuzzy["speed_over_exact"] == pytest.approx(2.0)  # question 1 only
     assert (late["speedup"], late["speed_over_exact"]) == (None, None)
     assert plain["speedup"] == 1.0
+
+
+def test_speed_intervals_treat_batches_as_independent() -> None:
+    """Eight questions in two batches give the interval of two measurements, not of eight."""
+
+    def records(factors: tuple[float, float], together: bool) -> dict[str, list[dict[str, Any]]]:
+        def answers(speeds: tuple[float, float]) -> list[dict[str, Any]]:
+            return [
+                record_of(at, 1 / speeds[at // 4], [4], [3] * 4, batch=at // 4 if together else at)
+                for at in range(8)
+            ]
+
+        return {"exact": answers((1.0, 1.0)), "fsd": answers(factors)}
+
+    intervals = []
+    for together in (True, False):
+        found = records((1.5, 1.6), together)
+        row = summarize(list(found), found, {name: {} for name in found})[1]
+        intervals.append(row["speed_over_exact_interval"])
+    (low, high), (narrow_low, narrow_high) = intervals
+    assert low < narrow_low < narrow_high < high
+    assert high - low > 5 * (narrow_high - narrow_low)  # t with 1 degree of freedom, not 7
+    single = records((1.5, 1.5), True)
+    single = {name: found[:4] for name, found in single.items()}
+    row = summarize(list(single), single, {name: {} for name in single})[1]
+    assert row["speed_over_exact_interval"] is None
+
+
+def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
+    questions = [Question(number, "c", ("?",), "number", "4") for number in (0, 1)]
+    records = [record_of(number, 1.0, [1], [3]) for number in (0, 1)]
+    for record, text in zip(records, ("2 + 2\n#### 4", "The answer is $4."), strict=True):
+        record["choices"][0]["turns"] = [text]
+    found = harness_accuracy(questions, records)
+    assert found == {"strict-match": 0.5, "flexible-extract": 1.0}
+    headers, cells = filter_table([{"method": "exact", "accuracy": 1.0, "harness": found}])
+    assert headers == ["accuracy by filter", "eagle-fsd", "strict-match", "flexible-extract"]
+    assert cells == [["exact", "100.0%", "50.0%", "100.0%"]]
+    assert harness_accuracy([Question(0, "c", ("?",))], records[:1]) is None
 
 
 def test_markdown_escapes_vertical_bars() -> None:

@@ -13,8 +13,10 @@ from eagle_fsd.evaluation.code_execution.programs import build_program
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 from eagle_fsd.evaluation.scoring import (
+    HARNESS_FILTERS,
     final_letter,
     final_number,
+    harness_match,
     number_value,
     same_number,
     score,
@@ -49,6 +51,20 @@ CODE = {"prompt": "def twice(values):\n", "entry_point": "twice"}
         ("#### \\$42", "42"),
         ("#### \\boxed{42}", "42"),
         ("#### 42 eggs in 7 days", "42"),
+        ("#### 18 - 3 = 15", "15"),
+        ("#### 5 * 3 = $15.00 in all", "15.00"),
+        ("#### 18 eggs - 3 eggs = 15 eggs", "15"),
+        ("#### 2 + 3 = 4 + 1 = 5", "5"),
+        ("#### 42 - that is all", "42"),
+        ("#### 42 (x = 3)", "42"),
+        # Another question after the answer.
+        ("so 10\n#### 10\n\nQuestion: Tom has 3 pens and buys 4.\nAnswer: He has 7.\n#### 7", "10"),
+        ("#### 10 Question: Tom has 3 pens.\n#### 3", "10"),
+        ("#### 10\nQ: Tom has 3 pens.\nA: The answer is 3.", "10"),
+        ("#### 10\nTom has 3 pens and buys 4. How many pens does he have?\n#### 7", "10"),
+        ("The answer is 10.\n\nProblem 2: Tom has 3 pens.\nThe answer is 3.", "10"),
+        ("Question: how many?\n3 + 4 = 7\n#### 7", "7"),
+        ("How many are left? 9 - 4 = 5\nThe answer is 5", "5"),
         # Other forms.
         ("It is \\boxed{42}, as 6 * 7 says in step 3", "42"),
         ("\\boxed{\\text{\\$1,050}}", "1050"),
@@ -162,6 +178,20 @@ def test_same_number(first: str | None, second: str, same: bool) -> None:
         ("So B is the correct answer, and A and D are not.", "B"),
         ("The answer is A. No: the answer is B.", "B"),
         ("<think>The answer is A</think>C", "C"),
+        ("I think it's B because A is wrong", "B"),
+        ("I think it is (c), since D does not fit.", "C"),
+        ("I'd go with option D. A seems wrong.", "D"),
+        ("It's a bank, so C", "C"),
+        ("B, because A is wrong and C isn't near", "B"),
+        # Several letters at once.
+        ("A and B", None),
+        ("A, B or C", None),
+        ("Answer: A and B", None),
+        ("The answer is (A) or (C).", None),
+        ("I think it's B or C", None),
+        ("Either A or D fits", None),
+        ("The answer is B, C is wrong", "B"),
+        ("The answer is B and A is not", "B"),
         # A whole answer, a line, or the beginning of an answer.
         ("b)", "B"),
         ("(b)", "B"),
@@ -197,6 +227,9 @@ def test_final_letter(text: str, letter: str | None) -> None:
         "def twice(values):\n",
         "x = (\n",
         "    return [\n",
+        "\nhow many ",
+        "#### 1+1 ",
+        "it's A, ",
     ],
 )
 def test_scoring_time_is_not_quadratic(part: str) -> None:
@@ -229,7 +262,7 @@ def test_any_text_can_be_scored(pieces: list[str]) -> None:
         assert "/" in number
     assert final_letter(text) in (None, *LETTERS)
     question = Question("x", "humaneval", ("",), "code", "", extra=CODE)
-    assert build_program(question, text).endswith("\ncheck(twice)\n")
+    assert build_program(question, text).entry_point == "twice"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +283,29 @@ def test_gsm8k_reference_answers_are_correct(name: str) -> None:
         ):
             assert score(item, worked + form.format(item.answer)), (form, item.answer)
         assert not score(item, item.reference + "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so 3 + 4 = 7\n#### 7", True, True),
+        ("#### 7\nI used 2 steps.", True, False),
+        ("#### 8\n#### 7", False, True),
+        ("The answer is $7.", False, True),
+        ("#### 7.00", False, False),
+        ("####7", False, True),
+        ("#### 7\n\nQuestion: Tom has 3 pens.", True, True),
+        ("seven", False, False),
+    ],
+)
+def test_filters_of_lm_evaluation_harness(text: str, strict: bool, flexible: bool) -> None:
+    assert harness_match(text, "7", "strict-match") is strict
+    assert harness_match(text, "7", "flexible-extract") is flexible
+
+
+def test_filters_of_lm_evaluation_harness_ignore_separators() -> None:
+    for name in HARNESS_FILTERS:
+        assert harness_match("#### 1,234.", "1,234", name)
 
 
 @pytest.mark.parametrize("label", LETTERS)

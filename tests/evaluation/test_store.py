@@ -17,17 +17,23 @@ from eagle_fsd.evaluation.answer_store import (
 )
 
 INPUTS = {"questions": "few", "seed": 0}
-ORDER = list(range(6))
+QUESTIONS: dict[int | str, str] = {number: f"text {number}" for number in range(6)}
 
 
 def open_store(folder: Path, inputs: dict[str, Any] = INPUTS, **share: int) -> AnswerStore:
-    return AnswerStore(folder, "exact", inputs, ORDER, **share).open()
+    return AnswerStore(folder, "exact", inputs, QUESTIONS, **share).open()
 
 
 def record_of(number: int) -> dict[str, Any]:
     choice: dict[str, Any] = {name: [0] for name in CHOICE_LISTS}
     choice["turns"] = [f"é {number}\n"]
-    return {"question_id": number, "session": "a", "choices": [choice]}
+    return {
+        "question_id": number,
+        "session": "a",
+        "batch": 0,
+        "choices": [choice],
+        "fingerprint": QUESTIONS[number],
+    }
 
 
 def test_append_writes_a_complete_line(tmp_path: Path) -> None:
@@ -62,12 +68,28 @@ def test_answers_from_other_inputs_are_rejected(tmp_path: Path) -> None:
         open_store(tmp_path, {**INPUTS, "seed": 1})
     assert str(error.value).isprintable()
     assert (tmp_path / "exact.meta.json").read_bytes() == before
-    AnswerStore(tmp_path, "other", {**INPUTS, "seed": 1}, ORDER).open()
+    AnswerStore(tmp_path, "other", {**INPUTS, "seed": 1}, QUESTIONS).open()
 
 
 def test_inputs_may_change_while_there_is_no_answer(tmp_path: Path) -> None:
     open_store(tmp_path)
     open_store(tmp_path, {**INPUTS, "seed": 1})
+
+
+def test_a_store_grows_with_its_questions(tmp_path: Path) -> None:
+    few = {number: QUESTIONS[number] for number in (1, 3)}
+    store = AnswerStore(tmp_path, "exact", INPUTS, few).open()
+    for number in (1, 3):
+        store.append(record_of(number))
+    store.merge()
+    grown = open_store(tmp_path)
+    assert set(grown.records) == {1, 3}
+    grown.append(record_of(0))
+    assert [item["question_id"] for item in grown.merge()] == [0, 1, 3]
+    with pytest.raises(ValueError, match="question_id 0 is not among the questions"):
+        AnswerStore(tmp_path, "exact", INPUTS, few).open()
+    with pytest.raises(ValueError, match="question 3 had another text"):
+        AnswerStore(tmp_path, "exact", INPUTS, {**QUESTIONS, 3: "changed"}).open()
 
 
 def test_parts_of_several_processes_are_merged_in_order(tmp_path: Path) -> None:
@@ -137,12 +159,12 @@ def without(name: str) -> str:
     [
         ("nonsense", "not JSON"),
         ("[]", "question_id is missing"),
-        ('{"question_id": 1}', "fields of its choice"),
-        ('{"question_id": 1, "choices": [{"turns": ["FastChat\'s own"]}]}', "fields of its choice"),
+        ('{"question_id": 1}', "question 1 had another text"),
+        ('{"question_id": 1, "fingerprint": "text 1"}', "fields of its choice"),
         ('{"question_id": 9, "choices": []}', "question_id 9 is not among"),
         ('{"question_id": [1]}', "is not among"),
         (without("errors"), "fields of its choice"),
-        (json.dumps({**record_of(1), "session": None}), "session is missing"),
+        (json.dumps({**record_of(1), "session": None}), "session or batch is missing"),
     ],
 )
 def test_a_line_that_is_not_an_answer_is_named(line: str, words: str, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Run the code in answers to programming questions.
 
-Start with ``programs.py``, which builds a test program from an answer. ``sandbox.py`` runs it in a
-child process, which ``confined.py`` restricts.
+Start with ``programs.py``, which extracts the code of an answer. ``execution.py`` runs it and its
+tests in two processes (``child.py``), each in a sandbox (``sandbox.py``, ``seccomp.py``).
 """

@@ -1,4 +1,4 @@
-"""Build the test program of an answer to a HumanEval question."""
+"""Extract the program of an answer to a HumanEval question."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from eagle_fsd.evaluation.questions.question import Question
 
@@ -36,8 +37,24 @@ def strip_reasoning(answer: str) -> str:
     return answer.rsplit("</think>", 1)[-1].replace("\r\n", "\n").replace("\r", "\n")
 
 
-def build_program(question: Question, answer: str) -> str:
-    """Combine the code of an answer with the question's tests.
+@dataclass(frozen=True)
+class Program:
+    """The code of an answer, and the tests that it must pass.
+
+    Attributes:
+        code: Source that defines the function. It may be invalid where the answer contains no code.
+        tests: Source that defines ``check``, which takes a function and raises an exception if it
+            is wrong, and the question's own helpers, which tests may call.
+        entry_point: Name of the function.
+    """
+
+    code: str
+    tests: str
+    entry_point: str
+
+
+def build_program(question: Question, answer: str) -> Program:
+    """Extract the code of an answer, and add the question's tests.
 
     The last code block that defines the requested function is used, with the definitions it needs
     from other blocks. If there is no such block, the whole text is searched for the function.
@@ -46,7 +63,7 @@ def build_program(question: Question, answer: str) -> str:
     after the function other than definitions, are removed. The question's own imports and
     definitions come first.
 
-    Apart from this, the program has the form of OpenAI's human-eval: question, code, tests.
+    OpenAI's human-eval appends the answer to the question, as here if the answer is a body.
     OpenAI's simple-evals uses the first block; EvalPlus also keeps the part that parses.
 
     Args:
@@ -54,12 +71,12 @@ def build_program(question: Question, answer: str) -> str:
         answer: The model's answer.
 
     Returns:
-        The program's source. It may be invalid where the answer contains no code.
+        The program.
     """
     entry, prompt = question.extra["entry_point"], question.extra["prompt"]
     text = strip_reasoning(answer)
     code = _whole_function(text, prompt, entry) or _completion(text, prompt, entry) or prompt + text
-    return f"{code}\n\n{question.answer}\n\ncheck({entry})\n"
+    return Program(code, f"{_stub(prompt)}{question.answer}\n", entry)
 
 
 def _blocks(text: str) -> list[str]:
@@ -127,8 +144,7 @@ def _whole_function(text: str, prompt: str, entry: str) -> str | None:
         tree = _parse(code)
         if tree is not None and any(entry in _defined_names(node) for node in tree.body):
             helpers = "".join(_helpers(block, tree, entry) for block in _blocks(text))
-            stub = f"{prompt}{_indentation(prompt)}pass\n\n"
-            return _trim(stub, helpers + code, entry)
+            return _trim(_stub(prompt), helpers + code, entry)
     return None
 
 
@@ -169,6 +185,11 @@ def _completion(text: str, prompt: str, entry: str) -> str | None:
         if _has_body(prompt + longest, entry):
             return _trim("", prompt + longest, entry)
     return None
+
+
+def _stub(prompt: str) -> str:
+    """Return the question's definitions, with ``pass`` as the body of the function."""
+    return f"{prompt}{_indentation(prompt)}pass\n\n"
 
 
 def _indentation(prompt: str) -> str:

@@ -1,130 +1,170 @@
-"""Run untrusted programs in a child process with limited rights, memory and time."""
+"""Start processes in a sandbox of bubblewrap (https://github.com/containers/bubblewrap).
+
+Such a process sees a read-only file system that holds the Python interpreter, its standard library
+and the shared libraries of both. It has no network, its own process ids and ``/proc``, an empty
+environment, and no rights beyond those of an unprivileged user. ``child.py`` adds the limits on
+memory, CPU time and processes. Root's processes are not limited in number, so it changes to an
+unprivileged user first. ``seccomp.py`` filters system calls.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import functools
 import os
-import secrets
+import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
+from eagle_fsd.evaluation.code_execution.seccomp import syscall_filter
+from eagle_fsd.utils.text import one_line
 
-_CHILD = Path(__file__).with_name("confined.py")
+_CHILD = Path(__file__).with_name("child.py")
+#: The path of ``child.py`` in the sandbox.
+_INSIDE = "/child.py"
+#: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox has one of
+#: its own, because processes are counted by user.
+_USER_IDS = range(61184, 65520)
+_LIBRARY = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """The outcome of a program.
+class SandboxError(OSError):
+    """The sandbox is not available, or a process in it did not start."""
 
-    Attributes:
-        passed: Whether the program ran to its end without an error.
-        reason: Why it did not pass, in one line.
-        timed_out: Whether it exceeded the wall-clock limit.
+
+@functools.cache
+def bubblewrap_command() -> tuple[str, ...]:
+    """Return the beginning of a command line that runs a program in a sandbox.
+
+    ``--seccomp`` and the program are missing.
+
+    Raises:
+        OSError: bubblewrap is not installed, or the interpreter's libraries cannot be listed.
     """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise FileNotFoundError("the command bwrap is not installed")
+    paths = _interpreter_files()
+    # Created explicitly, because bubblewrap makes missing parents of a mount private to root.
+    folders = sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
+    command = (
+        *(bwrap, "--die-with-parent", "--cap-drop", "ALL"),
+        *("--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts"),
+        "--unshare-cgroup-try",
+        *(word for folder in (*folders, "/dev") for word in ("--dir", folder)),
+        *(word for path in paths for word in ("--ro-bind", path, path)),
+        *("--ro-bind", str(_CHILD), _INSIDE),
+        *("--dev-bind", os.devnull, os.devnull),
+        *("--proc", "/proc", "--remount-ro", "/", "--chdir", "/"),
+    )
+    if os.getuid() == 0:  # for the change of the user id in child.py
+        return (*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    return (*command, "--unshare-user")
 
-    passed: bool
-    reason: str = ""
-    timed_out: bool = False
+
+def _interpreter_files() -> list[str]:
+    """Return the paths of the interpreter, its standard library and their shared libraries.
+
+    Raises:
+        OSError: The shared libraries cannot be listed.
+    """
+    # Of a virtual environment, these are the paths of the interpreter that it is based on.
+    interpreter, library = _interpreter(), sysconfig.get_path("stdlib")
+    # There is no display; Tk alone would add a third of all libraries.
+    modules = [
+        str(path)
+        for path in Path(library, "lib-dynload").glob("*.so")
+        if not path.name.startswith("_tkinter")
+    ]
+    listing = subprocess.run(["ldd", interpreter, *modules], capture_output=True, text=True)
+    found = {path for path in _LIBRARY.findall(listing.stdout) if not path.startswith(library)}
+    cache = "/etc/ld.so.cache"  # where the loader finds libraries outside its default folders
+    return [interpreter, library, *sorted(found), *([cache] if os.path.exists(cache) else [])]
 
 
-def run_program(program: str, seconds: float = 10.0, megabytes: int = 512) -> RunResult:
-    """Run a Python program in a temporary folder, restricted as ``confined.py`` describes.
+def _interpreter() -> str:
+    """Return the path of the interpreter outside any virtual environment."""
+    return os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def start_child(
+    role: str,
+    limits: tuple[int, int],
+    sandboxed: bool,
+    stdin: int | IO[bytes],
+    stdout: int | IO[bytes],
+    stderr: int = subprocess.DEVNULL,
+    descriptors: Sequence[int] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``child.py`` in a process, and kill it and its descendants in the end.
 
     Args:
-        program: The program's source.
-        seconds: Limit on wall-clock time and, rounded to seconds, on CPU time. When it is exceeded,
-            the process and its descendants are killed.
-        megabytes: Limit on the address space in MiB.
+        role: ``answer`` or ``checker``.
+        limits: Maximum CPU time in seconds and address space in MiB.
+        sandboxed: Whether to use a sandbox. Without one, only the limits apply, and descendants
+            that have changed their process group survive.
+        stdin: Standard input.
+        stdout: Standard output.
+        stderr: Standard error.
+        descriptors: Descriptors to inherit, which are passed as the last arguments.
 
-    Returns:
-        The outcome.
+    Yields:
+        The process.
+
+    Raises:
+        OSError: The process cannot be started, or there is no sandbox for this machine.
     """
-    token = secrets.token_hex(16)  # printed by the child after the program has ended
-    limits = [str(max(1, round(seconds))), str(megabytes)]
-    with (
-        tempfile.TemporaryDirectory(prefix="answer-") as folder,
-        tempfile.TemporaryFile() as output,  # files, because the size of pipes cannot be limited
-        tempfile.TemporaryFile() as errors,
-    ):
+    uid, inherited = 0, list(descriptors)
+    with contextlib.ExitStack() as stack:
+        prefix, script = [_interpreter()], str(_CHILD)
+        if sandboxed:
+            command = bubblewrap_command()
+            filter_file = stack.enter_context(tempfile.TemporaryFile())
+            filter_file.write(syscall_filter())
+            filter_file.seek(0)
+            inherited.append(filter_file.fileno())
+            prefix, script = [*command, "--seccomp", str(filter_file.fileno()), *prefix], _INSIDE
+            uid = random.choice(_USER_IDS) if os.getuid() == 0 else 0
+        arguments = (role, *map(str, (uid, *limits, *descriptors)))
         process = subprocess.Popen(
-            [sys.executable, "-I", _CHILD, *limits, token],
-            cwd=folder,
-            env={
-                "PATH": os.environ.get("PATH", ""),
-                "OMP_NUM_THREADS": "1",
-                **dict.fromkeys(("HOME", "USERPROFILE", "TMPDIR", "TEMP", "TMP"), folder),
-            },
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=errors,
+            [*prefix, "-I", "-S", script, *arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={},
+            pass_fds=inherited,
             start_new_session=True,
         )
         try:
-            process.communicate(program.encode("utf-8", "replace"), timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return RunResult(False, f"timed out after {seconds:g} s", timed_out=True)
+            yield process
         finally:
-            _kill(process)
-        completed = _read(output).endswith(token)
-        messages = _read(errors).strip().splitlines()
-    if process.returncode == 0:
-        return RunResult(completed, "" if completed else "exited before its tests ran")
-    if process.returncode < 0:
-        return RunResult(False, f"killed by {signal.Signals(-process.returncode).name}")
-    reason = messages[-1][:200] if messages else f"exit status {process.returncode}"
-    return RunResult(False, reason)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-class CachedRunner:
-    """Run each program once with :func:`run_program`, and cache its outcome in a file.
+@functools.cache
+def check_sandbox() -> None:
+    """Start a process in the sandbox, which shows whether it works.
 
-    A program is not run again when an evaluation resumes or another method gives the same answer.
-    Timeouts are not saved, because the machine may be less busy the next time.
-
-    Args:
-        path: The JSON Lines file of outcomes; created, with its folder, if missing.
-
-    Attributes:
-        count: The number of programs that this object has run.
+    Raises:
+        SandboxError: The sandbox is not available; the message is one line.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.count = Path(path), 0
-        truncate_partial_line(self.path)
-        rows = read_jsonl(self.path) if self.path.exists() else []
-        self._results = {row["program"]: RunResult(row["passed"], row["reason"]) for row in rows}
-
-    def __call__(self, program: str) -> RunResult:
-        """Return the outcome of ``program``, running it if it is not cached."""
-        key = hashlib.sha256(program.encode("utf-8", "replace")).hexdigest()
-        if key not in self._results:
-            result = self._results[key] = run_program(program)
-            self.count += 1
-            if not result.timed_out:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                row = {"program": key, "passed": result.passed, "reason": result.reason}
-                append_line(self.path, json.dumps(row))
-        return self._results[key]
-
-
-def _read(file: IO[bytes]) -> str:
-    """Return everything written to a temporary file."""
-    file.seek(0)
-    return file.read().decode("utf-8", "replace")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its descendants."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
+    pipe = subprocess.PIPE
+    try:
+        with start_child("answer", (10, 512), True, subprocess.DEVNULL, pipe, pipe) as process:
+            _, errors = process.communicate(timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"bubblewrap is not available: {one_line(error)}") from error
+    if process.returncode:
+        lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
+        raise SandboxError(f"bubblewrap is not available: {lines[-1]}")

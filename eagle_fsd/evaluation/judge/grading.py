@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -128,10 +129,11 @@ def judge_answers(
 ) -> list[Judgment]:
     """Judge all answers that have no judgment yet.
 
-    The first two turns of an answer are judged separately; FastChat has no prompt for further
-    turns. Empty answers are judged like any other. A saved judgment is discarded if the answer or
-    the prompt has changed since. Judgments of methods that ``records`` does not contain are kept at
-    the end of the file.
+    The judge is asked once for each prompt: methods that give the same answer share its reply, so
+    that a judge's noise does not tell them apart. The first two turns of an answer are judged
+    separately; FastChat has no prompt for further turns. Empty answers are judged like any other. A
+    saved judgment is discarded if the answer or the prompt has changed since. Judgments of methods
+    that ``records`` does not contain are kept at the end of the file.
 
     Args:
         endpoint: The judge.
@@ -159,23 +161,35 @@ def judge_answers(
     lines: list[Record] = read_jsonl(path) if path.exists() else []
     saved = {(line["model"], line["question_id"], line["turn"]): line for line in lines}
     done: dict[_Key, Judgment] = {}
-    pending: list[_Task] = []
+    judged: dict[Prompt, Judgment] = {}
     for task in tasks:
         judgment = task.resume(saved.get(task.key))
-        if judgment is None:
-            pending.append(task)
-        else:
-            done[task.key] = judgment
+        if judgment is not None:
+            done[task.key] = judged[task.prompt] = judgment
+    pending: dict[Prompt, list[_Task]] = defaultdict(list)
+    for task in tasks:
+        if task.key not in done:
+            pending[task.prompt].append(task)
     path.parent.mkdir(parents=True, exist_ok=True)
+
+    def record(task: _Task, judgment: Judgment) -> None:
+        done[task.key] = judgment
+        append_line(path, json.dumps(judgment.as_record()))
+        if progress is not None:
+            progress(len(done), len(tasks))
+
+    for prompt in [prompt for prompt in pending if prompt in judged]:
+        known = judged[prompt]
+        for task in pending.pop(prompt):
+            record(task, task.judgment(known.judgment, known.score, known.tstamp))
     if pending:
         client = JudgeClient(endpoint)
-        replies = map_concurrently(lambda task: client.ask(task.prompt), pending, parallel)
+        replies = map_concurrently(client.ask, pending, parallel)
         with closing(replies):
-            for task, reply in replies:
-                done[task.key] = task.judgment(reply, parse_rating(reply), time.time())
-                append_line(path, json.dumps(done[task.key].as_record()))
-                if progress is not None:
-                    progress(len(done), len(tasks))
+            for prompt, reply in replies:
+                score, now = parse_rating(reply), time.time()
+                for task in pending[prompt]:
+                    record(task, task.judgment(reply, score, now))
     judgments = [done[task.key] for task in tasks]
     others = [line for line in lines if line["model"] not in records]
     ordered = [*(judgment.as_record() for judgment in judgments), *others]

@@ -1,0 +1,245 @@
+"""Run an answer's code, or the tests that check it; the child processes of ``execution.py``.
+
+``child.py answer UID SECONDS MEGABYTES`` executes an answer and calls its function on request. It
+reads requests from standard input and writes replies to standard output.
+
+``child.py checker UID SECONDS MEGABYTES REPLIES REQUESTS`` executes the tests. It reads the job
+from standard input and writes the verdict to standard output. The last two arguments are the
+descriptors of the pipes from and to the answer.
+
+A message is one line that holds a Python literal, see :func:`encode`. Whatever an answer sends, the
+checker obtains built-in objects, whose comparisons the answer cannot change. This script uses the
+standard library only.
+"""
+
+import builtins
+import os
+import resource
+import sys
+import types
+from ast import literal_eval
+
+#: Maximum length of a message, in characters.
+MAX_MESSAGE = 1 << 24
+#: Maximum length of the reason of a failure, in characters.
+MAX_REASON = 300
+#: Maximum number of processes and threads in a sandbox.
+MAX_PROCESSES = 8
+
+
+class AnswerError(BaseException):
+    """The answer did not return a value; not an Exception, so that tests do not catch it."""
+
+
+def restrict(uid, seconds, megabytes):
+    """Drop root's rights and limit the resources of this process and its descendants.
+
+    Args:
+        uid: User and group id to change to, or 0 to keep them.
+        seconds: Maximum CPU time.
+        megabytes: Maximum address space in MiB.
+    """
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    for kind, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, megabytes << 20),
+        (resource.RLIMIT_NPROC, MAX_PROCESSES),
+        (resource.RLIMIT_FSIZE, 1 << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def detach_standard_streams():
+    """Redirect the standard streams to the null device.
+
+    Returns:
+        What were standard input and standard output, as text files.
+    """
+    source = os.fdopen(os.dup(0), encoding="ascii")
+    sink = os.fdopen(os.dup(1), "w", encoding="ascii", errors="backslashreplace")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    return source, sink
+
+
+def encode(value):
+    """Write a value as a literal for :func:`ast.literal_eval`, in one line of ASCII.
+
+    Args:
+        value: A value built from built-in types. Instances of their subclasses become plain, and
+            other numbers become floats if these are equal.
+
+    Raises:
+        TypeError: The value, or a part of it, has another type.
+        ValueError: A part of it is not a number.
+    """
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, int):
+        return hex(value)  # unlike decimal digits, their number is not limited
+    if isinstance(value, float):
+        if value != value:
+            raise ValueError("nan has no literal")
+        return float.__repr__(value).replace("inf", "1e999")
+    if isinstance(value, complex):
+        return complex.__repr__(value)
+    if isinstance(value, str):
+        return ascii(str.__str__(value))
+    if isinstance(value, (bytes, bytearray)):
+        return repr(bytes(value))
+    if isinstance(value, dict):
+        pairs = [f"{encode(key)}: {encode(item)}" for key, item in value.items()]
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(encode, value)) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{encode(item)}, " for item in value) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(map(encode, value)) + "}" if value else "set()"
+    if hasattr(value, "as_integer_ratio") and float(value) == value:
+        return encode(float(value))
+    raise TypeError(f"{type(value).__name__} is not a built-in type")
+
+
+def write_line(file, line):
+    """Write a line at once.
+
+    Args:
+        file: The text file to write to.
+        line: The line without its end.
+    """
+    file.write(line + "\n")
+    file.flush()
+
+
+def run_answer(requests, replies):
+    """Execute an answer, then call its function once per request.
+
+    Args:
+        requests: Text file that holds ``(code, name of the function)``, then one
+            ``(arguments, keyword arguments)`` per line.
+        replies: Text file that receives one reply per line: ``("ready", None)``, then for each
+            request ``("value", value)`` or ``("error", (class name, message))``.
+    """
+    write_line(replies, encode(("ready", None)))
+    # The name is not "__main__", so that main guards do not run.
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    function = None
+    for request in requests:
+        try:
+            if function is None:
+                code, name = literal_eval(request)
+                exec(compile(code, "<answer>", "exec"), module.__dict__)
+                function, value = module.__dict__[name], None
+            else:
+                args, kwargs = literal_eval(request)
+                value = function(*args, **kwargs)
+            reply = encode(("value", value))
+        except BaseException as error:
+            reply = encode(("error", (type(error).__name__, str(error)[:MAX_REASON])))
+        write_line(replies, reply)
+
+
+def receive(replies):
+    """Read a reply of the answer.
+
+    Args:
+        replies: The text file to read from.
+
+    Returns:
+        The kind of the reply and its content.
+
+    Raises:
+        AnswerError: There is no valid reply.
+    """
+    try:
+        line = replies.readline(MAX_MESSAGE)
+        if not line:
+            raise AnswerError("the process of the answer ended")
+        kind, content = literal_eval(line)
+    except Exception as error:
+        raise AnswerError(f"invalid reply: {type(error).__name__}") from error
+    return kind, content
+
+
+def run_tests(job, replies, requests):
+    """Execute the tests of a question on an answer.
+
+    Args:
+        job: ``(code of the answer, source of the tests, name of the function)``.
+        replies: Text file to read replies from.
+        requests: Text file to write requests to.
+
+    Raises:
+        BaseException: A test failed, or the answer raised an exception.
+    """
+    code, tests, name = job
+
+    def request(*message):
+        write_line(requests, encode(message))
+        kind, content = receive(replies)
+        if kind == "value":
+            return content
+        kind, message = content
+        error = getattr(builtins, kind, None)
+        if isinstance(error, type) and issubclass(error, Exception):
+            raise error(message)  # tests may expect it
+        raise AnswerError(f"{kind}: {message}")
+
+    def candidate(*args, **kwargs):
+        return request(args, kwargs)
+
+    request(code, name)
+    namespace = {"__name__": "tests"}
+    exec(compile(tests, "<tests>", "exec"), namespace)
+    namespace[name] = candidate
+    namespace["check"](candidate)
+
+
+def run_checker(job, verdict, replies, requests):
+    """Execute the tests of a job and write the verdict.
+
+    Args:
+        job: Text file that holds the job, see :func:`run_tests`.
+        verdict: Text file to write to: a line ``started``, then a line ``passed``, ``failed`` or
+            ``no answer`` (its process did not start), then the reason.
+        replies: Text file to read the answer's replies from.
+        requests: Text file to write requests to.
+    """
+    write_line(verdict, "started")
+    outcome, reason = "no answer", ""
+    try:
+        receive(replies)
+        outcome = "failed"
+        run_tests(literal_eval(job.read()), replies, requests)
+        outcome = "passed"
+    except AnswerError as error:
+        reason = str(error)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+    write_line(verdict, f"{outcome}\n{reason[:MAX_REASON]}")
+    os._exit(0)  # threads of the tests may still run
+
+
+def main():
+    """Run an answer or a checker, see the module's docstring."""
+    role, uid, seconds, megabytes, *descriptors = sys.argv[1:]
+    del sys.argv[1:]
+    restrict(int(uid), int(seconds), int(megabytes))
+    source, sink = detach_standard_streams()
+    if role == "answer":
+        run_answer(source, sink)
+    else:
+        replies = os.fdopen(int(descriptors[0]), encoding="ascii")
+        requests = os.fdopen(int(descriptors[1]), "w", encoding="ascii")
+        run_checker(source, sink, replies, requests)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The exact bound on the loss of accuracy: its coverage, by enumeration, and its strength."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
+
+
+def certified(count: int, loss: float, confidence: float) -> np.ndarray:
+    """Return the largest certified number of losses for each number of gains; -1 for none."""
+    largest = np.full(count + 1, -1)
+    for gained in range(count + 1):
+        if gained:
+            largest[gained] = min(largest[gained - 1], count - gained)
+        while largest[gained] < count - gained and is_loss_below(
+            loss, int(largest[gained]) + 1, gained, count, confidence
+        ):
+            largest[gained] += 1
+    return largest
+
+
+def error(largest: np.ndarray, loss: float) -> float:
+    """Return the probability of a set of outcomes at a loss, maximized over P(gained).
+
+    An outcome's probability is that of its gains times that of its losses among the other pairs.
+    """
+    count = len(largest) - 1
+    most = (1 - loss) / 2
+    grid = np.unique([*np.linspace(0, most, 150), *np.geomspace(1e-3 / count, most, 150)])
+    found = 0.0
+    for gain in grid:
+        first, last = stats.binom.ppf([1e-12, 1 - 1e-12], count, gain).astype(int)
+        gained = np.arange(max(0, first), last + 1)
+        inside = stats.binom.cdf(largest[gained], count - gained, (gain + loss) / (1 - gain))
+        found = max(found, float(stats.binom.pmf(gained, count, gain) @ inside))
+    return found
+
+
+def cases(
+    counts: tuple[int, ...],
+    losses: tuple[float, ...],
+    confidences: tuple[float, ...],
+    series: tuple[int, ...],
+) -> Iterator[tuple[int, float, float, int]]:
+    return product(counts, losses, confidences, series)
+
+
+FAST = [
+    *cases((100,), (0.005, 0.02, 0.05), (0.8, 0.95, 0.99), (1, 3)),
+    (200, 0.005, 0.8, 1),
+    (200, 0.03, 0.95, 9),
+]
+SLOW = [
+    *cases((100, 300), (0.005, 0.02, 0.05), (0.8, 0.9, 0.95, 0.99), (9,)),
+    *cases((541,), (0.005, 0.05), (0.8, 0.95), (1, 4)),
+    (1000, 0.005, 0.95, 1),
+    (1000, 0.02, 0.8, 9),
+    (2000, 0.005, 0.99, 9),
+    (2000, 0.01, 0.95, 1),
+    (2000, 0.05, 0.8, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "loss", "confidence", "series"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_the_error_never_exceeds_the_stated_level(
+    count: int, loss: float, confidence: float, series: int
+) -> None:
+    """Every series is tested at a share of the error; together they err at most as often."""
+    largest = certified(count, loss, 1 - (1 - confidence) / series)
+    found = series * error(largest, loss)
+    assert found <= 1 - confidence + 1e-9
+    assert largest.max() >= 0
+
+
+@pytest.mark.parametrize(("count", "confidence", "wrong"), [(541, 0.95, 0.066), (200, 0.8, 0.367)])
+def test_tangos_limit_alone_errs_too_often(count: int, confidence: float, wrong: float) -> None:
+    """It certifies a loss below 0.5 points if nothing is lost; the exact bound does not."""
+    z = stats.norm.ppf(confidence)
+    assert z * z / (count + z * z) < 0.005  # Tango's limit without discordant pairs
+    assert (1 - 0.005) ** count == pytest.approx(wrong, abs=5e-4)
+    assert not is_loss_below(0.005, 0, 0, count, confidence)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("count", [100, 500, 2000])
+def test_the_bound_is_nearly_the_best_one_without_losses(count: int, confidence: float) -> None:
+    """No bound that is valid can be below the loss at which nothing is lost too rarely."""
+    best = 1 - (1 - confidence) ** (1 / count)
+    assert best <= loss_bound(0, 0, count, confidence) <= 1.15 * best
+
+
+@pytest.mark.parametrize(("lost", "gained", "count"), [(4, 4, 500), (12, 4, 2000), (30, 20, 800)])
+def test_gains_are_credited(lost: int, gained: int, count: int) -> None:
+    """Clopper and Pearson's limit for the losses alone ignores them."""
+    alone = float(stats.beta.ppf(0.95, lost + 1, count - lost))
+    assert (lost - gained) / count < loss_bound(lost, gained, count) < 0.9 * alone
+
+
+@pytest.mark.parametrize(("lost", "gained", "count"), [(0, 0, 60), (3, 1, 60), (7, 12, 100)])
+def test_both_functions_agree(lost: int, gained: int, count: int) -> None:
+    bound = loss_bound(lost, gained, count)
+    assert is_loss_below(bound, lost, gained, count)
+    assert not is_loss_below(bound - 1e-5, lost, gained, count)
+
+
+def test_the_bound_is_monotone() -> None:
+    bounds = np.array([[loss_bound(b, c, 100) for c in range(8)] for b in range(8)])
+    assert (np.diff(bounds, axis=0) > 0).all()
+    assert (np.diff(bounds, axis=1) < 0).all()
+    by_confidence = [loss_bound(3, 1, 200, level) for level in (0.5, 0.8, 0.95, 0.99, 0.9999)]
+    assert by_confidence == sorted(by_confidence)
+
+
+def test_special_cases() -> None:
+    assert loss_bound(0, 0, 0) == 1.0
+    assert not is_loss_below(0.5, 0, 0, 0)
+    assert loss_bound(100, 0, 100) == 1.0
+    assert is_loss_below(1.0, 100, 0, 100)
+    assert -0.5 < loss_bound(0, 50, 100) < -0.4
+    assert loss_bound(0, 100, 100) == pytest.approx(-1 + 0.06, abs=0.03)
+    assert loss_bound(0, 0, 1) == pytest.approx(0.95, abs=0.01)
+    assert not math.isnan(loss_bound(1, 0, 1))
+
+
+def test_docstring_figures() -> None:
+    assert round(loss_bound(0, 0, 100), 4) == 0.0296
+    z = float(stats.norm.ppf(0.95))
+    assert round(z * z / (100 + z * z), 4) == 0.0263
+    assert round(1 - (1 - 0.0263) ** 100, 2) == 0.93
