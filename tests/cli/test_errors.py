@@ -53,7 +53,10 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     (f"train --out x --data {__file__} --features {ROOT}", "either --data or --features"),
     ("train --data no/such/file --out x", "--data must be an existing"),
     (f"train fly --out x --data {__file__}", "unexpected argument fly"),
-    (f"train export --head {ROOT} --out x --format tensorrt", "one of eagle, sglang, vllm; got"),
+    (
+        f"train export --head {ROOT} --out x --format tensorrt",
+        "one of eagle, sglang, vllm, speculators; got",
+    ),
     (f"train chats --out {__file__}", "exists"),
     ("serve api --controller machine:21001", "--controller must be a URL such as http://"),
     ("serve worker --controller nonsense", "--controller must be a URL such as http://"),
