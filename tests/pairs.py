@@ -99,6 +99,24 @@ def tiny_target(
     return model.to(dtype).eval()
 
 
+def small_vocabulary_config(vocab_size: int, **changes: Any) -> LlamaConfig:
+    """Configure two layers over so few tokens that the law of a few of them can be enumerated."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "attn_implementation": "sdpa",
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
 def untrained_head(model: PreTrainedModel, seed: int = 7, bias: bool = True) -> EagleHead:
     """Create a random head of the target's family that is not attached to the target yet."""
     head = EagleHead(model.config, bias=bias)

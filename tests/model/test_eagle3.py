@@ -28,12 +28,13 @@ from pairs import (
     prompt,
     randomize,
     small_tree,
+    small_vocabulary_config,
     tiny_target,
 )
 from test_sampling_law import MODES, PROMPT, TINY, _bound, _distance, _generate, _histogram
 from test_sampling_law import _target_law as target_law
 from torch import Tensor
-from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
 from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
@@ -314,19 +315,7 @@ def test_rows_of_a_batch_are_independent() -> None:
 @pytest.fixture(scope="module")
 def tiny_pair() -> EagleFSD:
     """A vocabulary of 8 tokens, of which the head drafts 5."""
-    config = LlamaConfig(
-        vocab_size=TINY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        attn_implementation="sdpa",
-    )
+    config = small_vocabulary_config(TINY)
     model = LlamaForCausalLM(config)
     randomize(model, 10)
     head = Eagle3Head(layer_config(config), 16, 5, (0, 1))

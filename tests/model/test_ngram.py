@@ -18,10 +18,11 @@ from pairs import (
     left_padded,
     prompt,
     small_tree,
+    small_vocabulary_config,
     tiny_target,
 )
 from test_sampling_law import MODES, TINY, _bound, _distance, _generate, _histogram, _target_law
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, PrefixCache, SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import (
@@ -555,18 +556,7 @@ def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     """
     rows, repeated = 6000, [3, 1, 4, 3, 2, 4, 3, 1, 4, 3]
     monkeypatch.setattr("test_sampling_law.PROMPT", repeated)
-    config = LlamaConfig(
-        vocab_size=TINY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = small_vocabulary_config(TINY, initializer_range=0.3)
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model = LlamaForCausalLM(config)

@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from pairs import small_vocabulary_config
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eagle_fsd.model import engine as engine_module
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
@@ -383,20 +384,7 @@ PROMPT = [3, 1, 4]
 @pytest.fixture(scope="module")
 def pair() -> EagleFSD:
     """Two layers and a vocabulary of 8, with weights large enough for contexts to matter."""
-    config = LlamaConfig(
-        vocab_size=TINY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        attn_implementation="sdpa",
-    )
+    config = small_vocabulary_config(TINY, initializer_range=0.3)
     with torch.random.fork_rng():
         torch.manual_seed(10)
         model = LlamaForCausalLM(config)

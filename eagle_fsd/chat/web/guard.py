@@ -42,7 +42,7 @@ CONTENT_SECURITY_POLICY = (
 
 
 class PageGuard(Guard):
-    """The guard in front of Gradio's application.
+    """Check requests before Gradio handles them.
 
     Args:
         app: Gradio's application.

@@ -7,6 +7,7 @@ no effect. Null is the same as absent.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, FailFast, Field, PlainValidator, model_validator
@@ -146,9 +147,9 @@ class GenerationRequest(AnswerOptions, Body):
                 request["seed"] = (self.seed + index % self.n) % 2**63
         return requests
 
+    @abstractmethod
     def _prompts(self) -> list[dict[str, Any]]:
         """Return the parameters that differ among prompts."""
-        raise NotImplementedError
 
 
 class ChatRequest(GenerationRequest):
