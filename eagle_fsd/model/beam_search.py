@@ -24,50 +24,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
+from eagle_fsd.model.config import BeamSearchConfig
 from eagle_fsd.model.engine import BROKEN_LOGITS, Engine
 from eagle_fsd.model.generation import EndConditions
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Origin, Verification
-from eagle_fsd.utils.options import Options
-
-
-class BeamSearchConfig(Options):
-    """Options of beam search, with the same meaning as in Hugging Face."""
-
-    num_beams: int = Field(ge=1, le=256, description="Running hypotheses per prompt.")
-    num_return_sequences: int = Field(
-        default=1, ge=1, description="Hypotheses to return per prompt, best first."
-    )
-    length_penalty: float = Field(
-        default=1.0,
-        ge=-5.0,
-        le=5.0,
-        description="A finished hypothesis of n new tokens scores its log-probability divided by n"
-        " to this power.",
-    )
-    early_stopping: Literal[True, False, "never"] = Field(
-        default=False,
-        description="True: end with num_beams finished hypotheses. False: end when, at its present"
-        " length, no beam scores above them. never: end when no beam can exceed them.",
-    )
-
-    @field_validator("num_return_sequences")
-    @classmethod
-    def _check_count(cls, count: int, info: ValidationInfo) -> int:
-        beams = info.data.get("num_beams", count)
-        if count > beams:
-            raise ValueError(
-                f"num_return_sequences must be at most num_beams, {beams}; got {count}"
-            )
-        return count
 
 
 @dataclass
@@ -260,7 +227,7 @@ class BeamEngine(Engine):
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        tree, scored = self._score_tree()
+        tree, scored = self._score_tree(*self._keys())
         self.clock.enter("verify")
         best = F.log_softmax(scored.logits, -1).topk(count)
         self.clock.enter("host")

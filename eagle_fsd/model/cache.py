@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-#: The number of keys that attention reads is a multiple of this, so that kernels see few shapes.
+#: Smallest difference between the numbers of slots that passes read; see :meth:`TreeCache.keys`.
 VIEW_STEP = 64
 
 
@@ -31,27 +31,24 @@ class PlaneKind(NamedTuple):
 Layout = Counter[PlaneKind]
 
 
-class _Plane(NamedTuple):
-    """The keys or the values of one layer.
+def _separate(plane: Tensor) -> Tensor:
+    """Return a tensor with the same memory, but with a storage of its own.
 
-    Views of the store are taken in every pass: compiled code cannot write to one of two tensors
-    that share memory.
+    The layers' keys and values are parts of one tensor, and compiled code copies all of it whenever
+    it writes to one of several views.
     """
-
-    store: Tensor  # [planes, rows, length, heads, head size]
-    number: int
-
-    @property
-    def rows(self) -> Tensor:
-        """``[rows, length, heads, head size]``: a slot is contiguous."""
-        return self.store[self.number]
+    if plane.device.type not in ("cpu", "cuda"):
+        return plane
+    separate: Tensor = torch.from_dlpack(plane)
+    torch._dynamo.maybe_mark_dynamic(separate, 1)
+    return separate
 
 
 class TreeCache(Cache):
     """Keys and values of several sequences, each with its own length.
 
     A pass over the model is :meth:`place` followed by an ordinary forward call: every layer writes
-    its new keys and values to the given slots and attends to slots ``0 .. view - 1``. The caller's
+    its new keys and values to the given slots and attends to the first ``L`` slots. The caller's
     attention mask must exclude slots that do not belong to the sequence. Sliding-window layers keep
     all slots, too.
 
@@ -70,56 +67,52 @@ class TreeCache(Cache):
         self.rows = rows
         self.length = length
         self.layout = Layout() if layout is None else layout
-        self.view = 0
-        self._planes: dict[int, tuple[_Plane, _Plane]] = {}  # keys and values of each layer
+        # Keys and values of each layer: [rows, length, heads, head size], so a slot is contiguous.
+        self._planes: dict[int, tuple[Tensor, Tensor]] = {}
         self._stores: list[Tensor] = []  # [planes, rows, length, heads, head size]
-        self._free: dict[PlaneKind, list[_Plane]] = {}
+        self._free: dict[PlaneKind, list[Tensor]] = {}
         self._used = Layout()
-        self._slots: dict[torch.device, Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self._rows: Tensor | None = None  # [rows, 1]
+        self._view: Tensor
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows and slots to write
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(store.nbytes for store in self._stores)
 
-    def visible(self, needed: int) -> int:
-        """Round a number of slots up to a multiple of :data:`VIEW_STEP`, at most the length.
+    def keys(self, needed: int, device: torch.device) -> Tensor:
+        """Return the slots that a pass reads.
+
+        Their number grows in steps of at most a quarter, so that a long answer meets few shapes.
 
         Args:
-            needed: Slots that a pass must read.
-        """
-        return min(-(-needed // VIEW_STEP) * VIEW_STEP, self.length)
+            needed: Slots that the pass must read.
+            device: Device of the result.
 
-    def place(self, positions: Tensor, view: int) -> None:
+        Returns:
+            ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. The
+            same tensor for the same ``L``.
+        """
+        step = max(VIEW_STEP, 1 << max(0, (needed - 1).bit_length() - 3))
+        view = min(-(-needed // step) * step, self.length)
+        if view not in self._keys:
+            self._keys[view] = torch.arange(view, device=device)
+            torch._dynamo.maybe_mark_dynamic(self._keys[view], 0)
+        return self._keys[view]
+
+    def place(self, slots: Tensor, keys: Tensor) -> None:
         """Set the slots that the next forward call writes and reads.
 
         Args:
-            positions: ``[B, S]`` slot of each new token in its row.
-            view: Number of slots to read.
+            slots: ``[B, S]`` slot of each new token in its row.
+            keys: Result of :meth:`keys`.
         """
-        self.place_at(self.addresses(positions).flatten(), view)
-
-    def place_at(self, addresses: Tensor, view: int) -> None:
-        """Like :meth:`place`, for addresses computed in advance.
-
-        Args:
-            addresses: ``[B * S]`` result of :meth:`addresses`, flattened.
-            view: Number of slots to read.
-        """
-        self.view = view
-        self._slots = {addresses.device: addresses}
-
-    def addresses(self, positions: Tensor) -> Tensor:
-        """Convert slots within rows to indices into the flattened store.
-
-        Args:
-            positions: ``[B, ...]`` slots.
-
-        Returns:
-            Indices of the same shape.
-        """
-        first = torch.arange(positions.shape[0], device=positions.device) * self.length
-        return positions + first.view(-1, *[1] * (positions.ndim - 1))
+        self._view = keys
+        if self._rows is None:
+            self._rows = torch.arange(self.rows, device=slots.device)[:, None]
+        self._slots = {slots.device: (self._rows[: slots.shape[0]], slots)}
 
     def update(
         self,
@@ -139,27 +132,24 @@ class TreeCache(Cache):
             **kwargs: Ignored.
 
         Returns:
-            Keys and values, ``[B, heads, view, head size]``.
+            Keys and values, ``[B, heads, L, head size]``.
         """
         planes = self._planes.get(layer_idx)
         if planes is None:
             planes = self._allocate(_kind(key_states, 1)), self._allocate(_kind(value_states, 1))
             self._planes[layer_idx] = planes
-        slots = self._slots.get(key_states.device)
-        if slots is None:
-            slots = next(iter(self._slots.values())).to(key_states.device)
-            self._slots[key_states.device] = slots
-        return self._write(planes[0], slots, key_states), self._write(
-            planes[1], slots, value_states
-        )
+        device = key_states.device
+        if device not in self._slots:
+            rows, slots = next(iter(self._slots.values()))
+            self._slots[device] = rows.to(device), slots.to(device)
+        return self._write(planes[0], key_states), self._write(planes[1], value_states)
 
-    def _write(self, plane: _Plane, slots: Tensor, states: Tensor) -> Tensor:
-        """Write ``[B, heads, S, head size]``, and return all ``[B, heads, view, head size]``."""
-        rows = plane.rows
-        rows.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        return rows[: states.shape[0], : self.view].transpose(1, 2)
+    def _write(self, plane: Tensor, states: Tensor) -> Tensor:
+        """Write ``[B, heads, S, head size]``, and return ``[B, heads, L, head size]``."""
+        plane.index_put_(self._slots[states.device], states.transpose(1, 2))
+        return plane[: states.shape[0], : self._view.shape[0]].transpose(1, 2)
 
-    def _allocate(self, kind: PlaneKind) -> _Plane:
+    def _allocate(self, kind: PlaneKind) -> Tensor:
         """Return an unused plane."""
         free = self._free.setdefault(kind, [])
         if not free:
@@ -167,7 +157,7 @@ class TreeCache(Cache):
             shape = (count, self.rows, self.length, kind.heads, kind.head_size)
             store = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
             self._stores.append(store)
-            free.extend(_Plane(store, number) for number in range(count))
+            free.extend(_separate(plane) for plane in store)
         self._used[kind] += 1
         self.layout[kind] = max(self.layout[kind], self._used[kind])
         return free.pop(0)
@@ -179,11 +169,14 @@ class TreeCache(Cache):
             source: ``[B, A]`` slots to read.
             target: ``[B, A]`` slots to write.
         """
-        source, target = self.addresses(source).flatten(), self.addresses(target).flatten()
+        rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for store in self._stores:
-            flat = store.view(store.shape[0], self.rows * self.length, -1)
-            read = flat.index_select(1, source.to(store.device))
-            flat.index_copy_(1, target.to(store.device), read)
+            # Whole slots of a flat store: indexing by row and slot costs twice as much.
+            flat = store.flatten(1, 2).flatten(2)
+            first = rows * store.shape[2]
+            read, written = ((first + index).flatten() for index in (source, target))
+            slots = flat.index_select(1, read.to(store.device))
+            flat.index_copy_(1, written.to(store.device), slots)
 
     def move_row(self, source: int, target: int) -> None:
         """Overwrite a row with another, in every layer.
@@ -204,10 +197,10 @@ class TreeCache(Cache):
         """
         larger = TreeCache(self.rows, length, self.layout)
         for layer, planes in self._planes.items():
-            keys, values = (larger._allocate(_kind(plane.rows, 2)) for plane in planes)
+            keys, values = (larger._allocate(_kind(plane, 2)) for plane in planes)
             larger._planes[layer] = keys, values
             for new, old in zip((keys, values), planes, strict=True):
-                new.rows[:, :kept] = old.rows[:, :kept]
+                new[:, :kept] = old[:, :kept]
         return larger
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -217,7 +210,7 @@ class TreeCache(Cache):
             query_length: Ignored.
             layer_idx: Ignored.
         """
-        return self.view, 0
+        return self._view.shape[0], 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0, because callers pass positions, which do not follow from slots; see ``Cache``.

@@ -31,11 +31,14 @@ from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
+from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+#: Tokens by frequency, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+RANKS_FILE = "token_ranks.safetensors"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Ending of the file that lists the shards of one of :data:`WEIGHT_FILES`.
 INDEX = ".index.json"
@@ -170,6 +173,20 @@ def settings_file(path: str | Path, token: str | None = None) -> Path | None:
         CheckpointError: ``path`` is neither a folder nor an accessible repository.
     """
     found = _file(path, SETTINGS_FILE, token)
+    return Path(found) if found else None
+
+
+def ranks_file(path: str | Path, token: str | None = None) -> Path | None:
+    """Return the path of the ranking of tokens beside a drafter, or None if there is none.
+
+    Args:
+        path: The drafter's folder or Hub name.
+        token: A Hugging Face token for gated repositories.
+
+    Raises:
+        CheckpointError: ``path`` is neither a folder nor an accessible repository.
+    """
+    found = _file(path, RANKS_FILE, token)
     return Path(found) if found else None
 
 
@@ -331,10 +348,23 @@ def write_head(
         .contiguous()
         for name, tensor in weights.items()
     }
-    if binary:
-        torch.save(state, path / WEIGHT_FILES[1])
-    else:
-        save_file(state, path / WEIGHT_FILES[0], metadata={"format": "pt"})
+    save_weights(path, state, binary)
+
+
+def save_weights(path: Path, state: Mapping[str, Tensor], binary: bool) -> None:
+    """Write the weights of a checkpoint.
+
+    Args:
+        path: The folder.
+        state: Contiguous tensors in the CPU's memory, by name.
+        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+    """
+    file = WEIGHT_FILES[1] if binary else WEIGHT_FILES[0]
+    with atomic_path(path / file) as temporary:
+        if binary:
+            torch.save(dict(state), temporary)
+        else:
+            save_file(dict(state), temporary, metadata={"format": "pt"})
 
 
 def _file(path: str | Path, name: str, token: str | None) -> str | None:

@@ -7,7 +7,6 @@ classes. This module imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -46,12 +45,15 @@ class TreeConfig(Options):
     """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's."""
 
     total_tokens: int = Field(
-        default=60, ge=1, le=1024, description="Nodes in the draft tree, including its root."
+        default=60,
+        ge=1,
+        le=1024,
+        description="Nodes in the draft tree, including its root; 1 is plain decoding.",
     )
     depth: int = Field(
         default=6,
         ge=1,
-        le=32,
+        le=64,
         description="Times the draft head expands the tree below its first level.",
     )
     top_k: int = Field(
@@ -167,6 +169,37 @@ class SamplingConfig(Options):
         return temperature if temperature >= MIN_TEMPERATURE else 0.0
 
 
+class BeamSearchConfig(Options):
+    """Options of beam search, with the same meaning as in Hugging Face."""
+
+    num_beams: int = Field(ge=1, le=256, description="Running hypotheses per prompt.")
+    num_return_sequences: int = Field(
+        default=1, ge=1, description="Hypotheses to return per prompt, best first."
+    )
+    length_penalty: float = Field(
+        default=1.0,
+        ge=-5.0,
+        le=5.0,
+        description="A finished hypothesis of n new tokens scores its log-probability divided by n"
+        " to this power.",
+    )
+    early_stopping: Literal[True, False, "never"] = Field(
+        default=False,
+        description="True: end with num_beams finished hypotheses. False: end when, at its present"
+        " length, no beam scores above them. never: end when no beam can exceed them.",
+    )
+
+    @field_validator("num_return_sequences")
+    @classmethod
+    def _check_count(cls, count: int, info: ValidationInfo) -> int:
+        beams = info.data.get("num_beams", count)
+        if count > beams:
+            raise ValueError(
+                f"num_return_sequences must be at most num_beams, {beams}; got {count}"
+            )
+        return count
+
+
 #: A folder or a Hub name; a ``Path`` is converted to a string.
 ModelName = Annotated[
     str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)
@@ -201,31 +234,53 @@ class PairOptions(TargetOptions):
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
     )
+    compiled: bool | None = Field(
+        default=None,
+        description="Compile the models' passes with torch.compile; default: in serve, and in long"
+        " runs of evaluate and bench, if a trial is faster that way.",
+    )
 
 
-class _SettingsFile(AcceptanceConfig, TreeConfig):
-    """All options that an ``fsd.json`` file may set."""
+class ModelIdentity(Options):
+    """A model that settings were calibrated for; see :func:`eagle_fsd.model.identity.identify`."""
+
+    name: str = Field(description="Folder or Hub name.")
+    dtype: str = Field(description="Data type of its weights, such as float32.")
+    fingerprint: str = Field(description="Hash of its weights.")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options that an ``fsd.json`` file sets; all others are absent.
+class Settings(AcceptanceConfig, TreeConfig):
+    """The contents of an ``fsd.json`` file. Options that were not set explicitly are absent."""
 
-    Attributes:
-        tree: Fields of :class:`TreeConfig` by name.
-        acceptance: Fields of :class:`AcceptanceConfig` by name.
-    """
+    exact: TreeConfig | None = Field(
+        default=None, description="Tree for lossless decoding; default: the same tree."
+    )
+    target: ModelIdentity | None = Field(
+        default=None, description="The target that was calibrated; default: not recorded."
+    )
+    drafter: ModelIdentity | None = Field(
+        default=None, description="The drafter that was calibrated; default: not recorded."
+    )
+    about: dict[str, Any] = Field(
+        default_factory=dict, description="How the settings were chosen; not read."
+    )
 
-    tree: dict[str, Any] = field(default_factory=dict)
-    acceptance: dict[str, Any] = field(default_factory=dict)
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The fields of :class:`TreeConfig` that are set, by name."""
+        return self.model_dump(include=set(TreeConfig.model_fields), exclude_unset=True)
+
+    @property
+    def acceptance(self) -> dict[str, Any]:
+        """The fields of :class:`AcceptanceConfig` that are set, by name."""
+        return self.model_dump(include=set(AcceptanceConfig.model_fields), exclude_unset=True)
 
 
 def read_settings(path: str | Path) -> Settings:
     """Read an ``fsd.json`` file.
 
     Args:
-        path: A file with a JSON object of tree and acceptance options. Its ``about`` entry is
-            ignored.
+        path: A file with a JSON object of the fields of :class:`Settings`.
 
     Raises:
         ValueError: The file is not a JSON object, or an option is unknown or out of bounds.
@@ -235,14 +290,9 @@ def read_settings(path: str | Path) -> Settings:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-        values.pop("about", None)
-        _SettingsFile.from_dict(values)
+        return Settings.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Settings(
-        {name: value for name, value in values.items() if name in TreeConfig.model_fields},
-        {name: value for name, value in values.items() if name in AcceptanceConfig.model_fields},
-    )
 
 
 def settings_dict(tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:

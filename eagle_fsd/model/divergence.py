@@ -33,6 +33,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.vocabulary import LEAST, exp, top_k, top_p_radius
+
 #: ``(log p, log q)``, both ``[..., V]`` float32, to ``[...]`` float32.
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,9 +47,14 @@ TOP_K = 50
 TOP_P = 0.95
 
 
+def _exp(log_probs: Tensor) -> Tensor:
+    """``exp``, at least 1e-38."""
+    return log_probs.clamp_min(LEAST).exp()
+
+
 def _kl(a: Tensor, b: Tensor) -> Tensor:
     """``KL(exp a || exp b)``."""
-    return (a.exp() * (a - b)).sum(-1).clamp_min(0.0)
+    return (_exp(a) * (a - b)).sum(-1).clamp_min(0.0)
 
 
 def js(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -60,7 +67,7 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
         log_p: ``[..., V]`` finite log-probabilities of the target.
         log_q: ``[..., V]`` finite log-probabilities of the draft.
     """
-    p, q = log_p.exp(), log_q.exp()
+    p, q = _exp(log_p), _exp(log_q)
     s = p + q
     log_s = s.clamp_min(torch.finfo(s.dtype).tiny).log()
     value = torch.addcmul(p * (log_p - log_s), q, log_q - log_s).sum(-1)
@@ -105,7 +112,7 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
         log_p: ``[..., V]`` finite log-probabilities of the target.
         log_q: ``[..., V]`` finite log-probabilities of the draft.
     """
-    return (0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)).clamp_max(1.0)
+    return (0.5 * (_exp(log_p) - _exp(log_q)).abs().sum(-1)).clamp_max(1.0)
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,9 +122,9 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     the draft, below the likelier ones.
     """
     count = min(TOP_K, log_p.shape[-1])
-    least = log_p.topk(count, dim=-1).values[..., -1:]
+    least = top_k(log_p, count)[0][..., -1:]
     rank = torch.where(log_p > least, torch.inf, log_q).masked_fill_(log_p < least, -torch.inf)
-    index = rank.topk(count, dim=-1).indices
+    index = top_k(rank, count)[1]
 
     def bucketed(log_x: Tensor) -> Tensor:
         rest = log_x.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
@@ -128,10 +135,9 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Move the mass outside the target's nucleus to a bucket: ``[..., V + 1]``."""
-    ordered = log_p.sort(-1, descending=True).values
-    mass = ordered.exp()
-    beyond = mass.cumsum(-1) - mass >= TOP_P
-    outside = log_p < ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
+    below = log_p - log_p.amax(-1, keepdim=True)
+    flat = below.view(-1, below.shape[-1])
+    outside = below < -top_p_radius(flat, exp(flat), TOP_P).view(*below.shape[:-1], 1)
 
     def bucketed(log_x: Tensor) -> Tensor:
         rest = log_x.masked_fill(~outside, -torch.inf).logsumexp(-1, keepdim=True)

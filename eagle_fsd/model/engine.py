@@ -12,12 +12,15 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.model.acceptance import FuzzyRule, rule_for
+from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.compilation import StepGraphs, compiled
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.prefix_cache import PrefixCache
@@ -74,6 +77,38 @@ class StepResult:
     details: list[list[TokenDetail]] | None = None
 
 
+class _Launched:
+    """A step that the device has been told to take.
+
+    Args:
+        packed: ``[B, 2 + 2 A]``, see :meth:`Engine._step`.
+        tokens: ``[B, A]`` emitted tokens.
+        details: Result of :meth:`Engine._describe`.
+
+    Attributes:
+        order: The row of these tensors for each row that is still being decoded.
+    """
+
+    def __init__(
+        self, packed: Tensor, tokens: Tensor, details: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.tokens, self.details = tokens, details
+        self.order = list(range(len(packed)))
+        self._packed, self._copied = packed, None
+        if packed.is_cuda:  # the next step may overwrite the tensors
+            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[list[int]]:
+        """Wait for the step, and return the remaining rows of what it emitted."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        packed = self._packed.tolist()
+        return [packed[row] for row in self.order]
+
+
 class Engine:
     """The rows of one call and their state on the device.
 
@@ -92,6 +127,9 @@ class Engine:
         clock: Measures the phases of a step.
         details: Number of most likely tokens in the :class:`TokenDetail` of every token; default:
             no details.
+        compiled: Compile the passes of drafter and target, see
+            :mod:`~eagle_fsd.model.compilation`.
+        capture: On CUDA, capture steps in graphs and replay them where possible.
     """
 
     cache: TreeCache
@@ -113,12 +151,20 @@ class Engine:
         rule: AcceptanceRule | None = None,
         clock: PhaseClock | None = None,
         details: int | None = None,
+        compiled: bool = False,
+        capture: bool = True,
     ) -> None:
         self.target, self.drafter, self.sampler = target, drafter, sampler
         self.tree, self.acceptance = tree, acceptance
         self.rule = rule or rule_for(acceptance)
         self.clock = clock or PhaseClock(target.device)
-        self.details = details
+        self.details, self.compiled, self.capture = details, compiled, capture
+        self._groups = query_groups(target.model)
+        self._nodes = drafter.max_nodes(tree)
+        self._width = tree.depth + 2  # the most tokens that a step emits
+        self._graphs: StepGraphs | None = None
+        self._overlaps = False
+        self._ahead: _Launched | None = None
 
     @property
     def rows(self) -> int:
@@ -144,12 +190,14 @@ class Engine:
             ValueError: The prefix cache belongs to another model.
         """
         self.clock.enter("prefill")
+        device = self.target.device
         self.history, self._prefix_cache = history, prefix_cache
-        self.rule_state = self.rule.start(prompts)
+        self.rule_state = self.rule.start(prompts).clone()
         self.host_lengths = [len(prompt) - 1 for prompt in prompts]
         max_length = max(map(operator.add, self.host_lengths, max_new_tokens))
-        length = max_length + self.drafter.max_nodes(self.tree)
-        draft_length = self.drafter.cache_length(max_length, self.tree)
+        ahead = self._width if device.type == "cuda" else 0  # see `step`
+        draft_length = self.drafter.cache_length(max_length + ahead, self.tree)
+        length = max_length + ahead + self._nodes
         start, draft_cache = 0, None
         if prefix_cache is None:
             self.cache = self.target.new_cache(len(prompts), length)
@@ -164,6 +212,15 @@ class Engine:
                 self.target, self.drafter, length, draft_length
             )
         self.draft = self.drafter.start(prompts, max_length, self.tree, self.sampler, draft_cache)
+        # Per row: a few at every node, and one where the drafter draws.
+        drawn = 6 * self._nodes + self.tree.depth * self.tree.top_k + 1
+        self.sampler.reserve(len(prompts) * drawn, device)
+        on_cuda = device.type == "cuda"
+        fixed = history is None and not self.draft.waits
+        self._overlaps = on_cuda and fixed
+        self._graphs = None
+        if self.capture and on_cuda and fixed and self.rule.capturable and self.target.one_device:
+            self._graphs = StepGraphs()
         self.prefilled = sum(self.host_lengths) - start
         self._process_prompts(prompts, start)
         self._update_prefix_cache(max(0, self.host_lengths[0] - 1))
@@ -174,33 +231,53 @@ class Engine:
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        return self._read(*self._launch())
+        launched = self._ahead or self._launch()
+        # The device goes on with the next step while the host reads this one's tokens.
+        self._ahead = self._launch(unread=1) if self._overlaps else None
+        return self._read(launched)
 
-    def _launch(self) -> tuple[Verification, Tensor, tuple[Tensor, Tensor] | None]:
+    def _launch(self, unread: int = 0) -> _Launched:
         """Start a step on the device, without waiting for anything.
 
-        Returns:
-            The emitted tokens, ``[B]`` bool whether a row's logits are broken, and the result of
-            :meth:`_describe`.
+        Args:
+            unread: Number of steps before this one whose tokens have not been read.
         """
-        tree, scored = self._score_tree()
-        self.clock.enter("verify")
-        inputs = self.sampler(tree, scored.logits, self.history)
-        inputs.state = self.rule_state
-        if tree.size == 1:
-            kept = verify_root(inputs)
+        draft_keys, keys = self._keys(unread)
+        self.sampler.refill()
+        self.clock.enter("graph" if self._graphs else "draft")
+
+        def run() -> tuple[Tensor, Verification, tuple[Tensor, Tensor] | None]:
+            return self._step(draft_keys, keys)
+
+        if self._graphs:
+            shapes = self.rows, len(keys), 0 if draft_keys is None else len(draft_keys)
+            packed, kept, details = self._graphs.run(shapes, run)
         else:
-            options = self.acceptance
-            kept = verify(inputs, self.rule, options.fallback, options.selection, options.price)
-        self.rule_state = self.rule.advance(inputs, kept)
-        # A single NaN or +inf in a row of logits makes its whole log-softmax NaN.
-        first = torch.stack([inputs.raw_log_probs[..., 0], inputs.warped_log_probs[..., 0]])
-        broken = first.isnan().any(-1).any(0)  # [B]
+            packed, kept, details = run()
+        self.clock.enter("host")
+        return _Launched(packed, kept.tokens, details)
+
+    def _step(
+        self, draft_keys: Tensor | None, keys: Tensor
+    ) -> tuple[Tensor, Verification, tuple[Tensor, Tensor] | None]:
+        """Take a step on the device; its state changes in place.
+
+        Args:
+            draft_keys: Visible slots of the drafter's cache.
+            keys: Visible slots of the target's cache.
+
+        Returns:
+            What the host reads (``[B, 2 + 2 A]``: count, whether the logits are broken, tokens and
+            origins), the emitted tokens, and the result of :meth:`_describe`.
+        """
+        tree, scored = self._score_tree(draft_keys, keys)
+        self.clock.enter("verify")
+        kept, inputs = self._judge(tree, scored.logits)
         details = None if self.details is None else self._describe(inputs, kept, self.details)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
-        self.clock.enter("host")
-        return kept, broken, details
+        parts = kept.count[:, None], inputs.broken[:, None].long(), kept.tokens, kept.origins
+        return torch.cat(parts, 1), kept, details
 
     def drop(self, rows: list[int]) -> list[int]:
         """Remove rows.
@@ -222,6 +299,8 @@ class Engine:
         self.roots, self.lengths = self.roots[:keep], self.lengths[:keep]
         self.rule_state = self.rule_state[:keep]
         del self.host_lengths[keep:]
+        if self._ahead:
+            self._ahead.order = [self._ahead.order[row] for row in order]
         self.draft.keep(keep)
         if self.history is not None:
             self.history.keep(keep)
@@ -245,15 +324,40 @@ class Engine:
 
     # -- parts of a step -------------------------------------------------------------------------
 
-    def _score_tree(self) -> tuple[DraftTree, TargetPass]:
+    def _keys(self, unread: int = 0) -> tuple[Tensor | None, Tensor]:
+        """Return the slots of both caches that a step reads.
+
+        Args:
+            unread: Number of earlier steps whose tokens have not been read.
+        """
+        longest = max(self.host_lengths) + unread * self._width
+        keys = self.cache.keys(longest + self._nodes, self.target.device)
+        return self.draft.keys(longest), keys
+
+    def _score_tree(self, draft_keys: Tensor | None, keys: Tensor) -> tuple[DraftTree, TargetPass]:
         """Draft a tree for every row, and run the target on it."""
         self.clock.enter("draft")
-        max_length = max(self.host_lengths)
-        tree = self.draft.draft(self.roots, max_length)
+        draft, score = type(self.draft).draft, Target.forward_tree
+        if self.compiled:
+            draft = compiled(draft) if self.draft.on_device else draft
+            score = compiled(score)
+        tree = draft(self.draft, self.roots, draft_keys)
         self.clock.enter("target")
-        return tree, self.target.forward_tree(
-            tree, self.lengths, max_length, self.cache, self.drafter.reads
+        with folded_queries(self.target.model, self._groups):
+            return tree, score(
+                self.target, tree, self.lengths, keys, self.cache, self.drafter.reads, self._groups
+            )
+
+    def _judge(self, tree: DraftTree, logits: Tensor) -> tuple[Verification, VerificationInputs]:
+        """Sample at every node and keep a path of the tree."""
+        judge: Any = _judge
+        if self.compiled and self.sampler.on_device and self.rule.capturable:
+            judge = compiled(_judge)
+        kept, inputs, state = judge(
+            self.sampler, self.rule, self.acceptance, tree, logits, self.history, self.rule_state
         )
+        self.rule_state.copy_(state)
+        return kept, inputs
 
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
         """Compact the target's cache to the kept path."""
@@ -263,8 +367,8 @@ class Engine:
             # Beyond the path, copy the root's slot onto itself.
             target = torch.where(slots < kept.count[:, None], slots, kept.path)
             self.cache.move(source, self.lengths[:, None] + target)
-        self.lengths = self.lengths + kept.count
-        self.roots = kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0]
+        self.lengths.add_(kept.count)
+        self.roots.copy_(kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0])
         self.draft.commit(features, kept)
 
     def _describe(
@@ -276,39 +380,34 @@ class Engine:
             ``[B, A, 2 + count]``: log-probability, divergence, and the largest log-probabilities;
             ``[B, A, count]``: the tokens of the latter.
         """
-        vocab_size = inputs.raw_log_probs.shape[-1]
-        path = kept.path[:, :, None].expand(-1, -1, vocab_size)
-        rows = inputs.raw_log_probs.gather(1, path)
+        first = torch.arange(len(kept.path), device=kept.path.device)[:, None] * inputs.tree.size
+        rows = inputs.raw.rows((kept.path + first).flatten()).unflatten(0, kept.path.shape)
         own = rows.gather(-1, kept.tokens[:, :, None])
         rule = FuzzyRule(
             0.0, self.acceptance.divergence, divergence_on=self.acceptance.divergence_on
         )
         divergence = rule.divergences(inputs).gather(1, kept.path)[:, :, None]
-        top = rows.topk(min(count, vocab_size), -1)
+        top = rows.topk(min(count, rows.shape[-1]), -1)
         return torch.cat([own, divergence, top.values], -1), top.indices
 
-    def _read(
-        self, kept: Verification, broken: Tensor, details: tuple[Tensor, Tensor] | None
-    ) -> StepResult:
-        """Transfer the result to the host, which waits for the device here."""
-        packed = torch.cat(
-            [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins], 1
-        ).tolist()
+    def _read(self, launched: _Launched) -> StepResult:
+        """Read a step's tokens, which waits for the device."""
+        packed = launched.read()
         if any(row[1] for row in packed):
             raise FloatingPointError(BROKEN_LOGITS)
-        width = kept.tokens.shape[1]
+        width = launched.tokens.shape[1]
         tokens = [row[2 : 2 + row[0]] for row in packed]
         origins = [row[2 + width : 2 + width + row[0]] for row in packed]
         entries = self.host_lengths[0]  # the drafter has not processed the new tokens
         for row, emitted in enumerate(tokens):
             self.host_lengths[row] += len(emitted)
             if self.history is not None:
-                self.history.append(row, kept.tokens[row], len(emitted))
+                self.history.append(row, launched.tokens[row], len(emitted))
         self.draft.observe(tokens)
         if self._prefix_cache is not None:
             self._sequence += tokens[0]
             self._update_prefix_cache(entries)
-        return StepResult(tokens, origins, _token_details(tokens, details))
+        return StepResult(tokens, origins, _token_details(tokens, launched.details))
 
     def _update_prefix_cache(self, entries: int) -> None:
         """Record the tokens that the caches hold now."""
@@ -326,6 +425,25 @@ class Engine:
             tensor[target] = tensor[source]
         if self.history is not None:
             self.history.move_row(source, target)
+
+
+def _judge(
+    sampler: Sampler,
+    rule: AcceptanceRule,
+    options: AcceptanceConfig,
+    tree: DraftTree,
+    logits: Tensor,
+    history: History | None,
+    state: Tensor,
+) -> tuple[Verification, VerificationInputs, Tensor]:
+    """Sample at every node, keep a path, and advance the rule's state."""
+    inputs = sampler(tree, logits, history)
+    inputs.state = state
+    if tree.size == 1:
+        kept = verify_root(inputs)
+    else:
+        kept = verify(inputs, rule, options.fallback, options.selection, options.price)
+    return kept, inputs, rule.advance(inputs, kept)
 
 
 def _token_details(

@@ -52,6 +52,7 @@ def load_target(
     name: str | Path,
     dtype: str | torch.dtype | None = None,
     device_map: str | torch.device | dict[str, Any] | None = None,
+    role: str = "target",
     **options: Any,
 ) -> PreTrainedModel:
     """Load a causal language model with Hugging Face's ``from_pretrained``.
@@ -61,6 +62,7 @@ def load_target(
         dtype: A torch dtype or a key of :data:`DTYPES`. Default: float32 on a CPU, else the
             checkpoint's own.
         device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
+        role: What error messages call the model.
         **options: Passed to ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
@@ -68,7 +70,7 @@ def load_target(
         ValueError: The dtype or the device does not exist.
         TypeError: An option does not exist.
     """
-    dtype, device_map = _check_placement(name, dtype, device_map)
+    dtype, device_map = _check_placement(name, dtype, device_map, role)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
@@ -76,11 +78,11 @@ def load_target(
     except (*DAMAGED, SafetensorError, RuntimeError, EOFError) as error:
         if isinstance(error, TypeError) and "keyword argument" in str(error):
             raise  # an option does not exist
-        raise LoadError(f"cannot load the target {name}: {one_line(error)}") from error
+        raise LoadError(f"cannot load the {role} {name}: {one_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # Hugging Face initializes them at random
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise LoadError(f"the target {name} lacks {len(missing)} tensors: {shown}")
+        raise LoadError(f"the {role} {name} lacks {len(missing)} tensors: {shown}")
     return model
 
 
@@ -243,7 +245,7 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
 
 
 def _check_placement(
-    name: str | Path, dtype: str | torch.dtype | None, device_map: Any
+    name: str | Path, dtype: str | torch.dtype | None, device_map: Any, role: str = "target"
 ) -> tuple[str | torch.dtype, Any]:
     """Return dtype and device map, with their defaults.
 
@@ -261,7 +263,7 @@ def _check_placement(
     if dtype is None:
         dtype = "auto" if uses_gpu else torch.float32
     if Path(name).is_absolute() and not Path(name).is_dir():
-        raise LoadError(f"cannot load the target: {name} is not a folder")
+        raise LoadError(f"cannot load the {role}: {name} is not a folder")
     return dtype, device_map
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,13 +35,14 @@ from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.model.acceptance import ExactRule, rule_for
 from eagle_fsd.model.beam_search import (
     BeamEngine,
-    BeamSearchConfig,
     BeamSearchOutput,
     beam_search,
 )
 from eagle_fsd.model.checkpoint import settings_file
+from eagle_fsd.model.compilation import is_compilation_faster
 from eagle_fsd.model.config import (
     AcceptanceConfig,
+    BeamSearchConfig,
     SamplingConfig,
     Settings,
     TreeConfig,
@@ -49,6 +52,7 @@ from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
+from eagle_fsd.model.identity import differs
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.sampling import WARPERS, Sampler
@@ -63,6 +67,8 @@ log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
+#: Prompt tokens and new tokens per row with which the gain of a compilation is measured.
+TRIAL_PROMPT, TRIAL_TOKENS = 32, 128
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
@@ -121,6 +127,10 @@ class EagleFSD:
 
     Attributes:
         model: The target as a Hugging Face model, without wrappers.
+        exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
+            Assigning to :attr:`tree` sets it too.
+        compiled: Whether the passes of drafter and target are compiled by ``torch.compile``; off by
+            default. See :meth:`compile_if_faster`.
     """
 
     def __init__(
@@ -136,8 +146,9 @@ class EagleFSD:
         self.drafter = (drafter or NoDrafter()).attach(self.target)
         if isinstance(self.drafter, nn.Module):
             self.drafter.eval()
-        self.tree = tree or TreeConfig.for_device(self.target.device.type)
+        self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
+        self.compiled = False
         self._name: str | None = None
         self._token: str | None = None
         if tokenizer is not None:
@@ -157,6 +168,7 @@ class EagleFSD:
         total_tokens: int | None = None,
         depth: int | None = None,
         top_k: int | None = None,
+        draft_vocabulary: int | str | Path | None = None,
         token: str | None = None,
         **target_options: Any,
     ) -> EagleFSD:
@@ -176,6 +188,9 @@ class EagleFSD:
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
             depth: As ``total_tokens``.
             top_k: As ``total_tokens``.
+            draft_vocabulary: Number of tokens, the most frequent ones, that an EAGLE-1/2 head
+                drafts, or a file that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+                Default: all.
             token: A Hugging Face token for gated repositories.
             **target_options: Passed to ``AutoModelForCausalLM.from_pretrained``.
 
@@ -210,18 +225,100 @@ class EagleFSD:
             settings = None if str(drafter) in WITHOUT_FILES else settings_file(drafter, token)
         from_file = read_settings(settings) if settings is not None else Settings()
         if not isinstance(drafter, Drafter):
-            drafter = load_drafter(drafter, wrapped, token)
-        default_tree = TreeConfig.for_device(wrapped.device.type).updated(**from_file.tree)
-        model = cls(
-            target,
-            drafter,
-            _override(
-                default_tree, "tree", tree, total_tokens=total_tokens, depth=depth, top_k=top_k
-            ),
-            acceptance or AcceptanceConfig().updated(**from_file.acceptance),
-        )
+            drafter = load_drafter(drafter, wrapped, token, draft_vocabulary)
+        elif draft_vocabulary is not None:
+            raise TypeError("draft_vocabulary cannot be set on a drafter that is already loaded")
+        model = cls(target, drafter)
         model._name, model._token = name, token
+        model.configure(from_file)
+        shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
+        if tree is not None or any(value is not None for value in shape.values()):
+            model.tree = _override(model.tree, "tree", tree, **shape)
+        model.acceptance = acceptance or model.acceptance
         return model
+
+    @property
+    def tree(self) -> TreeConfig:
+        """Shape of the draft tree."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: TreeConfig) -> None:
+        """Set the trees of all calls.
+
+        Args:
+            tree: Shape of the draft tree.
+        """
+        self._tree = self.exact_tree = tree
+
+    def configure(self, settings: Settings) -> None:
+        """Override the tree and acceptance options that a file sets.
+
+        Logs a warning if the file was written for another target or drafter, whose settings may
+        lose more accuracy here.
+
+        Args:
+            settings: The contents of an ``fsd.json`` file.
+        """
+        if settings.tree:
+            self.tree = self.tree.updated(**settings.tree)
+        self.exact_tree = settings.exact or self.exact_tree
+        self.acceptance = self.acceptance.updated(**settings.acceptance)
+        recorded = {"target": settings.target, "drafter": settings.drafter}
+        for kind, module in (("target", self.model), ("drafter", self.drafter)):
+            identity = recorded[kind]
+            if identity is not None and differs(identity, module, self.target.dtype):
+                log.warning(
+                    "the settings were calibrated for another %s (%s): no bound on the loss holds"
+                    " for this one; run eagle-fsd calibrate, or pass --threshold 0",
+                    kind,
+                    identity.name,
+                )
+
+    def compile_if_faster(self, tokens: float = math.inf, rows: int = 1) -> bool:
+        """Compile the passes of drafter and target if that saves time.
+
+        Compilation takes a C++ compiler, Python's headers, and about half a minute for every shape
+        of the tree; results on disk make it a few seconds in later processes. Texts of any length
+        share one version. A trial measures the gain. There is none where ``tokens`` take less than
+        :data:`~eagle_fsd.model.compilation.MIN_SECONDS` anyway.
+
+        Args:
+            tokens: Number of tokens to be decoded.
+            rows: Number of prompts decoded at once.
+
+        Returns:
+            Whether passes are compiled from now on, :attr:`compiled`.
+        """
+        target = self.target
+        check_target(target, projected=self.drafter.projects)
+        prompt = torch.arange(TRIAL_PROMPT, device=target.device) % target.vocab_size
+        limit = min(TRIAL_TOKENS, target.stable_rope_length - TRIAL_PROMPT)
+
+        @torch.inference_mode()
+        def seconds_per_token(compiled: bool) -> float:
+            drafter = self.drafter.fresh().attach(target)
+            engine = Engine(
+                target, drafter, Sampler(), self.tree, AcceptanceConfig(), compiled=compiled
+            )
+            engine.prefill([prompt] * rows, [limit] * rows)
+            begin = time.perf_counter()
+            emitted = [0] * rows
+            while max(emitted) < limit:
+                new = engine.step().tokens
+                emitted = [count + len(row) for count, row in zip(emitted, new, strict=True)]
+            return (time.perf_counter() - begin) / sum(emitted)
+
+        self.compiled = limit > 0 and is_compilation_faster(seconds_per_token, tokens)
+        return self.compiled
+
+    def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
+        """Return the draft tree of calls with given acceptance options.
+
+        Args:
+            acceptance: The acceptance options.
+        """
+        return self.tree if acceptance.threshold else self.exact_tree
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -391,7 +488,7 @@ class EagleFSD:
         )
         drafter = self.drafter if method == "fsd" else NoDrafter()
         engine = BeamEngine(
-            target, drafter, Sampler(SamplingConfig()), self.tree, AcceptanceConfig()
+            target, drafter, Sampler(SamplingConfig()), self.exact_tree, AcceptanceConfig()
         )
         check_target(target, projected=drafter.projects)
         return beam_search(engine, input_ids, prompts, config, ends)
@@ -592,9 +689,13 @@ class EagleFSD:
             block=isinstance(rule, ExactRule),
             generator=generator,
         )
-        drafter = self.drafter if method == "fsd" else NoDrafter()
+        tree = self.tree_for(acceptance)
+        # A tree that consists of its root is plain decoding.
+        drafter = self.drafter if method == "fsd" and tree.total_tokens > 1 else NoDrafter()
         clock = PhaseClock(target.device)
-        engine = Engine(target, drafter, sampler, self.tree, acceptance, rule, clock, details)
+        engine = Engine(
+            target, drafter, sampler, tree, acceptance, rule, clock, details, self.compiled
+        )
         check_target(target, projected=drafter.projects)
         return Generation(engine, input_ids, prompts, ends, prefix_cache)
 
@@ -603,10 +704,11 @@ class EagleFSD:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         if method == "fsd" and isinstance(self.drafter, NoDrafter):
             raise ValueError('this model has no drafter; only method="ar" is available')
-        if method == "fsd" and self.tree.top_k > self.target.vocab_size:
+        width = max(self.tree.top_k, self.exact_tree.top_k)
+        if method == "fsd" and width > self.target.vocab_size:
             raise ValueError(
                 f"the tree's top_k must be at most the vocabulary of {self.target.vocab_size}"
-                f" tokens; got {self.tree.top_k}"
+                f" tokens; got {width}"
             )
 
     def _limit_new_tokens(self, lengths: list[int], max_new_tokens: int) -> list[int]:

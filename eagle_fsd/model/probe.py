@@ -41,6 +41,11 @@ class DivergenceProbe(AcceptanceRule):
         self.rules = {name: FuzzyRule(threshold=0.0, divergence=name) for name in divergences}
         self.records: list[ProbeRecord] = []
 
+    @property
+    def capturable(self) -> bool:
+        """False, because the number of recorded nodes varies; see :class:`AcceptanceRule`."""
+        return False
+
     def gate(self, inputs: VerificationInputs) -> Tensor:
         """Record the step and keep the gate closed everywhere; see :meth:`AcceptanceRule.gate`."""
         tree = inputs.tree

@@ -20,7 +20,8 @@ to the last candidate, or the root if there is none. At that node, ``s`` is a sa
 ``max(w_i p_i - q_i, 0)``, normalized, or from ``p_n``. The expected number of accepted tokens is at
 least that of the rule above.
 
-Shape letters: ``B`` rows, ``N`` nodes of the chain, ``V`` vocabulary.
+Shape letters: ``B`` rows, ``N`` nodes of the chain, ``V`` vocabulary, ``D`` tokens of the draft's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,31 +30,41 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.divergence import LOG_FLOOR
+from eagle_fsd.model.vocabulary import Distributions, chunks, draw, exp
 
 
 def verify_tokens(
-    log_p: Tensor, log_q: Tensor, drafted: Tensor, generator: torch.Generator | None
+    target: Distributions,
+    draft: Distributions,
+    token_ids: Tensor | None,
+    drafted: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     """Choose the target's sample at every node but the last, token by token.
 
     Args:
-        log_p: ``[B, N - 1, V]`` the target's log-probabilities, after temperature, top-k and top-p,
-            at every node but the last.
-        log_q: ``[B, N - 1, V]`` the draft's log-probabilities that the tokens were sampled from.
-        drafted: ``[B, N - 1]`` the token sampled at each node.
-        generator: Source of randomness; None is torch's global generator.
+        target: ``[B, N, V]`` distributions after temperature, top-k and top-p.
+        draft: ``[B, M, D]`` distributions that the tokens were sampled from, node ``i``'s in row
+            ``i``; ``M`` is at least ``N - 1``.
+        token_ids: ``[D]`` the target's token for each of the draft's; None if they are the same.
+        drafted: ``[B, N - 1]`` the token sampled at each node, as a token of the target.
+        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
 
     Returns:
         ``[B, N - 1]`` token ids. At the last node, the target's sample is one from ``p_n``.
     """
-    p, q = log_p.exp(), log_q.exp()
-    ratio = _pick(p, drafted) / _pick(q, drafted)
-    uniform = torch.empty_like(ratio).uniform_(generator=generator)
-    return torch.where(uniform < ratio, drafted, _sample(p - q, p, generator))
+    ratio = _log_ratio(target, draft, token_ids, drafted).exp()
+    weight = torch.ones_like(ratio)
+    token, _ = _residuals(target, draft, token_ids, weight, uniform[1, :, :-1])
+    return torch.where(uniform[0, :, :-1] < ratio, drafted, token)
 
 
 def verify_block(
-    log_p: Tensor, log_q: Tensor, drafted: Tensor, generator: torch.Generator | None
+    target: Distributions,
+    draft: Distributions,
+    token_ids: Tensor | None,
+    drafted: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     """Choose the target's sample at every node but the last, for the whole chain at once.
 
@@ -61,40 +72,79 @@ def verify_block(
     requires that only tokens equal to the samples are accepted.
 
     Args:
-        log_p: ``[B, N - 1, V]`` the target's log-probabilities, after temperature, top-k and top-p,
-            at every node but the last.
-        log_q: ``[B, N - 1, V]`` the draft's log-probabilities that the tokens were sampled from.
-        drafted: ``[B, N - 1]`` the token sampled at each node.
-        generator: Source of randomness; None is torch's global generator.
+        target: ``[B, N, V]`` distributions after temperature, top-k and top-p.
+        draft: ``[B, M, D]`` distributions that the tokens were sampled from, node ``i``'s in row
+            ``i``; ``M`` is at least ``N - 1``.
+        token_ids: ``[D]`` the target's token for each of the draft's; None if they are the same.
+        drafted: ``[B, N - 1]`` the token sampled at each node, as a token of the target.
+        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
 
     Returns:
         ``[B, N - 1]`` token ids. At the last node, the target's sample is one from ``p_n``.
     """
-    p, q = log_p.exp(), log_q.exp()
     # With sums C_i of log-ratios from C_0 = 0 on, log w_i = C_i - max(C_0, ..., C_i).
-    ratio = _pick(log_p, drafted).clamp_min(LOG_FLOOR) - _pick(log_q, drafted)
+    ratio = _log_ratio(target, draft, token_ids, drafted)
     total = torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
     weight = (total - total.cummax(1).values).exp()  # [B, N]
-    residual = weight[:, :-1, None] * p - q
-    mass = residual.clamp_min(0.0).sum(-1)  # [B, N - 1]
+    token, mass = _residuals(target, draft, token_ids, weight[:, :-1], uniform[1, :, :-1])
     chance = mass / (mass + 1.0 - weight[:, :-1]).clamp_min(torch.finfo(mass.dtype).tiny)
-    chance = torch.cat([chance, weight[:, -1:]], 1)
-    candidate = torch.empty_like(chance).uniform_(generator=generator) < chance
-    node = torch.arange(chance.shape[1], device=chance.device)
+    candidate = uniform[0] < torch.cat([chance, weight[:, -1:]], 1)
+    node = torch.arange(candidate.shape[1], device=candidate.device)
     last = torch.where(candidate, node, 0).amax(1, keepdim=True)  # [B, 1]
-    return torch.where(node[:-1] < last, drafted, _sample(residual, p, generator))
+    return torch.where(node[:-1] < last, drafted, token)
 
 
-def _pick(values: Tensor, tokens: Tensor) -> Tensor:
-    return values.gather(-1, tokens[..., None])[..., 0]
+def _log_ratio(
+    target: Distributions, draft: Distributions, token_ids: Tensor | None, drafted: Tensor
+) -> Tensor:
+    """Return ``[B, N - 1]``: ``log p(x) - log q(x)`` of the drafted tokens."""
+    nodes = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
+    index = drafted
+    if token_ids is not None:  # the draft's token for each of the target's
+        inverse = torch.zeros(target.logits.shape[-1], dtype=torch.long, device=drafted.device)
+        index = inverse.scatter_(0, token_ids, torch.arange(len(token_ids), device=drafted.device))
+        index = index[drafted]
+    return target.log_prob(nodes, drafted).clamp_min(LOG_FLOOR) - draft.log_prob(nodes, index)
 
 
-def _sample(weights: Tensor, otherwise: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Sample from the positive part of ``[..., V]`` weights; where there is none, from others.
+def _residuals(
+    target: Distributions,
+    draft: Distributions,
+    token_ids: Tensor | None,
+    weight: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Sample from ``max(w p - q, 0)`` at every node but the last, and return its mass.
 
-    There is none where both distributions are equal up to rounding; the sample is then needed with
-    a probability of about the rounding error.
+    Where both distributions are equal up to rounding and the mass is 0, the sample is one from
+    ``p``; it is then needed with a probability of about the rounding error.
+
+    Args:
+        target: ``[B, N, V]``.
+        draft: ``[B, M, D]``.
+        token_ids: ``[D]``, or None.
+        weight: ``[B, N - 1]`` ``w``.
+        uniform: ``[B, N - 1]`` float64 random numbers in ``[0, 1)``.
+
+    Returns:
+        Two tensors ``[B, N - 1]``.
     """
-    weights = weights.clamp_min(0.0)
-    weights = torch.where(weights.sum(-1, keepdim=True) > 0.0, weights, otherwise)
-    return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1)
+    nodes = torch.arange(weight.shape[1], device=weight.device)
+    row = torch.arange(len(weight), device=weight.device)[:, None]
+    at_target = (nodes + row * target.logits.shape[1]).flatten()
+    at_draft = (nodes + row * draft.logits.shape[1]).flatten()
+    weights, points = weight.flatten()[:, None], uniform.flatten()
+    tokens, masses = [], []
+    for part in chunks(len(at_target), target.logits):
+        p = exp(target.rows(at_target[part]))
+        q = exp(draft.rows(at_draft[part]))
+        residual = weights[part] * p
+        if token_ids is None:
+            residual -= q
+        else:
+            residual.index_add_(-1, token_ids, q, alpha=-1)
+        mass = residual.clamp_min_(0.0).sum(-1)
+        residual = torch.where((mass > 0.0)[:, None], residual, p)
+        tokens.append(draw(residual, points[part])[0])
+        masses.append(mass)
+    return torch.cat(tokens).view_as(weight), torch.cat(masses).view_as(weight)

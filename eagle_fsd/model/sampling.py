@@ -7,6 +7,7 @@ each node's own prefix: the row up to the root, then the path from the root down
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import VerificationInputs
+from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, chunks
 
 #: Processors that apply sampling options, such as temperature. Hugging Face appends them to the end
 #: of its list.
@@ -40,6 +42,14 @@ WARPERS = (
     hf.EtaLogitsWarper,
     hf.LogitNormalization,
 )
+#: Warpers that :class:`Warp` replaces: the attribute with the option, and the options that may come
+#: before.
+STANDARD: dict[type[LogitsProcessor], tuple[str, tuple[str, ...]]] = {
+    TemperatureLogitsWarper: ("temperature", ()),
+    TopKLogitsWarper: ("top_k", ("temperature",)),
+    TopPLogitsWarper: ("top_p", ("temperature", "top_k")),
+    MinPLogitsWarper: ("min_p", ("temperature", "top_k", "top_p")),
+}
 #: Processors that never read previous tokens, so that one call serves all nodes.
 PREFIX_FREE = (*WARPERS, hf.InfNanRemoveLogitsProcessor, hf.SuppressTokensLogitsProcessor)
 #: Processors that keep state from call to call.
@@ -118,6 +128,12 @@ class Sampler:
             nothing.
         generator: Source of all randomness; default: torch's global generator.
 
+    Attributes:
+        numbers: Uniform random numbers in ``[0, 1)``, float64, to use instead of drawing from the
+            generator: code that is compiled cannot draw from one. :meth:`random` takes them in
+            order and advances :attr:`used`; reset it to 0 when new ones are set.
+        used: How many random numbers :meth:`random` has returned.
+
     Raises:
         ValueError: A processor or warper keeps state or combines rows.
     """
@@ -138,19 +154,29 @@ class Sampler:
             _check_processor(item)
         self.greedy = sampling.temperature == 0.0
         self.processors = list(processors)
-        self.warpers: list[LogitsProcessor] = []
-        if not self.greedy:
-            self.warpers = _warpers(sampling) if warpers is None else list(warpers)
+        self.warp: Warp | None = Warp(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        )
+        self.warpers = list(warpers or ())
+        if warpers is not None:
+            self.warp = _as_warp(warpers)
         self.draw_from_draft = draw_from_draft
         self.warp_draft = warp_draft or draw_from_draft
         self.draw_uniform = draw_uniform and not self.greedy
         self.verify_chain = verify_block if block else verify_tokens
         self.generator = generator
+        self.numbers: Tensor | None = None
+        self.used = 0
 
     @property
     def needs_history(self) -> bool:
         """Whether any processor reads previous tokens."""
         return any(not isinstance(item, PREFIX_FREE) for item in self.processors)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether no processor or warper of Hugging Face is called, so that it can be compiled."""
+        return not self.processors and self.warp is not None
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, history: History | None
@@ -162,39 +188,79 @@ class Sampler:
             logits: ``[B, N, V]`` float32, as the target returned them.
             history: The tokens of every row; required if :attr:`needs_history`.
         """
-        raw = log_probs = F.log_softmax(logits, -1)
+        raw = processed = Distributions.of(logits)
         if self.processors:
-            logits = self._process(tree, logits, history)
-            log_probs = F.log_softmax(logits, -1)
-        warped = log_probs
-        warped_draft: Tensor | None = tree.draft_log_probs
-        if self.warpers:
-            warped = self._warp(log_probs)
-            # There are many more expanded nodes than tree nodes: warp them only where needed.
-            needed = self.warp_draft or tree.sampled
-            warped_draft = self._warp(tree.draft_log_probs) if needed else None
-        drawn = None
-        if self.draw_from_draft:
-            drawn = tree.tokens
-            if warped_draft is not None and warped_draft.shape[1]:
-                drawn = self._choose(warped_draft)
-                drawn = drawn if tree.token_ids is None else tree.token_ids[drawn]
-                drawn = drawn.gather(1, tree.draft_rows.clamp_min(0))
-            if tree.sampled:  # the drafted tokens are draws already
-                drawn = torch.cat([tree.tokens[:, 1:], drawn[:, -1:]], 1)
-        if tree.sampled:
-            assert warped_draft is not None
-            sampled = self._follow_chain(tree, warped, warped_draft)
+            processed = Distributions.of(self._process(tree, logits, history))
+        if self.greedy:
+            # Compare the logits themselves: after subtracting the normalizer two different ones can
+            # round to the same value.
+            warped, sampled = processed, arg_max(processed.logits)
         else:
-            # Greedy decoding compares the logits themselves: after subtracting the normalizer two
-            # different logits can round to the same value.
-            sampled = self._choose(logits if self.greedy else warped)
+            points = self.random(tree.tokens.shape, logits.device)
+            warped, sampled = self._warp(processed.logits, points)
+        # There can be more expanded nodes than tree nodes: warp them only where needed.
+        draft: Distributions | None = None
+        drawn: Tensor | None = tree.tokens
+        expanded = tree.draft_log_probs.shape[:2]
+        if self.greedy:
+            draft = Distributions.normalized(tree.draft_log_probs)
+            if self.draw_from_draft and expanded[1]:
+                drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
+        elif (self.warp_draft or tree.sampled) and expanded[1]:
+            points = self.random(expanded, logits.device)
+            draft, drawn = self._warp(tree.draft_log_probs, points)
+            drawn = self._at_nodes(tree, drawn)
+        if tree.sampled:  # the drafted tokens are draws already
+            drawn = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1)
+        if tree.sampled:
+            assert draft is not None
+            points = self.random((2, *tree.tokens.shape), logits.device)
+            drafted = tree.tokens[:, 1:]
+            followed = self.verify_chain(warped, draft, tree.token_ids, drafted, points)
+            sampled = torch.cat([followed, sampled[:, -1:]], 1)
         uniform = None
         if self.draw_uniform:
-            uniform = torch.empty_like(warped[..., 0]).uniform_(generator=self.generator)
-        return VerificationInputs(
-            tree, raw, log_probs, warped, warped_draft, sampled, drawn, uniform, logits
-        )
+            uniform = self.random(tree.tokens.shape, logits.device).float()
+        drawn = drawn if self.draw_from_draft else None
+        return VerificationInputs(tree, raw, processed, warped, draft, sampled, drawn, uniform)
+
+    def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
+        """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""
+        drawn = drawn if tree.token_ids is None else tree.token_ids[drawn]
+        return drawn.gather(1, tree.draft_rows.clamp_min(0))
+
+    def reserve(self, count: int, device: torch.device) -> None:
+        """Allocate the random numbers of a step, which :meth:`refill` draws.
+
+        Args:
+            count: Upper bound of the random numbers that a step needs.
+            device: Device of the numbers.
+        """
+        if not self.greedy:
+            self.numbers = torch.empty(count, dtype=torch.float64, device=device)
+
+    def refill(self) -> None:
+        """Draw the random numbers of the next step."""
+        self.used = 0
+        if self.numbers is not None:
+            self.numbers.uniform_(generator=self.generator)
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return uniform random numbers in ``[0, 1)``.
+
+        Args:
+            shape: Shape of the result.
+            device: Device of the result.
+
+        Returns:
+            A float64 tensor.
+        """
+        count = math.prod(shape)
+        first, self.used = self.used, self.used + count
+        if self.numbers is not None:
+            return self.numbers[first : first + count].view(*shape)
+        numbers = torch.empty(*shape, dtype=torch.float64, device=device)
+        return numbers.uniform_(generator=self.generator)
 
     def draw_draft(self, log_probs: Tensor) -> Tensor:
         """Sample from the draft's distributions after temperature, top-k and top-p.
@@ -205,31 +271,21 @@ class Sampler:
         Returns:
             ``[...]`` indices into the draft's vocabulary.
         """
-        return self._choose(self._warp(log_probs))
+        shape = log_probs.shape[:-1]
+        points = self.random((1, shape.numel()), log_probs.device)
+        return self._warp(log_probs.flatten(0, -2)[None], points)[1].view(shape)
 
-    def _follow_chain(self, tree: DraftTree, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Return ``[B, N]``: the target's sample at every node of a sampled chain."""
-        log_p, last = log_p.split([tree.size - 1, 1], 1)
-        log_q = log_q[:, : tree.size - 1]  # of a chain, node i is expanded as the i-th
-        if tree.token_ids is not None:
-            log_q = torch.full_like(log_p, -torch.inf).index_copy(2, tree.token_ids, log_q)
-        followed = self.verify_chain(log_p, log_q, tree.tokens[:, 1:], self.generator)
-        return torch.cat([followed, self._choose(last)], 1)
-
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Return the argmax, or a sample by the Gumbel-max trick: ``[..., V]`` to ``[...]``."""
-        if self.greedy:
-            return scores.argmax(-1)
-        noise = torch.empty_like(scores).exponential_(generator=self.generator)
-        return (scores - noise.log_()).argmax(-1)
-
-    def _warp(self, log_probs: Tensor) -> Tensor:
-        if not log_probs.numel():
-            return log_probs
-        flat = log_probs.flatten(0, -2)
-        for warper in self.warpers:
-            flat = warper(None, flat)
-        return F.log_softmax(flat, -1).view_as(log_probs)
+    def _warp(self, logits: Tensor, points: Tensor) -> tuple[Distributions, Tensor]:
+        """Warp ``[B, N, V]`` logits, and sample with the random numbers ``[B, N]``."""
+        if self.warp is not None:
+            return self.warp(logits, points)
+        flat, parts = logits.flatten(0, 1), []
+        for rows in chunks(len(flat), flat):
+            scores = flat[rows]
+            for warper in self.warpers:
+                scores = warper(None, scores)
+            parts.append(scores)
+        return Warp()(torch.cat(parts).view_as(logits), points)
 
     def _process(self, tree: DraftTree, logits: Tensor, history: History | None) -> Tensor:
         if not self.needs_history:
@@ -285,18 +341,18 @@ def _check_processor(processor: LogitsProcessor) -> None:
             )
 
 
-def _warpers(sampling: SamplingConfig) -> list[LogitsProcessor]:
-    """Build Hugging Face's warpers for the sampling options, in the order it uses."""
-    found: list[LogitsProcessor] = []
-    if sampling.temperature != 1.0:
-        found.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        found.append(MinPLogitsWarper(sampling.min_p))
-    return found
+def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
+    """Return what equals warpers of Hugging Face; None if there is another one among them."""
+    found: dict[str, Any] = {}
+    for item in warpers:
+        if isinstance(item, hf.LogitNormalization):
+            continue  # changes no distribution
+        name, before = STANDARD.get(type(item), ("", ()))
+        fixed = getattr(item, "filter_value", -math.inf), getattr(item, "min_tokens_to_keep", 1)
+        if not name or fixed != (-math.inf, 1) or not found.keys() <= set(before):
+            return None
+        found[name] = getattr(item, name)
+    return Warp(**found)
 
 
 def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from eagle_fsd.model.attention import folded_queries, query_groups, use_stock_attention
 from eagle_fsd.model.target import WINDOW_FIELDS, Target
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.utils.text import one_line
@@ -69,6 +70,16 @@ def _run_check(target: Target, name: str) -> None:
             "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
             " all layers on their devices: use a smaller dtype or more devices"
         )
+    if query_groups(target.model) > 1:
+        try:
+            return _compare(target, name)
+        except ValueError:  # it may handle attention or masks itself
+            use_stock_attention(target.model)
+    _compare(target, name)
+
+
+def _compare(target: Target, name: str) -> None:
+    """Compare a tree pass with plain passes; raise ``ValueError`` if it fails or differs."""
     try:
         with _short_windows(target.config), torch.inference_mode():
             tree_error, projection_error = _errors(target)
@@ -134,7 +145,9 @@ def _errors(target: Target) -> tuple[float, float]:
     cache = target.new_cache(*shape)
     features = target.prefill(prefixes, 0, cache)
     lengths = torch.tensor(PREFIXES, device=device)
-    scored = target.forward_tree(tree, lengths, max(PREFIXES), cache).logits
+    keys, groups = cache.keys(shape[1], device), query_groups(target.model)
+    with folded_queries(target.model, groups):
+        scored = target.forward_tree(tree, lengths, keys, cache, groups=groups).logits
     sequences = [
         # Padding on the right does not affect the tokens before it.
         torch.cat([prefixes[row, :length], nodes[row, [0, *branch]], prefixes[row, length:]])

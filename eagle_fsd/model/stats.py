@@ -12,15 +12,16 @@ import torch
 
 from eagle_fsd.model.verify import Origin
 
-#: Phases of a call; all but prefill repeat in every step.
+#: Phases of a call; all but prefill repeat in every step. On CUDA, a step that is replayed as a
+#: graph is a single phase, "graph".
 PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
 
 
 class PhaseClock:
     """Measure the seconds spent in each phase without synchronizing the device.
 
-    On CUDA the boundaries are events in the stream. :meth:`collect` reads them after the host has
-    waited for the step's tokens. Elsewhere the boundaries are readings of the host's clock.
+    On CUDA the boundaries are events in the stream, which :meth:`collect` reads once the device has
+    passed them. Elsewhere the boundaries are readings of the host's clock.
 
     Args:
         device: Device that decodes.
@@ -42,6 +43,8 @@ class PhaseClock:
         """
         mark: Any
         if self._cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         else:
@@ -49,12 +52,15 @@ class PhaseClock:
         self._marks.append((phase, mark))
 
     def collect(self) -> None:
-        """Add up the phases so far. Call only after the device has passed the last boundary."""
-        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            if phase is None:
-                continue
-            self.seconds[phase] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
-        self._marks = self._marks[-1:]
+        """Add up the phases that the device has finished."""
+        while len(self._marks) > 1:
+            (phase, begin), (_, end) = self._marks[:2]
+            if self._cuda and not end.query():
+                break
+            del self._marks[0]
+            if phase is not None:
+                spent = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
 
 @dataclass

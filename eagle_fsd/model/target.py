@@ -15,9 +15,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from eagle_fsd.model.attention import fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.tree import DraftTree
 
@@ -126,18 +128,26 @@ class Target:
         device: torch.device = self.lm_head.weight.device
         return device
 
-    def project(self, features: Tensor) -> Tensor:
+    @cached_property
+    def one_device(self) -> bool:
+        """Whether all weights are on one device."""
+        return len({parameter.device for parameter in self.model.parameters()}) == 1
+
+    def project(self, features: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
         """Apply the output projection, scaled as the model scales its logits.
 
         (Cohere multiplies, Granite divides, Gemma 2 applies a soft cap.)
 
         Args:
             features: ``[..., H]`` last hidden states after the final norm.
+            rows: Weight and bias of a part of the projection, ``[D, H]`` and ``[D]``; default: all.
 
         Returns:
-            ``[..., V]`` float32 logits.
+            ``[..., V]`` or ``[..., D]`` float32 logits.
         """
-        logits: Tensor = self.lm_head(features.to(self.lm_head.weight.dtype)).float()
+        features = features.to(self.lm_head.weight.dtype)
+        logits: Tensor = self.lm_head(features) if rows is None else F.linear(features, *rows)
+        logits = logits.float()
         if (factor := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * factor
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -191,30 +201,34 @@ class Target:
     def prefill(
         self,
         ids: Tensor,
-        start: int,
+        start: int | Tensor,
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
-        lengths: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Process tokens that follow those in the cache, causally.
 
         Args:
             ids: ``[B, S]`` token ids.
-            start: Position of the first token; with ``lengths``, an upper bound of it.
+            start: Position of the first token, of all rows or ``[B]`` of each row.
             cache: Receives keys and values.
             states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
-            lengths: ``[B]`` position of the first token in each row; default: ``start``.
+            keys: ``[L]`` result of :meth:`TreeCache.keys` for the position after the last token;
+                required if ``start`` is a tensor.
 
         Returns:
             ``[B, S, F]`` the hidden states, concatenated.
         """
-        first = start if lengths is None else lengths[:, None]
+        if isinstance(start, Tensor):
+            first: int | Tensor = start[:, None]
+            assert keys is not None
+        else:
+            first = start
+            keys = cache.keys(start + ids.shape[1], ids.device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
-        view = cache.visible(start + ids.shape[1])
-        slots = torch.arange(view, device=ids.device)[None, None]  # [1, 1, view]
-        seen = slots <= positions[:, :, None]
-        cache.place(positions.expand_as(ids), view)
-        return self.encode(ids, positions, seen, slots, cache, states)
+        seen = keys <= positions[:, :, None]
+        cache.place(positions.expand_as(ids), keys)
+        return self.encode(ids, positions, seen, keys[None, None], cache, states)
 
     def encode(
         self,
@@ -254,32 +268,35 @@ class Target:
         self,
         tree: DraftTree,
         lengths: Tensor,
-        max_length: int,
+        keys: Tensor,
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
+        groups: int = 1,
     ) -> TargetPass:
         """Score every node of a tree in one pass.
 
         Args:
             tree: The draft tree; its root is the first token that is not in the cache.
             lengths: ``[B]`` number of tokens of each row in the cache.
-            max_length: Upper bound of ``lengths``, known without reading from the device.
+            keys: ``[L]`` result of :meth:`TreeCache.keys` for ``N`` slots beyond any of
+                ``lengths``.
             cache: Receives the keys and values of node ``i`` of row ``b`` in slot
                 ``lengths[b] + i``.
             states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
+            groups: Query heads to fold per key head, inside
+                :func:`~eagle_fsd.model.attention.folded_queries`.
         """
-        view = cache.visible(max_length + tree.size)
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
-        keys = torch.arange(view, device=lengths.device).expand(len(lengths), -1)  # [B, view]
         seen = (keys < lengths[:, None])[:, None].expand(-1, tree.size, -1)
         columns = slots[:, None].expand(-1, tree.size, -1)
         positions = lengths[:, None] + tree.depths
         mask = self._masks(
             seen.scatter(2, columns, tree.ancestors),
             positions,
-            keys.scatter(1, slots, positions)[:, None],
+            keys.expand(len(lengths), -1).scatter(1, slots, positions)[:, None],
+            groups=groups,
         )
-        cache.place(slots, view)
+        cache.place(slots, keys)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
         # switch RoPE to frequencies for longer sequences.
         positions = positions.clamp_max(self.stable_rope_length - 1)
@@ -324,7 +341,7 @@ class Target:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def _masks(
-        self, seen: Tensor, queries: Tensor, keys: Tensor, rows: int = -1
+        self, seen: Tensor, queries: Tensor, keys: Tensor, rows: int = -1, groups: int = 1
     ) -> Tensor | dict[str, Tensor]:
         """Build the additive mask of every type of layer, or the one that all layers share.
 
@@ -333,6 +350,7 @@ class Target:
             queries: ``[B, S]`` positions.
             keys: ``[B, S, L]`` positions; ``S`` may be 1.
             rows: Number of rows to expand the masks to if ``B`` is 1; default: ``B``.
+            groups: Number of times to repeat the masks, see :func:`fold_mask`.
         """
         queries = queries[:, :, None]
         masks = {}
@@ -347,7 +365,8 @@ class Target:
                 allowed = seen & (keys > queries - window)
             else:
                 allowed = seen & (keys // window == queries // window)
-            masks[kind] = additive_mask(allowed, self.dtype).expand(rows, -1, -1, -1)
+            mask = fold_mask(additive_mask(allowed, self.dtype), groups)
+            masks[kind] = mask.expand(rows, -1, -1, -1)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     @cached_property

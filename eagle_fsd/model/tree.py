@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.vocabulary import top_k
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class TreeBuilder:
     def _children(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and tokens of the children: ``[..., K]``."""
         if self.draw is None:
-            scores, index = log_probs.topk(self.width)
+            scores, index = top_k(log_probs, self.width)
         else:
             index = self.draw(log_probs)[..., None]
             scores = log_probs.gather(-1, index)

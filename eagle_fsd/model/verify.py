@@ -4,8 +4,8 @@ One code path serves greedy decoding and sampling, every acceptance rule and eve
 few tensor operations over ``[B, N]`` and without host synchronization.
 
 Shape letters: ``B`` rows, ``N`` tree nodes, ``V`` vocabulary, ``D`` tokens of the draft's
-vocabulary, ``M`` expanded nodes, ``Q`` queried (node, token) pairs, ``A`` = ``max_depth + 1``, the
-largest number of tokens that one step can emit.
+vocabulary, ``M`` expanded nodes, ``R`` flattened nodes, ``Q`` queried (node, token) pairs, ``A`` =
+``max_depth + 1``, the largest number of tokens that one step can emit.
 
 At every node ``i`` the target's distribution ``p_i`` is known, and one token ``s_i`` is sampled
 from it. An edge into node ``c`` is *exact* when ``c`` carries its parent's ``s``; it is *relaxed*
@@ -24,16 +24,16 @@ has the same distribution as EAGLE-2's recursive rejection over deterministic ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.tree import DraftTree
+from eagle_fsd.model.vocabulary import Distributions, chunks
 
 #: Values of ``selection`` that compare whole paths; the others keep one child per node.
 WHOLE_PATHS = ("longest", "priced")
@@ -54,12 +54,12 @@ class VerificationInputs:
 
     Attributes:
         tree: The draft tree.
-        raw_log_probs: ``[B, N, V]`` float32 log-softmax of the target's logits.
-        log_probs: ``[B, N, V]`` after logits processors, before temperature, top-k and top-p.
-            Without processors this is the tensor ``raw_log_probs``.
-        warped_log_probs: ``[B, N, V]`` after temperature, top-k and top-p: the distribution that is
-            sampled from. At temperature 0 it is ``log_probs``.
-        warped_draft_log_probs: ``[B, M, D]`` the draft's distributions after the same warping.
+        raw: The softmax of the target's logits at each node.
+        processed: After logits processors, before temperature, top-k and top-p. Without processors
+            this is the object ``raw``.
+        warped: After temperature, top-k and top-p: the distributions that are sampled from. At
+            temperature 0 this is the object ``processed``.
+        warped_draft: The draft's distributions at its ``M`` expanded nodes after the same warping.
             None if neither the options nor the rule need it.
         sampled: ``[B, N]`` the target's own sample ``s`` at each node; where the tree's tokens were
             sampled, see :mod:`~eagle_fsd.model.residual`.
@@ -68,36 +68,58 @@ class VerificationInputs:
             ``selection="sample"`` or the rule needs it.
         uniform: ``[B, N]`` uniform random numbers, independent of ``sampled``. None at temperature
             0, and if the rule does not need them.
-        logits: ``[B, N, V]`` the target's logits after logits processors.
         state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
     """
 
     tree: DraftTree
-    raw_log_probs: Tensor
-    log_probs: Tensor
-    warped_log_probs: Tensor
-    warped_draft_log_probs: Tensor | None
+    raw: Distributions
+    processed: Distributions
+    warped: Distributions
+    warped_draft: Distributions | None
     sampled: Tensor
     drawn: Tensor | None = None
     uniform: Tensor | None = None
-    logits: Tensor | None = None
     state: Tensor | None = None
 
-    @cached_property
-    def peak(self) -> Tensor:
-        """``[B, N]`` the largest of ``log_probs`` at each node."""
-        return self.log_probs.amax(-1)
+    @property
+    def raw_log_probs(self) -> Tensor:
+        """``[B, N, V]`` log-probabilities of :attr:`raw`, computed by every access."""
+        return self.raw.dense()
 
-    @cached_property
+    @property
+    def log_probs(self) -> Tensor:
+        """``[B, N, V]`` log-probabilities of :attr:`processed`, computed by every access."""
+        return self.processed.dense()
+
+    @property
+    def warped_log_probs(self) -> Tensor:
+        """``[B, N, V]`` log-probabilities of :attr:`warped`, computed by every access."""
+        return self.warped.dense()
+
+    @property
+    def warped_draft_log_probs(self) -> Tensor | None:
+        """``[B, M, D]`` log-probabilities of :attr:`warped_draft`, computed by every access."""
+        return None if self.warped_draft is None else self.warped_draft.dense()
+
+    @property
+    def broken(self) -> Tensor:
+        """``[B]`` bool: whether a row's logits contain NaN or ``+inf``, or a node has no token."""
+        return (self.raw.log_total + self.warped.log_total).isnan().any(1)
+
+    @property
+    def peak(self) -> Tensor:
+        """``[B, N]`` log-probability of the most likely token of :attr:`processed`."""
+        return self.processed.max_log_prob
+
+    @property
     def regret(self) -> Tensor:
         """``[B, N]`` nats: ``max log p - log p(x)`` of each token at its parent; 0 at the root."""
         parents = self.tree.parents
         regret = self.peak.gather(1, parents) - self.log_prob(parents, self.tree.tokens)
-        regret[:, 0] = 0.0
-        return regret
+        return regret.masked_fill(self.tree.depths == 0, 0.0)
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Look up ``log p`` of tokens at nodes.
+        """Look up ``log p`` of tokens at nodes, by :attr:`processed`.
 
         Args:
             nodes: ``[B, Q]`` node indices.
@@ -106,7 +128,7 @@ class VerificationInputs:
         Returns:
             ``[B, Q]`` float32.
         """
-        return pick(self.log_probs, nodes, tokens)
+        return self.processed.log_prob(nodes, tokens)
 
     def above_floor(self, nodes: Tensor, tokens: Tensor, ratio: float) -> Tensor:
         """Whether ``p(x) >= ratio * max p`` for tokens at nodes.
@@ -134,7 +156,36 @@ class VerificationInputs:
         Returns:
             ``[B, Q]`` bool.
         """
-        return pick(self.warped_log_probs, nodes, tokens) > -torch.inf
+        return self.warped.log_prob(nodes, tokens) > -torch.inf
+
+    def pairs(self, nodes: Tensor, warped: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over both models' distributions at nodes, a few nodes at a time.
+
+        Args:
+            nodes: ``[B, Q]`` node indices.
+            warped: Take the distributions after temperature, top-k and top-p.
+
+        Yields:
+            ``[R, V]`` and ``[R, D]`` log-probabilities of the target and of the draft at the next
+            of the flattened nodes. Where a node was not expanded, the draft's are another node's.
+
+        Raises:
+            ValueError: Warped distributions are requested, but there are none of the draft.
+        """
+        tree, draft = self.tree, self.warped_draft
+        if warped and draft is None:
+            raise ValueError('divergence_on="warped" needs the warped draft distributions')
+        target = self.warped if warped else self.raw
+        row = torch.arange(len(nodes), device=nodes.device)[:, None]
+        expanded = tree.draft_rows.gather(1, nodes).clamp_min(0)
+        at_draft = (expanded + row * tree.draft_log_probs.shape[1]).flatten()
+        at_target = (nodes + row * tree.size).flatten()
+        for part in chunks(len(at_target), target.logits):
+            if warped and draft is not None:
+                log_q = draft.rows(at_draft[part])
+            else:
+                log_q = tree.draft_log_probs.flatten(0, 1).index_select(0, at_draft[part])
+            yield target.rows(at_target[part]), log_q
 
 
 class AcceptanceRule:
@@ -162,7 +213,7 @@ class AcceptanceRule:
 
     @property
     def needs_warped_draft(self) -> bool:
-        """Whether the rule reads :attr:`VerificationInputs.warped_draft_log_probs`."""
+        """Whether the rule reads :attr:`VerificationInputs.warped_draft`."""
         return False
 
     @property
@@ -174,6 +225,11 @@ class AcceptanceRule:
     def replaces_samples(self) -> bool:
         """Whether :meth:`choose` replaces the target's samples."""
         return type(self).choose is not AcceptanceRule.choose
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the rule consists of tensor operations that never wait for the device."""
+        return True
 
     @property
     def state_size(self) -> int:
@@ -400,17 +456,3 @@ def _draft_draw(
     admitted = rule.admits(inputs, nodes, inputs.drawn)
     admitted = admitted & inputs.supported(nodes, inputs.drawn)
     return torch.where(gate & admitted, inputs.drawn, sampled)
-
-
-def pick(values: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-    """Look up ``values[b, nodes[b, i], tokens[b, i]]`` for every ``b`` and ``i``.
-
-    Args:
-        values: ``[B, N, V]``.
-        nodes: ``[B, Q]`` node indices.
-        tokens: ``[B, Q]`` token ids.
-
-    Returns:
-        ``[B, Q]``.
-    """
-    return values.flatten(1).gather(1, nodes * values.shape[-1] + tokens)

@@ -42,13 +42,19 @@ class OracleHead(LevelDrafter):
         return _RowCache(rows, length)
 
     def append(
-        self, _features: Tensor, tokens: Tensor, lengths: Tensor, _max: int, cache: _RowCache
+        self, _features: Tensor, tokens: Tensor, lengths: Tensor, _keys: Tensor, cache: _RowCache
     ) -> Tensor:
         positions = lengths[:, None] + torch.arange(tokens.shape[1])
-        return self.extend(tokens, tokens, positions, tokens, cache)
+        return self.extend(tokens, tokens, positions, (), tokens, cache)
 
     def extend(
-        self, _hidden: Tensor, _tokens: Tensor, positions: Tensor, _mask: Tensor, cache: _RowCache
+        self,
+        _hidden: Tensor,
+        _tokens: Tensor,
+        positions: Tensor,
+        _rotary: tuple[Tensor, ...],
+        _mask: Tensor,
+        cache: _RowCache,
     ) -> Tensor:
         """Predict the token that follows the pair of a feature at ``positions`` and a token."""
         index = (positions + 2).clamp_max(self.sequences.shape[1] - 1)

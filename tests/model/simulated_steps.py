@@ -12,25 +12,12 @@ import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
 from pairs import small_tree, tiny_target, untrained_head
+from rules import RULES, WRAPPED
 from simulated_accelerator import DEVICES, move, receive_inputs, simulated_accelerator
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
-from eagle_fsd.model.acceptance import (
-    BudgetRule,
-    CascadeRule,
-    DeferredRule,
-    ExactRule,
-    FuzzyRule,
-    LimitedRule,
-    MarginRule,
-    MixtureRule,
-    PhaseRule,
-    RegretRule,
-    TargetRule,
-    TopKRule,
-    TypicalRule,
-)
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags
@@ -44,19 +31,12 @@ from eagle_fsd.model.verify import AcceptanceRule
 
 GREEDY = SamplingConfig()
 SAMPLED = SamplingConfig(temperature=0.7, top_k=20, top_p=0.9)
-RULES: list[AcceptanceRule] = [
+ALL_RULES: list[AcceptanceRule] = [
     ExactRule(),
     FuzzyRule(0.1, min_ratio=0.2),
     FuzzyRule(0.1, divergence_on="warped"),
-    TypicalRule(),
-    TopKRule(gap=0.6),
-    TargetRule(single=0.8, acc=0.9),
-    BudgetRule(),
-    DeferredRule(),
-    MarginRule(),
-    CascadeRule(),
-    MixtureRule(),
-    PhaseRule(LimitedRule(RegretRule(), 5.0), 1, 2),
+    *RULES,
+    *WRAPPED[-2:],
 ]
 
 
@@ -113,7 +93,7 @@ def run_steps(
     drafted: bool = True,
     **acceptance: Any,
 ) -> tuple[Engine, Any]:
-    """Take two steps; returns the engine and what the second one left on the device."""
+    """Take two steps; returns the engine and the second step."""
     options = AcceptanceConfig(**acceptance)
     clock = PhaseClock(torch.device("cpu"))
     sampler = Sampler(
@@ -135,7 +115,7 @@ def run_steps(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
 def test_step_with_every_rule(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     run_steps(pair(), sampling, rule)
 
@@ -184,7 +164,7 @@ def test_step_with_an_eagle3_head(divergence: str) -> None:
 def test_reading_from_the_device_is_detected() -> None:
     engine, result = run_steps(pair())
     with simulated_accelerator(), pytest.raises(DataDependentOutputException):
-        engine._read(*result)
+        engine._read(result)
 
 
 def test_mixing_devices_is_detected() -> None:

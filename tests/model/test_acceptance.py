@@ -30,6 +30,7 @@ from eagle_fsd.model.acceptance import (
 )
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, verify
+from eagle_fsd.model.vocabulary import Distributions
 
 CERTAIN = [0.96, 0.01, 0.01, 0.01, 0.01]  # of A; entropy 0.22 nats, 0.14 of ln 5
 UNDECIDED = [0.30, 0.25, 0.20, 0.15, 0.10]  # entropy 0.96 of ln 5
@@ -118,9 +119,10 @@ def test_margin_rule_compares_the_two_largest_logits(
 ) -> None:
     """C is almost as likely as B, but third: it is never accepted."""
     inputs = _star(torch.tensor(LOGITS).softmax(0).tolist(), [C, B], A)
-    logits = inputs.log_probs.clone()
+    logits = inputs.log_probs
     logits[0, 0] = torch.tensor(LOGITS) + shift
-    assert outcome(verify(replace(inputs, logits=logits), MarginRule(ratio)))[0] == kept
+    inputs = replace(inputs, processed=Distributions.of(logits))
+    assert outcome(verify(inputs, MarginRule(ratio)))[0] == kept
 
 
 # -- CascadeRule (speculative cascades) ------------------------------------------------------------
@@ -253,7 +255,7 @@ def _repeated(one: VerificationInputs, uniform: Tensor) -> VerificationInputs:
         },
         draft_log_probs=one.tree.draft_log_probs.expand(DRAWS, -1, -1),
     )
-    wide = one.raw_log_probs.expand(DRAWS, -1, -1)
+    wide = Distributions.of(one.raw_log_probs.expand(DRAWS, -1, -1))
     sampled = one.sampled.repeat(DRAWS, 1)
     return VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)
 
@@ -507,9 +509,9 @@ def test_typical_rule_bound_is_capped_by_epsilon(epsilon: float, accepted: bool)
 def test_typical_rule_looks_at_the_warped_distribution() -> None:
     """D has .04 of the raw mass, above its bound, but .001 after the temperature."""
     inputs = _star([0.5, 0.25, 0.2, 0.04, 0.01], [D], B)
-    warped = inputs.warped_log_probs.clone()
+    warped = inputs.warped_log_probs
     warped[0, 0] = torch.tensor([0.9, 0.05, 0.048, 0.001, 0.001]).log()
-    inputs = replace(inputs, warped_log_probs=warped)
+    inputs = replace(inputs, warped=Distributions.of(warped))
     assert not verify(inputs, TypicalRule()).accepted[0, 1]
 
 

@@ -402,5 +402,6 @@ def score(target: Target, tree: object, prefixes: list[Tensor]) -> TargetPass:
     cache = target.new_cache(len(prefixes), max_length + tree.size)
     ids = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
     with torch.no_grad():
+        keys = cache.keys(max_length + tree.size, ids.device)
         target.prefill(ids, 0, cache)
-        return target.forward_tree(tree, lengths, max_length, cache)
+        return target.forward_tree(tree, lengths, keys, cache)

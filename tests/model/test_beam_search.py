@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
 from eagle_fsd.model.beam_search import (
     Beam,
-    BeamSearchConfig,
     BeamSearchOutput,
     ScoredTrees,
     Search,
 )
+from eagle_fsd.model.config import BeamSearchConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter

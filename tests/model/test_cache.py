@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -64,7 +65,8 @@ def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
     layout = Layout()
     for _ in range(2):  # the first cache learns the layout, so the second has a single store
         cache = TreeCache(rows, length, layout)
-        cache.place(torch.zeros(rows, 1, dtype=torch.long, device=device), 1)
+        slots = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        cache.place(slots, cache.keys(1, slots.device))
         for layer in range(LAYERS):
             states = torch.zeros(rows, KV_HEADS, 1, HEAD_SIZE, device=device)
             cache.update(states, states, layer)
@@ -127,7 +129,7 @@ def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
     cache = numbered(rows=3, length=11, device=device)
     before = contents(cache)
     positions = torch.tensor([[4, 2, 9], [0, 1, 2]], device=device)
-    cache.place(positions, 10)
+    cache.place(positions, cache.keys(10, positions.device))
     generator = torch.Generator().manual_seed(1)
     for number in range(LAYERS):
         shape = (2, KV_HEADS, 3, HEAD_SIZE)
@@ -137,18 +139,23 @@ def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
         for row in range(2):
             before[number, 0, row, positions[row]] = keys[row].transpose(0, 1)
             before[number, 1, row, positions[row]] = values[row].transpose(0, 1)
-        assert torch.equal(seen_keys, before[number, 0, :2, :10].transpose(1, 2))
-        assert torch.equal(seen_values, before[number, 1, :2, :10].transpose(1, 2))
+        assert torch.equal(seen_keys, before[number, 0, :2].transpose(1, 2))
+        assert torch.equal(seen_values, before[number, 1, :2].transpose(1, 2))
     assert torch.equal(contents(cache), before)  # nothing else was changed
 
 
-def test_visible_rounds_up_within_the_cache() -> None:
-    cache = numbered(length=3 * VIEW_STEP + 5)
-    for needed in (1, VIEW_STEP - 1, VIEW_STEP, VIEW_STEP + 1, 3 * VIEW_STEP + 1, cache.length):
-        visible = cache.visible(needed)
-        assert needed <= visible < needed + VIEW_STEP
-        assert visible <= cache.length
-        assert visible % VIEW_STEP == 0 or visible == cache.length
+@pytest.mark.parametrize("length", [1, VIEW_STEP, 5 * VIEW_STEP + 5, 3000])
+def test_few_numbers_of_keys_and_none_much_too_large(length: int) -> None:
+    cache = TreeCache(1, length)
+    sizes = set()
+    for needed in range(1, length + 1):
+        keys = cache.keys(needed, torch.device("cpu"))
+        assert torch.equal(keys, torch.arange(len(keys)))
+        assert keys is cache.keys(len(keys), keys.device)
+        assert needed <= len(keys) <= length
+        assert len(keys) < max(needed + VIEW_STEP, 1.25 * needed)
+        sizes.add(len(keys))
+    assert len(sizes) <= 8 + 4 * max(0, math.log2(length / (8 * VIEW_STEP))) + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

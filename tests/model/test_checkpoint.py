@@ -38,6 +38,7 @@ from transformers import (
 from eagle_fsd import AcceptanceConfig, CheckpointError, EagleFSD, EagleHead, TreeConfig
 from eagle_fsd.model import checkpoint
 from eagle_fsd.model.checkpoint import load_head, save_head
+from eagle_fsd.model.identity import identify
 from eagle_fsd.model.target import Target
 
 FORMATS = ["model.safetensors", "pytorch_model.bin"]
@@ -485,6 +486,47 @@ def test_settings_argument_replaces_the_settings_file(
         assert (pair.acceptance, pair.tree) == (acceptance, tree)
     with pytest.raises(ValueError, match=r"^pass either tree or depth, not both$"):
         load(tree=tree, depth=2)
+
+
+def test_lossless_calls_use_their_own_tree(folders: tuple[Path, Path]) -> None:
+    """That of the file, unless the tree is set by an argument or an assignment."""
+    values = {"threshold": 10.0, "total_tokens": 9, "depth": 7, "top_k": 1}
+    exact = {"total_tokens": 1, "depth": 1, "top_k": 1}
+    (folders[1] / "fsd.json").write_text(json.dumps({**values, "exact": exact}))
+    load = partial(EagleFSD.from_pretrained, *folders, device_map="cpu")
+    pair = load()
+    assert (pair.tree.depth, pair.exact_tree) == (7, TreeConfig(**exact))
+    lengths = [
+        max(pair.generate(prompt(6), max_new_tokens=12, threshold=value).stats.accepted[0])
+        for value in (10.0, 0.0)
+    ]
+    assert lengths == [9, 1]  # a tree of one node is plain decoding
+    for other in (load(depth=3), load(tree=TreeConfig(depth=3)), load(acceptance=pair.acceptance)):
+        expected = other.tree if other.tree.depth == 3 else pair.exact_tree
+        assert other.exact_tree == expected
+    pair.tree = TreeConfig(depth=5)
+    assert pair.exact_tree == pair.tree
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+def test_settings_of_another_pair_are_warned_of(
+    kind: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are used nevertheless. Weights of another data type cannot be compared."""
+    pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
+    models = {"target": pair.model, "drafter": pair.drafter}
+    own = identify("mine", models[kind], torch.float32)
+    load = partial(EagleFSD.from_pretrained, *folders, device_map="cpu")
+    for identity, warnings in (
+        (own, 0),
+        (own.updated(fingerprint="0" * 16), 1),
+        (own.updated(fingerprint="0" * 16, dtype="float16"), 0),
+    ):
+        caplog.clear()
+        values = {"threshold": 0.5, kind: identity.model_dump()}
+        (folders[1] / "fsd.json").write_text(json.dumps(values))
+        assert load().acceptance.threshold == 0.5
+        assert caplog.text.count(f"calibrated for another {kind} (mine)") == warnings
 
 
 @pytest.mark.parametrize(

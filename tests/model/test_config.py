@@ -11,14 +11,14 @@ import pytest
 
 from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.model.config import Settings, read_settings, settings_dict
+from eagle_fsd.model.config import ModelIdentity, Settings, read_settings, settings_dict
 from eagle_fsd.utils.options import describe_field
 
 #: The documented range of every option. Changing one changes every interface.
 RANGES: dict[type, dict[str, str]] = {
     TreeConfig: {
         "total_tokens": "an integer in [1, 1024]",
-        "depth": "an integer in [1, 32]",
+        "depth": "an integer in [1, 64]",
         "top_k": "an integer in [1, 256]",
     },
     AcceptanceConfig: {
@@ -124,21 +124,35 @@ def test_read_settings_splits_a_file_of_the_previous_revision(tmp_path: Path) ->
     assert found.acceptance == expected
 
 
+def test_settings_hold_the_lossless_tree_and_the_models(tmp_path: Path) -> None:
+    identity = {"name": "pair", "dtype": "float32", "fingerprint": "0123456789abcdef"}
+    values = {
+        "threshold": 0.1,
+        "exact": {"total_tokens": 16, "depth": 8, "top_k": 2},
+        "target": identity,
+        "drafter": identity,
+    }
+    found = read_settings(_write(tmp_path, values))
+    assert found.exact == TreeConfig(total_tokens=16, depth=8, top_k=2)
+    assert found.drafter == ModelIdentity(**identity)
+    assert (found.tree, found.acceptance) == ({}, {"threshold": 0.1})
+    assert read_settings(_write(tmp_path, found.model_dump(exclude_unset=True))) == found
+
+
 def test_read_settings_omits_what_the_file_omits(tmp_path: Path) -> None:
     """So that the defaults for the device apply."""
     assert read_settings(_write(tmp_path, {})) == Settings()
     path = _write(tmp_path, {"threshold": 1, "depth": 6})
-    assert read_settings(str(path)) == Settings({"depth": 6}, {"threshold": 1})
+    assert read_settings(str(path)) == Settings(depth=6, threshold=1)
 
 
 def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
-    """The same keys in the same order; what the file omits has its default."""
+    """The same keys in the same order."""
     content = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
-    del content["about"]
     found = read_settings(BUNDLED_HEAD / "fsd.json")
     merged = settings_dict(TreeConfig(**found.tree), AcceptanceConfig(**found.acceptance))
-    assert [(name, merged[name]) for name in merged if name in content] == list(content.items())
-    assert merged == {**settings_dict(TreeConfig(), AcceptanceConfig()), **content}
+    assert list(content.items())[: len(merged)] == list(merged.items())
+    assert list(content)[len(merged) :] == ["exact", "target", "drafter", "about"]
 
 
 @pytest.mark.parametrize(
@@ -153,11 +167,13 @@ def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
         ('{"threshold": NaN}', "threshold must be a number of at least 0; got nan"),
         ({"threshold": "0.1"}, "threshold must be a number of at least 0; got '0.1'"),
         ({"threshold": None}, "threshold must be a number of at least 0; got None"),
-        ({"depth": 2.5}, r"depth must be an integer in \[1, 32\]; got 2.5"),
-        ({"depth": True}, r"depth must be an integer in \[1, 32\]; got True"),
+        ({"depth": 2.5}, r"depth must be an integer in \[1, 64\]; got 2.5"),
+        ({"depth": True}, r"depth must be an integer in \[1, 64\]; got True"),
         ({"total_tokens": 4096}, r"total_tokens must be an integer in \[1, 1024\]; got 4096"),
         ({"divergence": "jsd"}, "divergence must be one of js, "),
         ({"tau": 4}, "unknown option tau"),
+        ({"exact": {"depth": 99}}, "exact.depth must be less than or equal to 64; got 99"),
+        ({"drafter": "head"}, "drafter must be"),
     ],
 )
 def test_invalid_file_raises_one_line_with_its_path(

@@ -157,7 +157,7 @@ def test_distributions_are_those_of_plain_passes(
     for _ in range(2):
         for sequence, tokens in zip(sequences, engine.step().tokens, strict=True):
             sequence += tokens
-    found = engine.draft.draft(engine.roots, max(engine.host_lengths))
+    found = engine.draft.draft(engine.roots, engine.draft.keys(max(engine.host_lengths)))
     for row, sequence in enumerate(sequences):
         for node in range(found.size):
             if (index := int(found.draft_rows[row, node])) < 0:
@@ -367,5 +367,5 @@ def test_added_tokens_may_differ(target: Target, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_reported(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="is not a folder"):
+    with pytest.raises(LoadError, match=r"cannot load the draft model: .* is not a folder"):
         load_draft_model(tmp_path / "nothing", target)

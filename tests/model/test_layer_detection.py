@@ -8,7 +8,7 @@ from eagle3_heads import aligned_eagle3_pair, target_model, untrained_eagle3
 from pairs import VOCAB_SIZE
 
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
-from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
+from eagle_fsd.model.drafters.layer_detection import detect_layers, is_cheap, sample_texts
 from eagle_fsd.model.target import Target
 
 
@@ -67,6 +67,14 @@ def test_agreement_counts_equal_tokens() -> None:
     assert choice.positions == 11
     assert choice.agreement[head.reads] == pytest.approx(sum(equal) / 11)
     assert 0 < sum(equal) < 11
+
+
+def test_targets_on_the_meta_device_are_not_cheap() -> None:
+    """They cannot generate texts, even if only their layers are on it."""
+    model = target_model()
+    assert is_cheap(Target(model))
+    model.model.layers.to("meta")
+    assert not is_cheap(Target(model))
 
 
 def test_sampled_texts_are_varied_and_reproducible() -> None:

@@ -21,23 +21,12 @@ from pairs import (
     small_vocabulary_config,
     tiny_target,
 )
+from rules import RULES
 from test_sampling_law import MODES, TINY, _bound, _distance, _generate, _histogram, _target_law
 from transformers import LlamaForCausalLM
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, PrefixCache, SamplingConfig, TreeConfig
-from eagle_fsd.model.acceptance import (
-    BudgetRule,
-    CascadeRule,
-    DeferredRule,
-    ExactRule,
-    FuzzyRule,
-    MarginRule,
-    MixtureRule,
-    RegretRule,
-    TargetRule,
-    TopKRule,
-    TypicalRule,
-)
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.interface import Drafter
@@ -46,6 +35,7 @@ from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import WHOLE_PATHS, AcceptanceRule, verify
+from eagle_fsd.model.vocabulary import Distributions
 
 DRAFTERS = {
     "ngram": NGramDrafter,
@@ -59,25 +49,17 @@ TREES = [
     small_tree(),
     TreeConfig(total_tokens=40, depth=4, top_k=8),
 ]
-RULES: list[AcceptanceRule] = [
+ALL_RULES: list[AcceptanceRule] = [
     ExactRule(),
     FuzzyRule(0.2),
     FuzzyRule(ACCEPT_ALL),
     FuzzyRule(ACCEPT_ALL, min_ratio=0.1),
-    TypicalRule(),
-    TopKRule(),
-    MarginRule(),
-    CascadeRule(),
-    TargetRule(single=0.2, acc=0.5),
-    BudgetRule(),
-    MixtureRule(0.3),
-    DeferredRule(entropy=0.1, window=1),
-    RegretRule(),
+    *RULES,
 ]
 #: Rules that judge whole paths need a selection that compares them.
 RULES_AND_SELECTIONS = [
     (rule, selection)
-    for rule in RULES
+    for rule in ALL_RULES
     for selection in ("longest", "priced", "target", "sample")
     if selection in WHOLE_PATHS or not rule.judges_paths
 ]
@@ -411,14 +393,18 @@ def test_padding_changes_nothing(
         for row in range(len(rows)):
             alone, nodes = row_alone(tree, row)
             place = {node: index for index, node in enumerate(nodes)}
-            own = {"tree": alone}
-            for name in ("raw_log_probs", "log_probs", "warped_log_probs", "sampled"):
-                own[name] = getattr(inputs, name)[row : row + 1, nodes]
-            for name in ("drawn", "uniform", "logits"):
+            own = {"tree": alone, "warped_draft": None}
+            for name in ("raw", "processed", "warped"):
+                law = getattr(inputs, name)
+                here = (law.logits, law.peak, law.log_total)
+                here = (value[row : row + 1, nodes] for value in here)
+                own[name] = Distributions(*here, law.temperature)
+            for name in ("sampled", "drawn", "uniform"):
                 value = getattr(inputs, name)
                 own[name] = None if value is None else value[row : row + 1, nodes]
-            warped = inputs.warped_draft_log_probs
-            own["warped_draft_log_probs"] = None if warped is None else warped[row : row + 1]
+            if inputs.warped_draft is not None:
+                warped = inputs.warped_draft_log_probs[row : row + 1]
+                own["warped_draft"] = Distributions.normalized(warped)
             expected = verify(type(inputs)(**own), rule, fallback, selection, 0.5)
             count = int(expected.count)
             assert kept.count[row] == count

@@ -166,7 +166,7 @@ def test_every_tree_node_is_processed_with_its_own_prefix() -> None:
         text = history.tokens[row, : history.lengths[row]].tolist() + path_to(tree, row, node)[1:]
         expected = HashProcessor()(torch.tensor([text]), logits[row, node][None])[0].log_softmax(-1)
         torch.testing.assert_close(inputs.log_probs[row, node], expected)
-    assert torch.equal(inputs.raw_log_probs, logits.log_softmax(-1))
+    torch.testing.assert_close(inputs.raw_log_probs, logits.log_softmax(-1))
 
 
 PROMPT = prompt(5, 1)

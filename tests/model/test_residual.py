@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Generator, Tensor
 from trees import EXACT, FUZZY, TARGET, A, B, make_inputs, make_tree, outcome
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
@@ -30,6 +30,7 @@ from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, verify
+from eagle_fsd.model.vocabulary import Distributions
 
 Array = NDArray[np.float64]
 #: The distribution after each context.
@@ -38,7 +39,7 @@ Table = dict[tuple[int, ...], Array]
 Law = dict[tuple[int, ...], float]
 #: Given a chain, the probability of keeping its first 0, 1, ... tokens, and the next token's law.
 Algorithm = Callable[[tuple[int, ...]], list[tuple[float, Array]]]
-VerifyChain = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
+VerifyChain = Callable[[Distributions, Distributions, Tensor | None, Tensor, Tensor], Tensor]
 
 VOCAB_SIZE = 3
 #: Drafted tokens.
@@ -286,8 +287,18 @@ def test_example_of_the_paper(verify_chain: VerifyChain, kept: float) -> None:
     q = torch.tensor([2 / 3, 1 / 3]).log().expand(rows, 2, 2)
     drafted = torch.multinomial(torch.tensor([2 / 3, 1 / 3]), 2 * rows, True, generator=generator)
     drafted = drafted.view(rows, 2)
-    found = verify_chain(p, q, drafted, generator) == drafted
+    found = _verify_chain(verify_chain, p, q, drafted, generator) == drafted
     assert found.cumprod(1).sum(1).float().mean() == pytest.approx(kept, abs=0.01)
+
+
+def _verify_chain(
+    verify_chain: VerifyChain, log_p: Tensor, log_q: Tensor, drafted: Tensor, generator: Generator
+) -> Tensor:
+    """Verify chains given by log-probabilities at every node but the last."""
+    rows, nodes = drafted.shape
+    uniform = torch.rand(2, rows, nodes + 1, dtype=torch.float64, generator=generator)
+    target = Distributions.normalized(torch.cat([log_p, log_p[:, -1:]], 1))
+    return verify_chain(target, Distributions.normalized(log_q), None, drafted, uniform)
 
 
 @pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
@@ -295,7 +306,8 @@ def test_equal_distributions_keep_everything(verify_chain: VerifyChain) -> None:
     generator = torch.Generator().manual_seed(3)
     log_p = torch.randn(1000, 5, 7, generator=generator).log_softmax(-1)
     drafted = torch.distributions.Categorical(logits=log_p).sample()
-    assert torch.equal(verify_chain(log_p, log_p, drafted, generator), drafted)
+    found = _verify_chain(verify_chain, log_p, log_p, drafted, generator)
+    assert torch.equal(found, drafted)
 
 
 @pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
@@ -303,7 +315,8 @@ def test_broken_draft_distributions_leave_samples_of_the_target(verify_chain: Ve
     generator = torch.Generator().manual_seed(4)
     log_p = torch.tensor([0.5, 0.5, 0.0]).log().expand(1000, 2, 3)
     log_q = torch.full_like(log_p, torch.nan)
-    found = verify_chain(log_p, log_q, torch.full((1000, 2), 2), generator)
+    drafted = torch.full((1000, 2), 2)
+    found = _verify_chain(verify_chain, log_p, log_q, drafted, generator)
     assert found.unique().tolist() == [0, 1]
 
 

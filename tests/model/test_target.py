@@ -30,6 +30,7 @@ from eagle_fsd.model import engine
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target, TargetPass
+from eagle_fsd.model.tree import DraftTree
 
 #   root 40 -- 1:7 -- 3:11 -- 6:80
 #           |      \- 4:12
@@ -242,6 +243,7 @@ def _prefilled(target: Target, prefixes: list[Tensor], length: int) -> tuple[Tre
     return cache, torch.tensor([len(item) for item in prefixes], device=ids.device)
 
 
-def _score(target: Target, tree: object, lengths: Tensor, cache: TreeCache) -> TargetPass:
+def _score(target: Target, tree: DraftTree, lengths: Tensor, cache: TreeCache) -> TargetPass:
+    keys = cache.keys(int(lengths.max()) + tree.size, lengths.device)
     with torch.no_grad():
-        return target.forward_tree(tree, lengths, int(lengths.max()), cache)
+        return target.forward_tree(tree, lengths, keys, cache)

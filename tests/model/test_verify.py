@@ -33,6 +33,7 @@ from eagle_fsd.model.verify import (
     verify,
     verify_root,
 )
+from eagle_fsd.model.vocabulary import Distributions
 
 #   0 --A-- 1 --C-- 3 --B-- 6
 #   |       +---D-- 4
@@ -96,7 +97,8 @@ def test_single_node_emits_its_sample(rule: AcceptanceRule, selection: str, fall
     tree = single_node(torch.tensor([A, B]))
     p = torch.tensor(P).log().expand(2, 1, -1)
     sampled = torch.tensor([[C], [D]])
-    inputs = VerificationInputs(tree, p, p, p, tree.draft_log_probs, sampled, tree.tokens)
+    law = Distributions.of(p)
+    inputs = VerificationInputs(tree, law, law, law, None, sampled, tree.tokens)
     for kept in (verify(inputs, rule, fallback, selection), verify_root(inputs)):
         assert outcome(kept, 0) == ([C], [TARGET], [0])
         assert outcome(kept, 1) == ([D], [TARGET], [0])
@@ -193,15 +195,15 @@ def test_divergence_on_warped_compares_the_warped_distributions() -> None:
     peaked = torch.tensor([[[0.6, 0.4, 0.0, 0.0, 0.0]]]).log()
     inputs = replace(
         inputs,
-        warped_log_probs=torch.cat([peaked, inputs.raw_log_probs[:, 1:]], 1),
-        warped_draft_log_probs=peaked,
+        warped=Distributions.of(torch.cat([peaked, inputs.raw_log_probs[:, 1:]], 1)),
+        warped_draft=Distributions.of(peaked),
     )
     assert outcome(verify(inputs, FuzzyRule(0.1)))[0] == [B]
     assert outcome(verify(inputs, FuzzyRule(0.1, divergence_on="warped")))[0] == [A, C]
 
 
 def test_divergence_on_warped_requires_the_warped_draft() -> None:
-    inputs = replace(_inputs([A] * 7), warped_draft_log_probs=None)
+    inputs = replace(_inputs([A] * 7), warped_draft=None)
     with pytest.raises(ValueError, match="needs the warped draft"):
         verify(inputs, FuzzyRule(0.1, divergence_on="warped"))
 
@@ -236,9 +238,9 @@ def test_masked_token_blocks_the_whole_branch_below_it() -> None:
 
 def test_token_outside_the_warped_support_is_masked() -> None:
     inputs = _inputs([B, A, A, A, E, D, E], INNER)
-    warped = inputs.log_probs.clone()
+    warped = inputs.log_probs
     warped[0, 0, [A, C, D, E]] = -torch.inf
-    kept = verify(replace(inputs, warped_log_probs=warped), FuzzyRule(ALWAYS))
+    kept = verify(replace(inputs, warped=Distributions.of(warped)), FuzzyRule(ALWAYS))
     assert outcome(kept) == ([B, A, D], [EXACT, EXACT, TARGET], [0, 2, 5])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rules import DISABLED, RULES, WRAPPED
 from torch import Tensor
 from trees import (
     ALWAYS,
@@ -22,36 +23,25 @@ from trees import (
     outcome,
 )
 
-from eagle_fsd.model.acceptance import (
-    BudgetRule,
-    CascadeRule,
-    DeferredRule,
-    ExactRule,
-    FuzzyRule,
-    LimitedRule,
-    MarginRule,
-    MixtureRule,
-    PhaseRule,
-    RegretRule,
-    TargetRule,
-    TopKRule,
-    TypicalRule,
-)
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, LimitedRule, TopKRule, TypicalRule
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import AcceptanceRule, Origin, VerificationInputs, verify
+from eagle_fsd.model.vocabulary import Distributions
 
 TREE_FIELDS = [
     field.name
     for field in fields(DraftTree)
     if field.name not in ("max_depth", "token_ids", "sampled")
 ]
-OTHER_FIELDS = [
-    field.name
-    for field in fields(VerificationInputs)
-    if field.name not in ("tree", "uniform", "logits", "state")
-]
+#: Distributions of the inputs, and their log-probabilities.
+LAWS = {
+    "raw": "raw_log_probs",
+    "processed": "log_probs",
+    "warped": "warped_log_probs",
+    "warped_draft": "warped_draft_log_probs",
+}
 
 
 @dataclass(frozen=True)
@@ -110,10 +100,8 @@ def _random_row(random: np.random.Generator, size: int, max_depth: int) -> Verif
     draft = tree.draft_log_probs
     return VerificationInputs(
         tree,
-        raw,
-        processed,
-        warped,
-        (draft / 0.8).log_softmax(-1),
+        *map(Distributions.of, (raw, processed, warped)),
+        Distributions.of((draft / 0.8).log_softmax(-1)),
         torch.tensor([choices(warped[0].exp())]),
         torch.tensor([choices(torch.ones(size, VOCAB_SIZE))]),
     )
@@ -144,14 +132,17 @@ def _stack(rows: Sequence[VerificationInputs]) -> VerificationInputs:
     tree = DraftTree(
         **{name: join(name, trees) for name in TREE_FIELDS}, max_depth=trees[0].max_depth
     )
-    return VerificationInputs(tree, **{name: join(name, rows) for name in OTHER_FIELDS})
+    laws = {name: Distributions.of(join(field, rows)) for name, field in LAWS.items()}
+    drawn = {name: join(name, rows) for name in ("sampled", "drawn")}
+    return VerificationInputs(tree, **laws, **drawn)
 
 
 def _row(inputs: VerificationInputs, row: int) -> VerificationInputs:
     """One row of a batch."""
     here = slice(row, row + 1)
     tree = replace(inputs.tree, **{name: getattr(inputs.tree, name)[here] for name in TREE_FIELDS})
-    return VerificationInputs(tree, **{name: getattr(inputs, name)[here] for name in OTHER_FIELDS})
+    laws = {name: Distributions.of(getattr(inputs, field)[here]) for name, field in LAWS.items()}
+    return VerificationInputs(tree, **laws, sampled=inputs.sampled[here], drawn=inputs.drawn[here])
 
 
 def _case(seed: int, size: int, batch: int) -> Case:
@@ -363,62 +354,32 @@ def test_bonus_token_is_the_target_sample_and_not_an_accepted_child(
 
 # -- other rules -----------------------------------------------------------------------------------
 
-NEVER = -5  # a token that does not exist
-RULES: list[AcceptanceRule] = [
-    TypicalRule(),
-    TopKRule(3, gap=0.4),
-    TopKRule(3, ratio=0.2),
-    MarginRule(0.5),
-    CascadeRule(),
-    TargetRule(single=0.2, acc=0.5),
-    BudgetRule(),
-    MixtureRule(0.3),
-    DeferredRule(0.3, 1),
-    RegretRule(1.0),
-    LimitedRule(FuzzyRule(ALWAYS), 2.0),
-    LimitedRule(RegretRule(2.0), 3.0),
-    PhaseRule(FuzzyRule(ALWAYS), 1, 2),
-    PhaseRule(MixtureRule(0.3), None, 2),
-    PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 2.0), 1, 2),
-    LimitedRule(PhaseRule(FuzzyRule(ALWAYS), None, 2), 2.0),
-]
-DISABLED: list[AcceptanceRule] = [
-    FuzzyRule(0.0),
-    TypicalRule(1.0, math.inf),
-    TopKRule(1),
-    TopKRule(gap=0.0),
-    TopKRule(ratio=1.0),
-    MarginRule(1.0),
-    CascadeRule(-math.inf),
-    TargetRule(),
-    BudgetRule(0.0),
-    MixtureRule(1.0),
-    DeferredRule(2.0),
-    RegretRule(0.0),
-    LimitedRule(FuzzyRule(ALWAYS), 0.0),
-    PhaseRule(FuzzyRule(ALWAYS), NEVER, NEVER),
-]
-
 
 def _for_rule(case: Case, rule: AcceptanceRule, greedy: bool) -> VerificationInputs:
     """The inputs with everything that a rule may read; the prompt of every row is token 1."""
     inputs = case.inputs
     prompts = [torch.tensor([1])] * inputs.sampled.shape[0]
     uniform = torch.rand(inputs.sampled.shape, generator=torch.Generator().manual_seed(case.seed))
-    sampled, warped = inputs.sampled, inputs.warped_log_probs
+    processed = Distributions.of(inputs.log_probs + 5.0)  # a rule may read the logits
+    sampled, warped = inputs.sampled, inputs.warped
     if greedy:  # top-k and top-p do not apply
-        sampled, warped = inputs.log_probs.argmax(-1), inputs.log_probs
+        sampled, warped = processed.logits.argmax(-1), processed
     return replace(
         inputs,
         sampled=sampled,
-        warped_log_probs=warped,
+        processed=processed,
+        warped=warped,
         uniform=None if greedy else uniform,
-        logits=inputs.log_probs + 5.0,
         state=rule.start(prompts),
     )
 
 
-@given(cases, st.sampled_from(RULES), st.booleans(), st.sampled_from(["longest", "priced"]))
+@given(
+    cases,
+    st.sampled_from([*RULES, *WRAPPED]),
+    st.booleans(),
+    st.sampled_from(["longest", "priced"]),
+)
 def test_rules_emit_nothing_outside_the_support(
     case: Case, rule: AcceptanceRule, greedy: bool, selection: str
 ) -> None:

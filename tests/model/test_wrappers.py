@@ -42,6 +42,11 @@ from eagle_fsd.model.wrappers import unwrap_model
 TORCHAO = Path(sys.prefix) / "torchao"
 
 
+@pytest.fixture(autouse=True)
+def _compilation_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+
+
 def _pair(model: nn.Module) -> EagleFSD:
     return EagleFSD(model, copy.deepcopy(aligned_pair().drafter), small_tree())
 

@@ -9,6 +9,7 @@ import torch
 
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.model.verify import Origin, Verification, VerificationInputs
+from eagle_fsd.model.vocabulary import Distributions
 
 EXACT, FUZZY, TARGET = Origin.EXACT, Origin.FUZZY, Origin.TARGET
 A, B, C, D, E = range(5)
@@ -66,10 +67,10 @@ def make_inputs(
         processed[0, node, token] = -torch.inf
     return VerificationInputs(
         tree,
-        raw_log_probs=raw,
-        log_probs=processed,
-        warped_log_probs=processed,
-        warped_draft_log_probs=tree.draft_log_probs,
+        raw=Distributions.of(raw),
+        processed=Distributions.of(processed),
+        warped=Distributions.of(processed),
+        warped_draft=Distributions.normalized(tree.draft_log_probs),
         sampled=torch.tensor([sampled]),
         drawn=None if drawn is None else torch.tensor([drawn]),
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, pick
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.model.vocabulary import exp
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class DrawnRule(AcceptanceRule, ABC):
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         tree = inputs.tree
-        probs = pick(inputs.warped_log_probs, tree.parents, tree.tokens).exp()  # [B, N]
+        probs = inputs.warped.log_prob(tree.parents, tree.tokens).exp()  # [B, N]
         raised = self.raised(probs)
         if inputs.uniform is None:  # greedy
             stands = raised >= inputs.peak.exp().gather(1, tree.parents)
@@ -83,7 +84,7 @@ class TargetRule(DrawnRule):
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         tree = inputs.tree
-        probs = pick(inputs.warped_log_probs, tree.parents, tree.tokens).exp()
+        probs = inputs.warped.log_prob(tree.parents, tree.tokens).exp()
         return super().settle(inputs, exact, accepted) | (accepted & (probs >= self.single))
 
 
@@ -136,18 +137,20 @@ class MixtureRule(AcceptanceRule):
         if not tree.draft_log_probs.shape[1]:
             return sampled
         known = tree.draft_rows >= 0
-        if inputs.uniform is None:  # greedy
-            law = self.weight * inputs.log_probs.exp()
-            draft = (1.0 - self.weight) * tree.at_nodes(tree.draft_log_probs).exp()
-            if tree.token_ids is None:
-                law = law + draft
-            else:
-                law = law.index_add(-1, tree.token_ids, draft)
-            law = law.masked_fill(inputs.log_probs == -torch.inf, 0.0)
-            best, token = law.max(-1)
-            better = best > law.gather(-1, sampled[..., None])[..., 0]
-            return torch.where(known & better, token, sampled)
-        assert inputs.drawn is not None
         nodes = torch.arange(tree.size, device=sampled.device).expand_as(sampled)
+        if inputs.uniform is None:  # greedy
+            tokens: list[Tensor] = []
+            rest = sampled.flatten()
+            for log_p, log_q in inputs.pairs(nodes, warped=True):
+                own, rest = rest[: len(log_p), None], rest[len(log_p) :]
+                law, draft = self.weight * exp(log_p), (1.0 - self.weight) * exp(log_q)
+                if tree.token_ids is None:
+                    law += draft
+                else:
+                    law.index_add_(-1, tree.token_ids, draft)
+                best, token = law.masked_fill_(log_p == -torch.inf, 0.0).max(-1, keepdim=True)
+                tokens.append(torch.where(best > law.gather(-1, own), token, own))
+            return torch.where(known, torch.cat(tokens).view_as(sampled), sampled)
+        assert inputs.drawn is not None
         known = known & inputs.supported(nodes, inputs.drawn)
         return torch.where(known & (inputs.uniform < 1.0 - self.weight), inputs.drawn, sampled)

@@ -28,8 +28,8 @@ class DeferredRule(AcceptanceRule):
     window: int = 6
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        least = self.entropy * math.log(inputs.log_probs.shape[-1])
-        return entropy(inputs.log_probs) >= least
+        least = self.entropy * math.log(inputs.processed.logits.shape[-1])
+        return inputs.processed.map_rows(entropy) >= least
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         tree = inputs.tree

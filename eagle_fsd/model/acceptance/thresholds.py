@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from eagle_fsd.model.compilation import compiled
 from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
-from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, pick
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.model.vocabulary import arg_max, exp, top_k
+from eagle_fsd.utils.text import one_line
+
+log = logging.getLogger(__name__)
+
+#: Types of devices on which divergences are compiled.
+FUSED_DEVICES = ("cuda",)
 
 
 def entropy(log_probs: Tensor) -> Tensor:
     """Compute the entropy of distributions.
 
     Args:
-        log_probs: ``[B, N, V]`` log-probabilities.
+        log_probs: ``[..., V]`` log-probabilities.
 
     Returns:
-        ``[B, N]`` nats.
+        ``[...]`` nats.
     """
-    return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+    return -(exp(log_probs) * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> Tensor:
@@ -36,21 +45,51 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
         ``[B, N]``; ``inf`` at leaves and at nodes that were not expanded.
 
     Raises:
-        ValueError: Warped distributions are to be compared, but the inputs lack the draft's.
+        ValueError: Warped distributions are to be compared, but there are none of the draft.
     """
     tree = inputs.tree
-    if not tree.draft_log_probs.shape[1]:
-        return torch.full_like(tree.tokens, torch.inf, dtype=torch.float32)
-    target, draft = inputs.raw_log_probs, tree.draft_log_probs
-    if warped:
-        if inputs.warped_draft_log_probs is None:
-            raise ValueError('divergence_on="warped" needs the warped draft distributions')
-        target, draft = inputs.warped_log_probs, inputs.warped_draft_log_probs
-    draft = tree.at_nodes(draft)
-    if tree.token_ids is not None:
-        target, draft = on_draft_vocabulary(target, draft, tree.token_ids)
+    expanded = tree.draft_log_probs.shape[1]
+    result = torch.full_like(tree.tokens, torch.inf, dtype=torch.float32)
+    if not expanded or tree.size == 1:
+        return result
     known = (tree.draft_rows >= 0) & tree.has_children()
-    return torch.where(known, DIVERGENCES[name](target, draft), torch.inf)
+    nodes = known.long().argsort(dim=1, descending=True, stable=True)
+    if known.device.type == "cpu" and not torch.compiler.is_compiling():
+        most = int(known.sum(1).max())  # the host can read it without waiting
+    else:  # There are at most `max_depth` nodes on the path to a leaf, so many nodes are leaves.
+        most = min(expanded, tree.size - -(-(tree.size - 1) // tree.max_depth))
+    nodes = nodes[:, :most]
+    result.scatter_(1, nodes, _between(inputs, nodes, name, warped))
+    return torch.where(known, result, torch.inf)
+
+
+def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
+    """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``.
+
+    On CUDA, ``torch.compile`` fuses everything into a reduction that reads each of the two
+    distributions once; without it, a divergence takes about 20 operations on them.
+    """
+    global _fuses
+    if _fuses and nodes.device.type in FUSED_DEVICES and not torch.compiler.is_compiling():
+        try:
+            return compiled(_eager)(inputs, nodes, name, warped)
+        except Exception as error:
+            log.warning("divergences are not compiled: %s", one_line(error))
+            _fuses = False
+    return _eager(inputs, nodes, name, warped)
+
+
+def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
+    values = []
+    for log_p, log_q in inputs.pairs(nodes, warped):
+        if inputs.tree.token_ids is not None:
+            log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
+        values.append(DIVERGENCES[name](log_p, log_q))
+    return torch.cat(values).view_as(nodes) if values else nodes.float()
+
+
+#: False after compilation has failed.
+_fuses = True
 
 
 @dataclass(frozen=True)
@@ -115,10 +154,9 @@ class TypicalRule(AcceptanceRule):
     delta: float = 0.09
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        log_probs = inputs.warped_log_probs
-        ceiling = math.log(self.epsilon)
-        bound = (math.log(self.delta) - entropy(log_probs)).clamp_max(ceiling)  # [B, N]
-        return pick(log_probs, nodes, tokens) > bound.gather(1, nodes)
+        bound = math.log(self.delta) - inputs.warped.map_rows(entropy)  # [B, N]
+        bound = bound.clamp_max(math.log(self.epsilon))
+        return inputs.warped.log_prob(nodes, tokens) > bound.gather(1, nodes)
 
 
 @dataclass(frozen=True)
@@ -141,8 +179,10 @@ class TopKRule(AcceptanceRule):
     ratio: float = 0.0
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        log_probs = inputs.log_probs
-        least = log_probs.topk(min(self.top, log_probs.shape[-1]), dim=-1).values[..., -1]
+        logits = inputs.processed.logits
+        index = top_k(logits, min(self.top, logits.shape[-1]))[1]
+        every = torch.arange(logits.shape[1], device=nodes.device).expand_as(inputs.tree.tokens)
+        least = inputs.log_prob(every, index[..., -1])
         floor = inputs.peak.exp() - self.gap
         log_prob = inputs.log_prob(nodes, tokens)
         enough = (log_prob >= least.gather(1, nodes)) & (log_prob.exp() >= floor.gather(1, nodes))
@@ -166,14 +206,13 @@ class MarginRule(AcceptanceRule):
     ratio: float = 0.9
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        assert inputs.logits is not None
-        best, second = inputs.logits.topk(2).values.unbind(-1)
+        best, second = top_k(inputs.processed.logits, 2)[0].unbind(-1)
         return (best > 0.0) & (second > self.ratio * best)
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        assert inputs.logits is not None
-        second = inputs.logits.topk(2).values[..., 1]
-        return pick(inputs.logits, nodes, tokens) >= second.gather(1, nodes)
+        logits = inputs.processed.logits
+        second = top_k(logits, 2)[0][..., 1].gather(1, nodes)
+        return logits.flatten(1).gather(1, nodes * logits.shape[-1] + tokens) >= second
 
 
 @dataclass(frozen=True)
@@ -196,13 +235,13 @@ class CascadeRule(AcceptanceRule):
         if not tree.draft_log_probs.shape[1]:
             return torch.zeros_like(tree.tokens, dtype=torch.bool)
         draft = tree.draft_log_probs.amax(-1).exp().gather(1, tree.draft_rows.clamp_min(0))
-        target = inputs.raw_log_probs.amax(-1).exp()
+        target = inputs.raw.max_log_prob.exp()
         return distance.isfinite() & (draft >= target - self.alpha * distance)
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
         tree = inputs.tree
         if tree.sampled or not tree.draft_log_probs.shape[1]:
             return torch.ones_like(nodes, dtype=torch.bool)
-        best = tree.draft_log_probs.argmax(-1)
+        best = arg_max(tree.draft_log_probs)
         best = best if tree.token_ids is None else tree.token_ids[best]
         return tokens == best.gather(1, tree.draft_rows.clamp_min(0)).gather(1, nodes)

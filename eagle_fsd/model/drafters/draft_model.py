@@ -144,15 +144,21 @@ class DraftModel(LevelDrafter):
         features: Tensor,
         tokens: Tensor,
         lengths: Tensor,
-        max_length: int,
+        keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
         """Process accepted tokens; see :meth:`LevelDrafter.append`."""
         tokens = tokens.clamp_max(self._inner.vocab_size - 1)  # the target may know more
-        return self._inner.prefill(tokens, max_length, cache, lengths=lengths)
+        return self._inner.prefill(tokens, lengths, cache, keys=keys)
 
     def extend(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
     ) -> Tensor:
         """Process one level of a tree; see :meth:`LevelDrafter.extend`.
 
@@ -183,7 +189,13 @@ class AdaptiveState(LevelState):
     level less deep for every other row, on average over the rows: Hugging Face's ``heuristic``
     schedule. It needs only the emitted tokens, which are on the host anyway, so that a step neither
     waits for the device nor takes a shape that depends on its content.
+
+    The draft's own probabilities, by which Hugging Face's ``assistant_confidence_threshold`` ends a
+    draft, are on the device: the host would have to wait for every level. Masking the levels below
+    an improbable token instead would save no pass and accept fewer tokens.
     """
+
+    waits = True
 
     def __init__(
         self,
@@ -236,7 +248,7 @@ def load_draft_model(
         ValueError: The tokenizers or the vocabularies differ, or the architecture is not supported.
     """
     _check_tokenizers(str(name), target.config._name_or_path, token)
-    model = load_target(name, dtype or target.dtype, target.device, token=token)
+    model = load_target(name, dtype or target.dtype, target.device, "draft model", token=token)
     return DraftModel(model).attach(target)
 
 

@@ -18,17 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from typing_extensions import Self
 
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
-from eagle_fsd.model.target import LAST
+from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.utils.text import one_line
 
 
 class EagleHead(DraftHead):
     """A projection that fuses embedding and feature, then one decoder layer of the target's family.
 
-    The output projection is the target's.
+    The output projection is the target's, or some rows of it.
 
     Args:
         config: A configuration of the target's family. One layer is built, whatever
@@ -42,6 +43,7 @@ class EagleHead(DraftHead):
 
     reads = (LAST,)
     projects = True
+    _rows: tuple[Tensor, Tensor | None] | None = None  # of the output projection
 
     def __init__(
         self, config: PreTrainedConfig, bias: bool = True, dtype: torch.dtype = torch.float32
@@ -59,12 +61,13 @@ class EagleHead(DraftHead):
     def _build(self, bias: bool, dtype: torch.dtype) -> None:
         size = self.config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=bias, dtype=dtype)
-        self.layers, self.rotary, attention = decoder_layers(self.config, 1, dtype)
+        self.layers, self.rotary, self.layer_config = decoder_layers(self.config, 1, dtype)
         self.layers[0].input_layernorm = nn.Identity()
         # Families with a RoPE per layer type select it by name.
         per_type = len(inspect.signature(self.rotary.forward).parameters) > 2
         self._rotary_options = {"layer_type": "full_attention"} if per_type else {}
-        self._needs_mask = attention != "sdpa"  # without a mask, only SDPA is causal
+        # Without a mask, eager attention is not causal.
+        self._needs_mask = self.layer_config._attn_implementation == "eager"
 
     @torch.no_grad()
     def _try_layer(self) -> None:
@@ -72,23 +75,42 @@ class EagleHead(DraftHead):
         hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache = self.new_cache(1, 1)
-        cache.place(positions, 1)
-        self._run_layer(hidden, positions, hidden.new_zeros(1, 1, 1, 1), cache)
+        cache.place(positions, cache.keys(1, self.device))
+        mask = hidden.new_zeros(1, 1, 1, 1)
+        self._run_layer(hidden, positions, mask, cache, self.rotate(positions))
 
     @property
     def vocab_size(self) -> int:
-        return self.target.vocab_size
+        return self.target.vocab_size if self.token_ids is None else len(self.token_ids)
+
+    def restrict_vocabulary(self, token_ids: Tensor | None) -> None:
+        """Draft some tokens only, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+
+        Args:
+            token_ids: ``[D]`` distinct tokens in ascending order; None for all.
+        """
+        self.token_ids, self._rows = None, None
+        if token_ids is not None:
+            projection = self.target.lm_head
+            self.token_ids = token_ids = token_ids.to(self.target.device)
+            bias = getattr(projection, "bias", None)
+            self._rows = projection.weight[token_ids], None if bias is None else bias[token_ids]
+
+    def attach(self, target: Target) -> Self:
+        super().attach(target)
+        self.restrict_vocabulary(self.token_ids)
+        return self
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Project features with the target's output projection.
+        """Project features with the target's output projection, or its rows of the drafted tokens.
 
         Args:
             hidden: ``[..., H]`` features.
 
         Returns:
-            ``[..., V]`` float32 log-probabilities.
+            ``[..., D]`` float32 log-probabilities.
         """
-        return F.log_softmax(self.target.project(hidden), dim=-1)
+        return F.log_softmax(self.target.project(hidden, self._rows), dim=-1)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -103,18 +125,31 @@ class EagleHead(DraftHead):
         positions: Tensor,
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
+        rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         if mask is None and self._needs_mask:
             length = tokens.shape[1]
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), x.to(self.dtype)], -1))
-        return self._run_layer(hidden, positions, mask, cache)
+        rotary = self.rotate(positions) if rotary is None else rotary
+        return self._run_layer(hidden, positions, mask, cache, rotary)
+
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+        like = self.fc.weight  # of which the rotary embedding takes dtype and device
+        found: tuple[Tensor, ...] = self.rotary(
+            like, position_ids=positions, **self._rotary_options
+        )
+        return found
 
     def _run_layer(
-        self, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: TreeCache | None,
+        rotary: tuple[Tensor, ...],
     ) -> Tensor:
-        rotary = self.rotary(hidden, position_ids=positions, **self._rotary_options)
         predicted: Tensor = self.layers[0](
             hidden,
             attention_mask=mask,

@@ -119,7 +119,8 @@ class Eagle3Head(DraftHead):
         self.projects = draft_vocab_size is None
         self.flags = flags = flags or Eagle3Flags()
         size, fused = config.hidden_size, len(reads) * target_hidden_size
-        self.layers, self.rotary, _ = decoder_layers(config, config.num_hidden_layers, dtype)
+        count = config.num_hidden_layers
+        self.layers, self.rotary, self.layer_config = decoder_layers(config, count, dtype)
         first = _FirstLayer(self.layers[0], size, flags.norm_before_residual)
         self.layers[0] = first
         norm_type: Any = type(first.hidden_norm)
@@ -249,18 +250,23 @@ class Eagle3Head(DraftHead):
         positions: Tensor,
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
+        rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         options = {
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": cache,
             "use_cache": cache is not None,
-            "position_embeddings": self.rotary(x, position_ids=positions),
+            "position_embeddings": self.rotate(positions) if rotary is None else rotary,
         }
         z: Tensor = self.layers[0](x, self.embed(tokens), **options)
         for layer in self.layers[1:]:
             z = layer(z, **options)
         return z
+
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self.rotary(self.fc.weight, position_ids=positions)
+        return found
 
 
 class _FirstLayer(GradientCheckpointingLayer):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 from typing_extensions import Self
 
+from eagle_fsd.model.attention import TREE_ATTENTION, config_groups, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.target import Target
@@ -36,6 +37,7 @@ class DraftHead(nn.Module, LevelDrafter):
 
     fc: nn.Linear
     layers: nn.ModuleList
+    layer_config: PreTrainedConfig
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -140,6 +142,7 @@ class DraftHead(nn.Module, LevelDrafter):
         positions: Tensor,
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
+        rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Process pairs of a hidden state and the token after it.
 
@@ -149,6 +152,7 @@ class DraftHead(nn.Module, LevelDrafter):
             positions: ``[B, S]`` the position of each hidden state, for the rotary embedding.
             mask: ``[B, 1, S, L]`` additive attention mask; None is causal over ``S``.
             cache: A cache on which :meth:`TreeCache.place` has been called.
+            rotary: Result of :meth:`rotate` for the positions; computed by default.
 
         Returns:
             ``[B, S, H]``.
@@ -168,25 +172,34 @@ class DraftHead(nn.Module, LevelDrafter):
         features: Tensor,
         tokens: Tensor,
         lengths: Tensor,
-        max_length: int,
+        keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
-        view = cache.visible(max_length + tokens.shape[1])
-        seen = torch.arange(view, device=lengths.device) <= positions[:, :, None]
-        cache.place(positions, view)
-        mask = additive_mask(seen, self.dtype)
+        seen = keys <= positions[:, :, None]
+        cache.place(positions, keys)
+        mask = fold_mask(additive_mask(seen, self.dtype), config_groups(self.layer_config))
         return self.forward(self.fuse(features), tokens, positions, mask, cache)
 
+    @abstractmethod
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]: ...
+
     def extend(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
     ) -> Tensor:
-        return self.forward(self.carry(hidden), tokens, positions, mask, cache)
+        mask = fold_mask(mask, config_groups(self.layer_config))
+        return self.forward(self.carry(hidden), tokens, positions, mask, cache, rotary)
 
 
 def decoder_layers(
     config: PreTrainedConfig, count: int, dtype: torch.dtype
-) -> tuple[nn.ModuleList, nn.Module, str]:
+) -> tuple[nn.ModuleList, nn.Module, PreTrainedConfig]:
     """Build decoder layers with full attention.
 
     Args:
@@ -195,7 +208,8 @@ def decoder_layers(
         dtype: Data type of the weights.
 
     Returns:
-        The layers, their rotary embedding, and their attention implementation.
+        The layers, their rotary embedding, and their configuration, whose attention implementation
+        accepts masks from :func:`fold_mask` unless it is the eager one.
 
     Raises:
         TypeError: The layers do not have the interface of Llama's.
@@ -222,4 +236,6 @@ def decoder_layers(
         or not needed <= set(inspect.signature(layers[0].forward).parameters)
     ):
         raise TypeError("they take no RoPE or no cache")
-    return layers, rotary, attention
+    if attention == "sdpa":
+        base.config._attn_implementation = TREE_ATTENTION
+    return layers, rotary, base.config

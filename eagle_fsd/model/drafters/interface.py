@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 
 class DraftState(ABC):
-    """A drafter's state in one call: a row for each row of the engine, in the same order."""
+    """A drafter's state in one call: a row for each row of the engine, in the same order.
+
+    Attributes:
+        on_device: Whether :meth:`draft` consists of tensor operations with static shapes only, so
+            that it can be compiled.
+        waits: Whether the next draft depends on :meth:`observe`, so that it cannot begin before
+            the last step's tokens are on the host.
+    """
+
+    on_device = True
+    waits = False
 
     def prefill(self, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
         """Process a chunk of the prompts; by default, nothing.
@@ -34,13 +44,21 @@ class DraftState(ABC):
         """
         return
 
+    def keys(self, max_length: int) -> Tensor | None:
+        """Return the slots of the drafter's cache that the next draft reads; None for no cache.
+
+        Args:
+            max_length: Upper bound of the number of tokens before the roots, known to the host.
+        """
+        return None
+
     @abstractmethod
-    def draft(self, roots: Tensor, max_length: int) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
         """Propose a tree.
 
         Args:
             roots: ``[B]`` last token of each row.
-            max_length: Upper bound of the number of tokens before the roots, known to the host.
+            keys: Result of :meth:`keys`.
         """
 
     def commit(self, features: Tensor, kept: Verification) -> None:
@@ -179,5 +197,5 @@ class NoDrafter(Drafter):
 
 
 class _NoDraft(DraftState):
-    def draft(self, roots: Tensor, max_length: int) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
         return single_node(roots)

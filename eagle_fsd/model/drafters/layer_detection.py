@@ -104,8 +104,11 @@ def is_cheap(target: Target) -> bool:
     Args:
         target: The target.
     """
-    parameters = sum(parameter.numel() for parameter in target.model.parameters())
-    return target.device.type != "cpu" or parameters <= MAX_CPU_PARAMETERS
+    parameters = list(target.model.parameters())
+    if any(parameter.is_meta for parameter in parameters):  # it cannot generate
+        return False
+    size = sum(parameter.numel() for parameter in parameters)
+    return target.device.type != "cpu" or size <= MAX_CPU_PARAMETERS
 
 
 def sample_texts(target: Target) -> list[Tensor]:

@@ -65,7 +65,7 @@ class LevelDrafter(Drafter):
         features: Tensor,
         tokens: Tensor,
         lengths: Tensor,
-        max_length: int,
+        keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
         """Process accepted tokens that follow those in the cache, causally.
@@ -74,16 +74,34 @@ class LevelDrafter(Drafter):
             features: ``[B, S, F]`` the target's features before each token.
             tokens: ``[B, S]`` token ids.
             lengths: ``[B]`` number of entries in the cache.
-            max_length: Upper bound of ``lengths``, known without reading from the device.
+            keys: ``[L]`` result of :meth:`TreeCache.keys` for ``S`` slots beyond any of
+                ``lengths``.
             cache: The network's cache.
 
         Returns:
             ``[B, S, H]`` hidden states.
         """
 
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Prepare the positions of all levels at once; by default, there is nothing to prepare.
+
+        Args:
+            positions: ``[B, S]``.
+
+        Returns:
+            Tensors ``[B, S, ...]``, of which :meth:`extend` gets the parts of its level.
+        """
+        return ()
+
     @abstractmethod
     def extend(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
     ) -> Tensor:
         """Process one level of a tree.
 
@@ -91,8 +109,9 @@ class LevelDrafter(Drafter):
             hidden: ``[B, K, H]`` the network's hidden state at each node's parent.
             tokens: ``[B, K]`` token ids.
             positions: ``[B, K]`` positions.
+            rotary: The part of :meth:`rotate` for these positions.
             mask: ``[B, 1, K, L]`` additive attention mask.
-            cache: The network's cache, on which :meth:`TreeCache.place_at` has been called.
+            cache: The network's cache, on which :meth:`TreeCache.place` has been called.
 
         Returns:
             ``[B, K, H]`` hidden states.
@@ -161,53 +180,59 @@ class LevelState(DraftState):
             drafter.token_ids,
             sampler.draw_draft if draws else None,
         )
-        self.pending_tokens = torch.stack([prompt[-1:] for prompt in prompts])  # [B, S]
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=drafter.device)
+        # Any step can emit a token per level, the root's children and a bonus token.
+        shape: tuple[int, ...] = len(prompts), tree.depth + 2  # [B, A]
+        device, dtype = drafter.device, drafter.dtype
+        self.pending_tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.pending_tokens[:, 0] = torch.stack([prompt[-1] for prompt in prompts])
+        shape = *shape, drafter.feature_size
+        self.pending_features = torch.zeros(shape, dtype=dtype, device=device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         self.pending = torch.ones_like(last)  # [B] number of pending entries
-        self.lengths = last  # [B] entries in the cache
         # A feature is paired with the token after it. A prompt of one token has none; zeros take
         # its place.
         self.shift = bool(drafter.reads)
         self._final = last - 1  # [B] position of each row's last feature
-        if self.shift:
-            self.lengths = self._final.clamp_min(0)
-        size = len(prompts), 1, drafter.feature_size
-        self.pending_features = torch.zeros(size, dtype=drafter.dtype, device=drafter.device)
+        self.lengths = self._final.clamp_min(0) if self.shift else last  # [B] entries in the cache
 
     def prefill(self, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
         done = torch.full_like(self.lengths, start)
         tokens = ids[:, start + self.shift : stop + self.shift]
-        self.drafter.append(features, tokens, done, start, self.cache)
+        keys = self.cache.keys(stop, ids.device)
+        self.drafter.append(features, tokens, done, keys, self.cache)
         # The last pair stays pending, because the next draft needs its output.
         index = (self._final - start).clamp(0, stop - start - 1)[:, None, None]
-        here = features.gather(1, index.expand(-1, 1, features.shape[-1]))  # [B, 1, F]
-        inside = ((self._final >= start) & (self._final < stop))[:, None, None]
-        self.pending_features = torch.where(
-            inside, here.to(self.pending_features.dtype), self.pending_features
-        )
+        here = features.gather(1, index.expand(-1, 1, features.shape[-1]))[:, 0]  # [B, F]
+        inside = ((self._final >= start) & (self._final < stop))[:, None]
+        first = self.pending_features[:, 0]
+        first.copy_(torch.where(inside, here.to(first.dtype), first))
 
-    def draft(self, roots: Tensor, max_length: int) -> DraftTree:
+    def keys(self, max_length: int) -> Tensor:
+        # The cache holds as many entries as the target's, plus one after a prompt of one token. The
+        # pending entries and the levels of the tree follow them.
+        entries, builder = max_length + 1, self.builder
+        needed = entries + max(self.pending_tokens.shape[1], builder.depth * builder.width)
+        return self.cache.keys(needed, self.drafter.device)
+
+    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
         """Grow a tree: pending entries give the root's children; see :meth:`DraftState.draft`."""
+        assert keys is not None
         drafter, builder, cache = self.drafter, self.builder, self.cache
-        # The cache holds as many entries as the target's, plus one after a prompt of one token.
-        max_length += 1
         output = drafter.append(
-            self.pending_features, self.pending_tokens, self.lengths, max_length, cache
+            self.pending_features, self.pending_tokens, self.lengths, keys, cache
         )
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         hidden = output.gather(1, last)  # [B, 1, H], at the root
-        self.lengths = self.lengths + self.pending
+        self.lengths.add_(self.pending)
         builder.start(drafter.log_probs(hidden[:, 0]))
 
         depth, width, lengths = builder.depth, builder.width, self.lengths[:, None]
         steps = torch.arange(depth * width, device=lengths.device)
-        positions = (lengths + steps[:depth])[:, :, None].expand(-1, -1, width).unbind(1)
+        positions = lengths + steps // width  # [B, depth * K]
+        rotary = [part.split(width, 1) for part in drafter.rotate(positions)]
         slots = (lengths + steps).view(-1, depth, width)  # where the levels are written
-        addresses = cache.addresses(slots).transpose(0, 1).flatten(1).unbind()
         own = slots[:, None, :, :, None].unbind(2)  # one entry per level: [B, 1, K, 1]
-        view = cache.visible(max_length + depth * width)
-        committed = torch.arange(view, device=lengths.device) < lengths
-        mask = additive_mask(committed[:, None], drafter.dtype).expand(-1, -1, width, -1)
+        mask = additive_mask((keys < lengths)[:, None], drafter.dtype).expand(-1, -1, width, -1)
         hidden = hidden.expand(-1, width, -1)
         for level in range(depth):
             tokens, parents = builder.choose()
@@ -216,16 +241,25 @@ class LevelState(DraftState):
                 hidden = hidden.gather(1, index.expand_as(hidden))
                 mask = mask.gather(2, index[:, None].expand_as(mask))
             mask = mask.scatter(3, own[level], 0.0)  # and itself; [B, 1, K, view]
-            cache.place_at(addresses[level], view)
-            hidden = drafter.extend(hidden, tokens, positions[level], mask, cache)
+            cache.place(slots[:, level], keys)
+            hidden = drafter.extend(
+                hidden,
+                tokens,
+                positions[:, level * width : (level + 1) * width],
+                tuple(part[level] for part in rotary),
+                mask,
+                cache,
+            )
             builder.extend(drafter.log_probs(hidden))
         return builder.finish(roots)
 
     def commit(self, features: Tensor, kept: Verification) -> None:
         """Make the kept tokens pending; see :meth:`DraftState.commit`."""
         index = kept.path[:, :, None].expand(-1, -1, features.shape[-1])
-        self.pending_features = features.gather(1, index)
-        self.pending_tokens, self.pending = kept.tokens, kept.count
+        width = kept.path.shape[1]  # less than A if the tree has fewer levels
+        self.pending_features[:, :width] = features.gather(1, index)
+        self.pending_tokens[:, :width] = kept.tokens
+        self.pending.copy_(kept.count)
 
     def move_row(self, source: int, target: int) -> None:
         self.cache.move_row(source, target)

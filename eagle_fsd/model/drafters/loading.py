@@ -7,7 +7,9 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eagle_fsd.model.checkpoint import CheckpointError, load_head, read_config, tensor_names
+from eagle_fsd.model.draft_vocabulary import select_tokens
 from eagle_fsd.model.drafters.draft_model import load_draft_model
+from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
 from eagle_fsd.model.eagle3_checkpoint import is_eagle3, load_eagle3
@@ -20,7 +22,12 @@ WITHOUT_FILES: dict[str, type[Drafter]] = {
 }
 
 
-def load_drafter(name: str | Path, target: Target, token: str | None = None) -> Drafter:
+def load_drafter(
+    name: str | Path,
+    target: Target,
+    token: str | None = None,
+    draft_vocabulary: int | str | Path | None = None,
+) -> Drafter:
     """Load a drafter and attach it to its target.
 
     Args:
@@ -28,13 +35,25 @@ def load_drafter(name: str | Path, target: Target, token: str | None = None) -> 
             head or a causal LM; which one follows from ``config.json`` and the tensors' names.
         target: The target to draft for.
         token: A Hugging Face token for gated repositories.
+        draft_vocabulary: Number of most frequent tokens that an EAGLE-1/2 head drafts, or a file
+            that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`. Default: all.
 
     Raises:
         CheckpointError: A head's files are missing or damaged, or there is no drafter of a
             supported kind.
         LoadError: A draft model's files are missing or damaged.
-        ValueError: The drafter belongs to another target.
+        ValueError: The drafter belongs to another target, or has its own vocabulary.
     """
+    drafter = _load(name, target, token)
+    if draft_vocabulary is not None:
+        if not isinstance(drafter, EagleHead):
+            raise ValueError(f"draft_vocabulary applies to EAGLE-1/2 heads only; {name} is none")
+        tokens = select_tokens(draft_vocabulary, name, target.vocab_size, token)
+        drafter.restrict_vocabulary(tokens)
+    return drafter
+
+
+def _load(name: str | Path, target: Target, token: str | None) -> Drafter:
     if str(name) in WITHOUT_FILES:
         return WITHOUT_FILES[str(name)]().attach(target)
     values, names = read_config(name, token), tensor_names(name, token)

@@ -194,10 +194,11 @@ class _Occurrences(_Row):
 class AdaptiveNGramDrafter(_CountingDrafter):
     """A table of n-grams learned from the prompts and from every token that is decoded.
 
-    The statistics are tri-grams by default, as in ADED (Adaptix, arXiv 2407.12021), which also
-    learns from what the target emits. Where the last two tokens were never seen together, the
-    drafter backs off to bi-grams. (ADED starts from a corpus and searches the table with Monte
-    Carlo tree search; here the table starts empty, and the most probable paths are found exactly.)
+    As in ADED (Adaptix, arXiv 2407.12021), the table also learns from what the target emits. It
+    looks up the longest end of the last ``order - 1`` tokens that it has seen, so it backs off to
+    shorter n-grams. (ADED counts tri-grams only, starts from a corpus and searches the table with
+    Monte Carlo tree search; here the table starts empty, and the most probable paths are found
+    exactly.)
 
     The table belongs to the drafter and grows over its calls, so with FSD (``T > 0``) an answer
     depends on what was decoded before. At ``T = 0`` only the speed does. Use the drafter from one
@@ -214,7 +215,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
 
     learns = True
 
-    def __init__(self, order: int = 3, min_order: int = 2, capacity: int = 1_000_000) -> None:
+    def __init__(self, order: int = 5, min_order: int = 2, capacity: int = 1_000_000) -> None:
         if not 1 <= min_order <= order:
             raise ValueError(
                 "min_order and order must satisfy 1 <= min_order <= order; got"
@@ -363,12 +364,15 @@ class _CountingState(DraftState):
         tree: Shape of the draft trees.
     """
 
+    on_device = False
+    waits = True
+
     def __init__(self, drafter: _CountingDrafter, rows: list[_Row], tree: TreeConfig) -> None:
         self.drafter, self.rows = drafter, rows
         self.size, self.depth = drafter.max_nodes(tree), tree.depth + 1
         self.width = tree.top_k
 
-    def draft(self, roots: Tensor, max_length: int) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
         """Propose the most probable nodes of each row.
 
         A row with fewer nodes than the tree is padded with isolated nodes, which are never kept. If

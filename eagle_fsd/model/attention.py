@@ -1,0 +1,175 @@
+"""Attention of tree passes: grouped queries are folded instead of repeating keys and values.
+
+With a mask, the SDPA attention of transformers copies the keys and values of grouped-query models
+once per query head. :func:`tree_attention` views the queries of a group as further query positions
+instead, ``[B, kv heads, groups * S, head size]``, under a mask that is repeated for every group.
+
+The mask selects the function: one from :func:`fold_mask` has ``groups`` times as many rows as there
+are queries. For every other call :func:`tree_attention` is the SDPA attention of transformers, so
+selecting it for a model changes no result of the model's other users.
+
+Shape letters: ``B`` rows, ``S`` queries, ``L`` keys, ``G`` query heads per key head.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+#: Name of :func:`tree_attention` as a transformers attention implementation.
+TREE_ATTENTION = "eagle_fsd_tree"
+#: Arguments with which a layer asks for more than masked softmax attention.
+OWN_TERMS = ("position_bias", "softcap", "s_aux", "cache")
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention with folded query groups if the mask is folded, else as transformers does.
+
+    Layers that pass any of :data:`OWN_TERMS` also get the attention of transformers.
+
+    Args:
+        module: The attention layer.
+        query: ``[B, heads, S, head size]``.
+        key: ``[B, kv heads, L, head size]``.
+        value: ``[B, kv heads, L, value size]``.
+        attention_mask: ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive
+            or bool; None for causal attention.
+        scaling: Factor of the scores; default: the inverse square root of the head size.
+        dropout: Probability of dropping an attention weight.
+        **options: Further arguments of the layer.
+
+    Returns:
+        ``[B, S, heads, value size]``, and None in place of the attention weights.
+    """
+    batch, heads, queries, _ = query.shape
+    if attention_mask is not None and attention_mask.shape[2] > queries:
+        groups = heads // key.shape[1]
+        # A layer with fewer query heads per key head than others needs fewer copies of the mask.
+        attention_mask = attention_mask[:, :, : groups * queries]
+        if groups > 1 and all(options.get(name) is None for name in OWN_TERMS):
+            output = nn.functional.scaled_dot_product_attention(
+                query.reshape(batch, heads // groups, groups * queries, -1),
+                key,
+                value,
+                attn_mask=attention_mask,
+                dropout_p=dropout,
+                scale=scaling,
+            )
+            return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+        attention_mask = attention_mask[:, :, :queries]
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+    )
+    return output, None
+
+
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+
+#: Models that must not be given folded masks.
+_not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def query_groups(model: PreTrainedModel) -> int:
+    """Return the number of times to repeat masks of tree passes, 1 where queries are not folded.
+
+    Only models on the SDPA attention of transformers are folded. Models with attention terms that
+    it lacks (soft caps, sinks) use the eager one.
+
+    Args:
+        model: A causal language model.
+    """
+    if model in _not_foldable:
+        return 1
+    return config_groups(model.config.get_text_config(decoder=True))
+
+
+def config_groups(config: PreTrainedConfig) -> int:
+    """Return the number of query heads per key head, 1 where queries are not folded.
+
+    Args:
+        config: Configuration of the attention layers.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None)
+    if config._attn_implementation not in ("sdpa", TREE_ATTENTION) or not (heads and key_heads):
+        return 1
+    return max(1, int(heads) // int(key_heads))
+
+
+def use_stock_attention(model: PreTrainedModel) -> None:
+    """Never fold a model's queries, because it handles masks or attention itself.
+
+    Args:
+        model: A causal language model.
+    """
+    _not_foldable.add(model)
+
+
+def fold_mask(mask: Tensor, groups: int) -> Tensor:
+    """Repeat a mask for every query head of a group.
+
+    Args:
+        mask: ``[B, 1, S, L]``, the same for all heads.
+        groups: ``G``.
+
+    Returns:
+        ``[B, 1, G * S, L]``.
+    """
+    return mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+
+
+_lock = threading.Lock()
+#: Number of passes in progress, by the id of the configuration.
+_passes: Counter[int] = Counter()
+
+
+@contextmanager
+def folded_queries(model: PreTrainedModel, groups: int) -> Iterator[None]:
+    """Select :func:`tree_attention` for the passes of a model that uses SDPA attention.
+
+    Passes may overlap in several threads. Code compiled by torch must be called inside the context,
+    not open it.
+
+    Args:
+        model: A causal language model.
+        groups: Its :func:`query_groups`; with 1, nothing changes.
+    """
+    if groups == 1:
+        yield
+        return
+    config = model.config.get_text_config(decoder=True)
+    with _lock:
+        _passes[id(config)] += 1
+        config._attn_implementation = {"": TREE_ATTENTION}  # not for nested configurations
+    try:
+        yield
+    finally:
+        with _lock:
+            _passes[id(config)] -= 1
+            if not _passes[id(config)]:
+                del _passes[id(config)]
+                config._attn_implementation = {"": "sdpa"}

@@ -1,0 +1,358 @@
+"""Distributions over large vocabularies, without normalized copies of the logits.
+
+One ``[N, V]`` float32 tensor of 60 nodes and 128,000 tokens takes 31 MB. Verification holds the
+logits once, and numbers per node from which every log-probability follows; see
+:class:`Distributions`. What needs whole rows processes a few of them at a time, of :data:`CHUNK`
+values together. In code that ``torch.compile`` traces, all rows are one chunk, because the compiler
+fuses the operations.
+
+Shape letters: ``B`` rows, ``N`` nodes, ``V`` vocabulary, ``Q`` queried (node, token) pairs, ``R``
+flattened ``B * N`` nodes or some of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: Values that are processed together on a CPU, where they fit into a core's cache, and elsewhere.
+CHUNK = 2**18
+DEVICE_CHUNK = 2**20
+#: Log-probability below which ``exp`` returns denormal numbers, which takes a CPU hundreds of times
+#: as long.
+LEAST = -87.0
+#: Probability that counts as 0; that of :data:`LEAST` is below.
+ZERO = 1e-37
+#: Values in a block, of which sums or maxima are taken before one block is searched.
+BLOCK = 256
+#: The cut of top-p is located to this fraction of an interval, as a power of 1/2.
+RESOLUTION_BITS = 24
+#: Sizes of the histograms for this, as powers of 2; the largest within the vocabulary is used.
+HISTOGRAM_BITS = (12, 8, 6, 4, 3)
+#: Units of the integer masses of these histograms.
+MASS_UNITS = 2.0**40
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Distributions at the nodes of trees, as logits and three numbers per node.
+
+    With ``d(x) = z(x) / temperature - peak``, which is at most 0,
+    ``log p(x) = d(x) - log_total`` where ``d(x) >= -radius``, and ``-inf`` elsewhere.
+
+    Attributes:
+        logits: ``[B, N, V]`` float32 ``z``; ``-inf`` for tokens that processors masked.
+        peak: ``[B, N]`` the largest of ``z / temperature``.
+        log_total: ``[B, N]`` log of the sum of ``exp d`` over the support; NaN if the logits are
+            broken (NaN, ``+inf``, or all ``-inf``).
+        temperature: Divides the logits.
+        radius: ``[B, N]`` nats below the most likely token within which tokens are in the support;
+            None if all are.
+    """
+
+    logits: Tensor
+    peak: Tensor
+    log_total: Tensor
+    temperature: float = 1.0
+    radius: Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Distributions:
+        """Return the softmax distributions of logits.
+
+        Args:
+            logits: ``[B, N, V]`` float32; log-probabilities are logits, too.
+        """
+        flat, parts = logits.flatten(0, 1), []
+        for rows in chunks(len(flat), flat):
+            peak = flat[rows].amax(-1)
+            below = (flat[rows] - peak[:, None]).clamp_min_(LEAST)
+            parts.append((peak, below.exp_().sum(-1).log_()))
+        peak, total = (torch.cat(part).view(logits.shape[:2]) for part in zip(*parts, strict=True))
+        return cls(logits, peak, total)
+
+    @classmethod
+    def normalized(cls, log_probs: Tensor) -> Distributions:
+        """Return distributions given by log-probabilities, without computing anything.
+
+        Args:
+            log_probs: ``[B, N, V]`` float32. :attr:`peak` and :attr:`max_log_prob` are undefined.
+        """
+        zero = log_probs.new_zeros(1, 1).expand(log_probs.shape[:2])
+        return cls(log_probs, zero, zero)
+
+    @property
+    def max_log_prob(self) -> Tensor:
+        """``[B, N]`` log-probability of the most likely token at each node."""
+        return -self.log_total
+
+    def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """Look up log-probabilities of tokens at nodes.
+
+        Args:
+            nodes: ``[B, Q]`` node indices.
+            tokens: ``[B, Q]`` token ids.
+
+        Returns:
+            ``[B, Q]`` float32.
+        """
+        index = nodes * self.logits.shape[-1] + tokens
+        values = self.logits.flatten(1).gather(1, index)
+        radius = None if self.radius is None else self.radius.gather(1, nodes)
+        return self._normalize(
+            values, self.peak.gather(1, nodes), self.log_total.gather(1, nodes), radius
+        )
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return whole distributions.
+
+        Args:
+            index: ``[R]`` nodes, counted through all rows: ``b * N + node``.
+
+        Returns:
+            ``[R, V]`` float32 log-probabilities.
+        """
+        radius = None if self.radius is None else self.radius.flatten()[index][:, None]
+        return self._normalize(
+            self.logits.flatten(0, 1).index_select(0, index),
+            self.peak.flatten()[index][:, None],
+            self.log_total.flatten()[index][:, None],
+            radius,
+        )
+
+    def dense(self) -> Tensor:
+        """Return ``[B, N, V]`` log-probabilities, a new tensor of the size of the logits."""
+        count = self.peak.numel()
+        return self.rows(torch.arange(count, device=self.peak.device)).view_as(self.logits)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a function to the distribution at every node, a few at a time.
+
+        Args:
+            function: From ``[R, V]`` log-probabilities to ``[R]``.
+
+        Returns:
+            ``[B, N]``.
+        """
+        nodes = torch.arange(self.peak.numel(), device=self.peak.device)
+        parts = [function(self.rows(nodes[rows])) for rows in chunks(len(nodes), self.logits)]
+        return torch.cat(parts).view_as(self.peak)
+
+    def _normalize(
+        self, values: Tensor, peak: Tensor, log_total: Tensor, radius: Tensor | None
+    ) -> Tensor:
+        below = scaled(values, self.temperature) - peak
+        if radius is None:
+            return below.sub_(log_total)
+        return (below - log_total).masked_fill_(below < -radius, -torch.inf)
+
+
+def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
+    """Split rows into slices of about :data:`CHUNK` values, at least one row each.
+
+    Args:
+        rows: Number of rows; code that is being compiled processes all of them at once.
+        logits: ``[..., V]`` what the rows are computed from.
+    """
+    values = CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    step = rows if torch.compiler.is_compiling() else values // max(logits.shape[-1], 1)
+    for start in range(0, max(rows, 1), max(step, 1)):
+        yield slice(start, start + max(step, 1))
+
+
+def exp(log_probs: Tensor) -> Tensor:
+    """Return probabilities; those below :data:`ZERO` are 0.
+
+    Args:
+        log_probs: Log-probabilities of any shape, or differences of them.
+    """
+    return nn.functional.threshold(log_probs.clamp_min(LEAST).exp_(), ZERO, 0.0)
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits by a temperature, without a copy if it is 1.
+
+    Args:
+        logits: Logits of any shape.
+        temperature: Above 0.
+    """
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def arg_max(values: Tensor) -> Tensor:
+    """Return the index of the largest value, the first of several.
+
+    Several times as fast as ``torch.argmax`` over a large vocabulary on a CPU.
+
+    Args:
+        values: ``[..., V]``.
+
+    Returns:
+        ``[...]``.
+    """
+    blocks = _in_blocks(values)
+    block = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
+    inside = _take_block(blocks, block).argmax(-1)
+    return block[..., 0] * blocks.shape[-1] + inside
+
+
+def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the largest values and their indices, like ``torch.topk``.
+
+    The ``k`` blocks with the largest maxima contain the ``k`` largest values, so that only these
+    blocks are searched.
+
+    Args:
+        values: ``[..., V]``.
+        k: At most ``V``.
+
+    Returns:
+        Two tensors ``[..., k]``, in descending order of the values.
+    """
+    blocks = _in_blocks(values)
+    count, size = blocks.shape[-2:]
+    if 4 * k > count:
+        found = values.topk(k)
+        return found.values, found.indices
+    block = blocks.amax(-1).topk(k).indices  # [..., k]
+    candidates = blocks.gather(-2, block[..., None].expand(*block.shape, size))
+    found = candidates.flatten(-2).topk(k)
+    index = block.gather(-1, found.indices // size) * size + found.indices % size
+    return found.values, index
+
+
+def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample by inversion of the cumulative distribution, with one random number per row.
+
+    The random number selects a block by the blocks' sums, then a token within the block.
+
+    Args:
+        weights: ``[R, V]`` float32, not negative.
+        uniform: ``[R]`` float64 in ``[0, 1)``.
+
+    Returns:
+        ``[R]`` indices, and ``[R]`` float64 sums of the weights. An index without weight is
+        returned only where the sum is 0 or NaN.
+    """
+    blocks = _in_blocks(weights)
+    ends = blocks.sum(-1).double().cumsum(-1)  # [R, C]
+    total, point = ends[:, -1], (uniform * ends[:, -1])[:, None]
+    block = (ends <= point).sum(-1, keepdim=True).clamp_max(ends.shape[1] - 1)  # [R, 1]
+    end, start = ends.gather(1, block), ends.gather(1, (block - 1).clamp_min(0))
+    start = torch.where(block > 0, start, 0.0)
+    inner = _take_block(blocks, block).double().cumsum(-1)
+    # Rounding must not move the point to the end of the block.
+    share = ((point - start) / (end - start)).clamp_max(1.0 - 1e-15)
+    inside = (inner <= share * inner[:, -1:]).sum(-1).clamp_max(inner.shape[1] - 1)
+    return block[:, 0] * blocks.shape[-1] + inside, total
+
+
+def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
+    """Find how far below the most likely token the nucleus reaches, without sorting.
+
+    The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``: a
+    token belongs to it if the tokens that are likelier have less mass. A histogram of the mass over
+    log-probabilities shows in which bin ``top_p`` is reached, and another one of that bin in which
+    part of it; two are enough for a large vocabulary. Tokens as close as the last part, about
+    1e-6 nats, are all kept, where sorting keeps some of them in an undefined order.
+
+    Masses are integers, so that their sums do not depend on the order of the additions.
+
+    Args:
+        below: ``[R, V]`` float32 log-probabilities relative to the largest, at most 0.
+        weights: ``[R, V]`` float32 ``exp`` of them.
+        top_p: Mass to keep, below 1.
+
+    Returns:
+        ``[R]`` nats.
+    """
+    size = weights.shape[-1]
+    bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
+    bins = 2**bits
+    mass = (weights * MASS_UNITS).long()
+    start, goal = torch.zeros_like(below[:, :1]), None
+    # All tokens further below together have at most the mass 1 - top_p.
+    width = math.log(size / (1.0 - top_p))
+    for _ in range(RESOLUTION_BITS // bits):
+        # Bin 0 holds likelier tokens than the interval, and the last bin less likely ones.
+        first = 1.0 - start * (bins / width)
+        place = torch.add(first, below, alpha=-bins / width).clamp_max_(bins + 1.0)
+        index = place.long().clamp_min_(0)  # NaN becomes a negative integer
+        ends = mass.new_zeros(len(mass), bins + 2).scatter_add_(1, index, mass).cumsum(1)
+        if goal is None:
+            goal = (ends[:, -1:].double() * top_p).long()
+        width /= bins
+        start = start + width * ((ends < goal).sum(1, keepdim=True) - 1)
+    # One part more than needed, because the edges are rounded.
+    return start[:, 0] + 2.0 * width
+
+
+@dataclass(frozen=True)
+class Warp:
+    """Temperature, then top-k, top-p and min-p, as the warpers of transformers apply them.
+
+    Attributes:
+        temperature: Divides the logits.
+        top_k: Number of tokens to keep, and all as likely as the last of them; 0 is off.
+        top_p: Probability mass to keep, see :func:`top_p_radius`; 1 is off.
+        min_p: Fraction of the largest probability that a token needs; 0 is off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Distributions, Tensor]:
+        """Warp distributions, and sample a token from each.
+
+        Args:
+            logits: ``[B, N, V]`` float32.
+            uniform: ``[B, N]`` float64 random numbers in ``[0, 1)``.
+
+        Returns:
+            The warped distributions, and ``[B, N]`` tokens.
+        """
+        flat, shape, points = logits.flatten(0, 1), logits.shape[:2], uniform.flatten()
+        parts = [self._rows(flat[rows], points[rows]) for rows in chunks(len(flat), flat)]
+        peak, log_total, radius, tokens = (
+            torch.cat(part).view(shape) for part in zip(*parts, strict=True)
+        )
+        cut = self.top_k or self.top_p < 1.0 or self.min_p
+        law = Distributions(logits, peak, log_total, self.temperature, radius if cut else None)
+        return law, tokens
+
+    def _rows(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return peak, log total, radius and sample of ``[R, V]`` logits."""
+        values = scaled(logits, self.temperature)
+        peak = values.amax(-1)
+        below = values - peak[:, None]
+        weights = exp(below)
+        pool, radius = below, torch.full_like(peak, torch.inf)
+        if 0 < self.top_k < below.shape[1]:
+            pool = top_k(below, self.top_k)[0]
+            radius = -pool[:, -1]
+        if self.top_p < 1.0:
+            masses = weights if pool is below else exp(pool)
+            radius = torch.minimum(radius, top_p_radius(pool, masses, self.top_p))
+        if self.min_p > 0.0:
+            radius = radius.clamp_max(-math.log(self.min_p))
+        if pool is not below or self.top_p < 1.0 or self.min_p > 0.0:
+            weights.mul_(below.ge_(-radius[:, None]))
+        token, total = draw(weights, uniform)
+        return peak, total.log().float(), radius, token
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """View ``[..., V]`` as ``[..., V / size, size]``, with a size that divides ``V``."""
+    return values.unflatten(-1, (-1, math.gcd(values.shape[-1], BLOCK)))
+
+
+def _take_block(blocks: Tensor, block: Tensor) -> Tensor:
+    """Look up block ``[..., 1]`` of ``[..., C, size]``: ``[..., size]``."""
+    index = block[..., None].expand(*block.shape, blocks.shape[-1])
+    return blocks.gather(-2, index)[..., 0, :]

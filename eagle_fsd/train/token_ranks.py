@@ -1,0 +1,43 @@
+"""Rank tokens by their frequency in the answers of chats, for a head's draft vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle_fsd.model.draft_vocabulary import write_ranks
+from eagle_fsd.train.config import RanksRequest
+from eagle_fsd.train.dataset import answer_tokens
+from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.utils.progress import ProgressFactory, no_progress
+
+
+def rank_tokens(
+    request: RanksRequest, *, token: str | None = None, progress: ProgressFactory = no_progress
+) -> int:
+    """Count the tokens of the answers and write the ranking.
+
+    Args:
+        request: The chats, the target and the output file.
+        token: Access token for the Hub.
+        progress: Reports ``reading`` (in bytes) and ``counting`` (in chats).
+
+    Returns:
+        How many tokens occur.
+
+    Raises:
+        ValueError: No chat is valid.
+        OSError: A file cannot be read or written.
+        LoadError: The target cannot be loaded.
+    """
+    request.out.parent.mkdir(parents=True, exist_ok=True)
+    loaded = LoadedTarget.load(request, "cpu", token, layers=False)
+    with progress("reading") as report:
+        chats = loaded.open_chats(request.data, request.max_length, report)
+    vocab_size = loaded.target.vocab_size
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    with progress("counting") as report:
+        for number, tokens in enumerate(answer_tokens(chats, range(len(chats)), 0), 1):
+            counts += tokens.bincount(minlength=vocab_size)
+            report(number, len(chats))
+    write_ranks(request.out, counts)
+    return int((counts > 0).sum())

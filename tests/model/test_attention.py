@@ -1,0 +1,162 @@
+"""Attention with folded query groups: equal to that of transformers, and invisible to others."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from pairs import prompt, small_tree, tiny_target, untrained_head
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.model import attention
+from eagle_fsd.model.attention import (
+    TREE_ATTENTION,
+    fold_mask,
+    folded_queries,
+    query_groups,
+    tree_attention,
+)
+from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
+
+HEADS, SIZE, QUERIES, KEYS = 8, 16, 7, 33
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def _layer(key_heads: int) -> nn.Module:
+    layer = nn.Module()
+    layer.num_key_value_groups = HEADS // key_heads
+    return layer
+
+
+def _inputs(rows: int, key_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return query, key and value as a cache returns them, and an additive mask."""
+    query = torch.randn(rows, QUERIES, HEADS, SIZE, generator=GENERATOR)
+    store = torch.randn(2, rows, KEYS + 9, key_heads, SIZE, generator=GENERATOR)
+    allowed = torch.rand(rows, QUERIES, KEYS, generator=GENERATOR) < 0.5
+    allowed[..., 0] = True
+    tensors = [item.to(dtype).transpose(1, 2) for item in (query, *store[:, :, :KEYS])]
+    return [*tensors, additive_mask(allowed, dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("key_heads", [1, 2, HEADS])
+def test_folded_attention_equals_that_of_transformers(
+    key_heads: int, rows: int, boolean: bool, dtype: torch.dtype
+) -> None:
+    """Multi-query, grouped-query and multi-head attention."""
+    *inputs, mask = _inputs(rows, key_heads, dtype)
+    mask = mask == 0.0 if boolean else mask
+    expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, mask, scaling=0.3)
+    folded = fold_mask(mask, HEADS // key_heads)
+    assert folded.shape == (rows, 1, HEADS // key_heads * QUERIES, KEYS)
+    found, weights = tree_attention(_layer(key_heads), *inputs, folded, scaling=0.3)
+    assert weights is None
+    assert found.is_contiguous()
+    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("key_heads", [2, HEADS])
+@pytest.mark.parametrize("masked", [False, True])
+def test_other_calls_get_the_attention_of_transformers(key_heads: int, masked: bool) -> None:
+    *inputs, mask = _inputs(2, key_heads, torch.float32)
+    given = mask if masked else None
+    expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, given, is_causal=True)
+    found, _ = tree_attention(_layer(key_heads), *inputs, given, is_causal=True)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_layers_with_own_terms_and_fewer_groups_get_a_part_of_the_mask(groups: int) -> None:
+    """A position bias is added by transformers; a layer may have fewer groups than others."""
+    *inputs, mask = _inputs(2, 2, torch.float32)
+    bias = torch.randn(1, HEADS, QUERIES, KEYS, generator=GENERATOR)
+    for options in ({"position_bias": bias}, {}):
+        expected, _ = sdpa_attention_forward(_layer(2), *inputs, mask, **options)
+        found, _ = tree_attention(_layer(2), *inputs, fold_mask(mask, groups), **options)
+        torch.testing.assert_close(found, expected)
+
+
+def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of the stock path; before and after, the model is on SDPA.
+
+    The layers of the head fold their queries, too.
+    """
+    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
+    assert query_groups(model) == 2
+    folded: list[tuple[nn.Module, bool]] = []
+
+    def spy(module: nn.Module, query: Tensor, *args: object, **options: object) -> object:
+        mask = args[2]
+        assert isinstance(mask, Tensor)
+        folded.append((module, mask.shape[2] == 2 * query.shape[2]))
+        return tree_attention(module, query, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, TREE_ATTENTION, spy)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    folded.clear()
+    expected = model.generate(prompt(6), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert not folded
+    assert torch.equal(pair.generate(prompt(6), max_new_tokens=12).sequences, expected)
+    assert {module for module, _ in folded} >= {layer.self_attn for layer in model.model.layers}
+    assert all(found for _, found in folded)
+    assert {module for module, _ in folded} & set(pair.drafter.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_overlapping_passes_keep_the_selection_until_the_last_ends() -> None:
+    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with folded_queries(model, 2):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with folded_queries(model, 2):
+        thread.start()
+        assert inside.wait(10)
+    assert model.config._attn_implementation == TREE_ATTENTION
+    # Meanwhile, a plain call of the model computes what it always does.
+    ids = prompt(5, 2)
+    during = model(ids, attention_mask=torch.ones_like(ids)).logits
+    leave.set()
+    thread.join()
+    assert model.config._attn_implementation == "sdpa"
+    assert not attention._passes
+    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, during)
+
+
+def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
+    """The self-check finds it, and decoding goes on with masks of the usual size."""
+    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
+    shapes: list[torch.Size] = []
+
+    def check(_module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor):
+            shapes.append(mask.shape)
+            if mask.shape[2] != kwargs["input_ids"].shape[1]:
+                raise RuntimeError("unexpected mask")
+
+    model.model.register_forward_pre_hook(check, with_kwargs=True)
+    check_target(Target(model))
+    assert query_groups(model) == 1
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    shapes.clear()
+    pair.generate(prompt(6), max_new_tokens=12)
+    assert shapes
+
+
+def test_eager_attention_is_not_folded() -> None:
+    model = tiny_target(num_attention_heads=4, num_key_value_heads=2, attention="eager")
+    assert query_groups(model) == 1

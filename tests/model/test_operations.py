@@ -1,0 +1,60 @@
+"""How many operations a decoding step dispatches: without compilation, the host waits for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from pairs import prompt
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.self_check import check_target
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the operations in a context, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(tree: TreeConfig, acceptance: AcceptanceConfig) -> Counter[str]:
+    """Count the operations of the bundled pair's second step, in which all shapes are usual."""
+    pair = EagleFSD.from_pretrained()
+    check_target(pair.target)  # so that the caches know their layout
+    with torch.inference_mode():
+        engine = Engine(pair.target, pair.drafter, Sampler(), tree, acceptance)
+        engine.prefill([prompt(20)[0]], [100])
+        engine.step()
+        with CountOperations() as counted:
+            engine._launch()
+    return counted.counts
+
+
+@pytest.mark.parametrize(("threshold", "most"), [(0.0, 1900), (0.1, 1970)])
+def test_step(threshold: float, most: int) -> None:
+    """Revision 68e5df3 dispatched 1,985 operations with this tree at ``T = 0``."""
+    acceptance = AcceptanceConfig(threshold=threshold, min_ratio=0.3 if threshold else 0.0)
+    counts = operations(TreeConfig(total_tokens=16, depth=8, top_k=2), acceptance)
+    assert counts.total() < most, counts.most_common(30)
+
+
+def test_level() -> None:
+    """A level runs the head's layer once; what surrounds it is about as much again."""
+    totals = [
+        operations(TreeConfig(total_tokens=16, depth=depth, top_k=2), AcceptanceConfig()).total()
+        for depth in (8, 12)
+    ]
+    assert (totals[1] - totals[0]) / 4 < 90, totals

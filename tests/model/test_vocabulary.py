@@ -1,0 +1,356 @@
+"""Operations over the vocabulary: equal to plain ones, in little memory, and traceable."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import random_pair
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig
+
+from eagle_fsd.model import vocabulary
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule, rule_for, thresholds
+from eagle_fsd.model.compilation import compiled
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.tree import DraftTree, TreeBuilder
+from eagle_fsd.model.verify import AcceptanceRule, Verification, verify
+from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, draw, exp, top_k
+
+#: Vocabulary sizes: of several blocks, with small blocks, and without a common divisor with them.
+SIZES = (1024, 4 * 83, 509, 7)
+
+
+def _random(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 2000, vocabulary.CHUNK])
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process one row at a time, a few, and all."""
+    monkeypatch.setattr(vocabulary, "CHUNK", request.param)
+
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("size", SIZES)
+def test_distributions_are_those_of_log_softmax(size: int) -> None:
+    logits = _random(2, 5, size)
+    logits[0, 1, 2] = -torch.inf
+    logits[1, 3] += 100.0
+    law, expected = Distributions.of(logits), logits.double().log_softmax(-1).float()
+    torch.testing.assert_close(law.dense(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(law.max_log_prob, expected.amax(-1), atol=2e-6, rtol=1e-6)
+    nodes = torch.tensor([[4, 0, 1], [3, 3, 2]])
+    tokens = torch.tensor([[0, size - 1, 2], [1, 2, 3]])
+    found = law.log_prob(nodes, tokens)
+    assert torch.equal(found, law.dense()[torch.arange(2)[:, None], nodes, tokens])
+    assert found[0, 2] == -torch.inf
+    sums = law.map_rows(lambda rows: exp(rows).sum(-1))
+    torch.testing.assert_close(sums, torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, None])
+def test_log_total_of_broken_logits_is_nan(value: float | None) -> None:
+    logits = _random(2, 3, 40)
+    if value is None:
+        logits[1, 2] = -torch.inf  # every token is masked
+    else:
+        logits[1, 2, 5] = value
+    broken = torch.tensor([[False] * 3, [False, False, True]])
+    assert torch.equal(Distributions.of(logits).log_total.isnan(), broken)
+    law, tokens = Warp(0.7, top_p=0.9)(logits, torch.full((2, 3), 0.5, dtype=torch.float64))
+    assert torch.equal(law.log_total.isnan(), broken)
+    assert ((tokens >= 0) & (tokens < 40)).all()
+
+
+def test_exp_is_zero_instead_of_denormal() -> None:
+    values = torch.tensor([0.0, -1.0, -80.0, -90.0, -1e4, -torch.inf, torch.nan])
+    found = exp(values)
+    torch.testing.assert_close(found[:3], values[:3].exp())
+    assert found[3:6].tolist() == [0.0, 0.0, 0.0]
+    assert found[6].isnan()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arg_max_returns_the_first_of_the_largest(size: int) -> None:
+    values = _random(20, 3, size).round()  # many ties
+    values[1, 2] = -torch.inf
+    expected = (values == values.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(arg_max(values), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_top_k_returns_the_largest(size: int, k: int) -> None:
+    values = _random(20, 3, size)
+    values[1, 2, 1:] = -torch.inf
+    found, index = top_k(values, k)
+    assert torch.equal(found, values.topk(k).values)
+    assert torch.equal(values.gather(-1, index), found)
+    assert (index.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draw_inverts_the_cumulative_distribution(size: int) -> None:
+    """10,000 random numbers; between two of them lies at most one token's boundary per token."""
+    weights = exp(_random(1, size))
+    weights[:, ::3] = 0.0
+    uniform = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
+    tokens, total = draw(weights.expand(len(uniform), -1), uniform)
+    ends = weights[0].double().cumsum(0)
+    torch.testing.assert_close(total, ends[-1].expand_as(total), rtol=1e-6, atol=0.0)
+    share = ends / ends[-1]
+    # The boundaries of the tokens' intervals, up to the rounding of block sums in float32.
+    assert (share[tokens] > uniform - 1e-6).all()
+    assert (share[tokens] - weights[0, tokens] / ends[-1] <= uniform + 1e-6).all()
+    assert (weights[0, tokens] > 0.0).all()
+    assert (tokens.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draw_never_returns_a_token_without_weight(size: int) -> None:
+    """Also at the ends of the interval, where rounding could."""
+    ends = torch.tensor([0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        weights = torch.zeros(4, size)
+        kept = random.choice(size, int(random.integers(1, 4)), replace=False)
+        weights[:, kept] = torch.tensor(random.random(len(kept)) + 1e-3, dtype=torch.float32)
+        tokens, _ = draw(weights, ends)
+        assert set(tokens.tolist()) <= set(kept.tolist())
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("size", [509, 1024])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.3},  # probabilities down to 1e-30
+        {"top_k": 20},
+        {"top_p": 0.02},
+        {"top_p": 0.7},
+        {"top_p": 0.999},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+        {"top_k": 5000, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_warp_has_the_support_of_hugging_faces_warpers(options: dict[str, Any], size: int) -> None:
+    """For 300 rows, some peaked and some nearly uniform; every sample is in the support."""
+    scale = torch.tensor([0.01, 1.0, 3.0, 10.0]).repeat(75)[:, None]
+    logits = scale * _random(300, size, scale=1.0)
+    config = GenerationConfig(do_sample=True, **{"top_k": None, **options})
+    scores = logits
+    for warper in random_pair().model._get_logits_processor(config, input_ids_seq_length=1):
+        scores = warper(None, scores)
+    generator = torch.Generator().manual_seed(1)
+    uniform = torch.rand(1, 300, dtype=torch.float64, generator=generator)
+    law, tokens = Warp(**options)(logits[None], uniform)
+    found = law.dense()[0]
+    # Tokens within 2e-6 nats of the cut are kept. Hugging Face's sums are rounded, so that the cut
+    # itself may be another token if both reach the mass up to about 1e-6.
+    disputed = (found > -torch.inf) != (scores > -torch.inf)
+    cut = torch.where(scores > -torch.inf, found, torch.inf).amin(-1, keepdim=True)
+    far = disputed & ((found - cut).abs() > 4e-6)
+    assert far.sum(-1).max() <= 1
+    assert far.any(-1).sum() <= 3
+    assert (found.gather(1, tokens.T) > -torch.inf).all()
+
+
+def test_nucleus_includes_all_or_none_of_equally_likely_tokens() -> None:
+    """Four tokens of .1 would cross the mass after two of them, or after all that are likelier."""
+    probs = torch.tensor([0.1, 0.3, 0.1, 0.1, 0.3, 0.1])
+    uniform = torch.zeros(1, 1, dtype=torch.float64)
+    for top_p, kept in ((0.75, 6), (0.61, 6), (0.59, 2), (0.29, 2)):
+        law, _ = Warp(top_p=top_p)(probs.log().view(1, 1, -1), uniform)
+        assert int((law.dense() > -torch.inf).sum()) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
+def test_nucleus_of_a_large_vocabulary_is_the_sorted_one(scale: float) -> None:
+    """128,256 tokens; the smallest kept probability is that of sorting in float64."""
+    logits = _random(1, 8, 128_256, scale=scale)
+    law, _ = Warp(top_p=0.9)(logits, torch.zeros(1, 8, dtype=torch.float64))
+    probs = logits.double().softmax(-1)
+    ordered = probs.sort(-1, descending=True).values
+    count = (ordered.cumsum(-1) - ordered < 0.9).sum(-1)
+    kept = (law.dense() > -torch.inf).sum(-1)
+    # Tokens within 2e-6 nats of the cut are all kept.
+    cut = ordered.gather(-1, count[..., None] - 1)
+    near = ((probs.log() - cut.log()).abs() < 4e-6).sum(-1)
+    assert (kept >= count).all()
+    assert (kept - count <= near).all()
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class PeakMemory(TorchDispatchMode):
+    """Record the largest number of bytes of living storages that operations made.
+
+    Args:
+        *given: Tensors to ignore.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive = {key: item for key, item in self.alive.items() if not item[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in self.given:
+                    continue
+                self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def _tree(size: int, tokens: int = 60, rows: int = 1) -> DraftTree:
+    """Grow EAGLE-2's tree over a draft with random distributions."""
+    builder = TreeBuilder(TreeConfig(total_tokens=tokens, depth=6, top_k=10), size, "cpu")
+    builder.start(_random(rows, size).log_softmax(-1))
+    for level in range(6):
+        builder.choose()
+        builder.extend(_random(rows, 10, size, seed=level).log_softmax(-1))
+    return builder.finish(torch.zeros(rows, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["js", "js_reference", "kl", "top_k_js", "top_p_js"])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), SamplingConfig(temperature=0.7), SamplingConfig(temperature=1.0, top_p=0.9)],
+    ids=["greedy", "temperature", "top_p"],
+)
+def test_verification_needs_little_memory_beyond_the_logits(
+    sampling: SamplingConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 24 chunks of float32, where one ``[N, V]`` tensor has 60; no noise tensor.
+
+    The logits and the draft's distributions are made before.
+    """
+    size = 4096
+    monkeypatch.setattr(vocabulary, "CHUNK", size)
+    tree, logits = _tree(size), _random(1, 60, size)
+    rule = rule_for(AcceptanceConfig(threshold=0.3, divergence=name))
+    with torch.inference_mode(), PeakMemory(logits, tree.draft_log_probs) as memory:
+        verify(Sampler(sampling)(tree, logits, None), rule)
+    # A chunk of masses, their bins and a copy of them take 8 bytes per value.
+    assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4
+
+
+# -- tracing ---------------------------------------------------------------------------------------
+
+
+def _cases() -> Iterator[tuple[AcceptanceRule, SamplingConfig]]:
+    options = {"temperature": 0.7, "top_k": 300, "top_p": 0.9, "min_p": 1e-6}
+    for sampling in (SamplingConfig(), SamplingConfig(**options)):
+        yield ExactRule(), sampling
+        yield FuzzyRule(0.3, min_ratio=0.1), sampling
+        yield FuzzyRule(0.3, divergence_on="warped"), sampling
+        yield TypicalRule(), sampling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "sampling"), list(_cases()), ids=str)
+def test_sampling_and_verification_are_traced_without_graph_breaks(
+    rule: AcceptanceRule, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With random numbers from outside; the result is that of the same code run eagerly."""
+    tree, logits = _tree(1024, rows=2), _random(2, 60, 1024, seed=9)
+    numbers = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    sampler = Sampler(sampling, warp_draft=rule.needs_warped_draft)
+
+    def step(logits: Tensor, numbers: Tensor) -> Verification:
+        sampler.numbers, sampler.used = numbers, 0
+        return verify(sampler(tree, logits, None), rule)
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.inference_mode():
+        expected = step(logits, numbers)
+        found = torch.compile(step, fullgraph=True, backend="eager")(logits, numbers)
+    assert counters["stats"]["unique_graphs"] == 1
+    for name in ("tokens", "origins", "count", "path", "accepted"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only nodes with children have one, computed a row at a time or all together."""
+    tree, logits = _tree(300, rows=3), _random(3, 60, 300, seed=4)
+    inputs = Sampler()(tree, logits, None)
+    dense = DIVERGENCES["js"](inputs.raw_log_probs, tree.at_nodes(tree.draft_log_probs))
+    expected = torch.where(tree.has_children(), dense, torch.inf)
+    for chunk in (1, 10_000, 10**9):
+        monkeypatch.setattr(vocabulary, "CHUNK", chunk)
+        found = FuzzyRule(0.1).divergences(inputs)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert math.isfinite(float(found[0, 0]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("name", ["js", "kl", "tv", "js_reference"])
+def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
+    tree, logits = _tree(1000, rows=2), _random(2, 60, 1000, seed=4)
+    inputs, rule = Sampler()(tree, logits, None), FuzzyRule(0.1, name)
+    expected = rule.divergences(inputs)
+    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    found, codes = run_and_get_code(rule.divergences, inputs)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert thresholds._fuses
+    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "".join(codes))
+    assert shapes
+    assert max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes) < 1000
+
+
+def test_failed_compilation_falls_back_to_eager_divergences(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("no compiler")
+
+    inputs, rule = Sampler()(_tree(100), _random(1, 60, 100), None), FuzzyRule(0.1)
+    expected = rule.divergences(inputs)
+    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(thresholds, "compiled", lambda _: fail)
+    monkeypatch.setattr(thresholds, "_fuses", True)
+    for _ in range(2):
+        assert torch.equal(rule.divergences(inputs), expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "divergences are not compiled: no compiler"
+    ]
