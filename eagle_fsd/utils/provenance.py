@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,25 @@ def describe_environment() -> dict[str, Any]:
 
     Returns:
         ``date`` (UTC, ISO 8601), ``machine`` (CPU, torch threads and GPU), ``python``, ``versions``
-        of :data:`PACKAGES`, and ``revision``: the Git revision of the checkout that contains this
-        package, with ``-dirty`` appended if it has uncommitted changes; None outside a checkout.
+        of :data:`PACKAGES` (None if not installed), and ``revision``: the Git revision of the
+        checkout that contains this package, with ``-dirty`` appended if it has uncommitted changes;
+        None outside a checkout.
     """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": _machine(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
         "revision": _revision(),
     }
+
+
+def _version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is run from a checkout instead."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _machine() -> dict[str, Any]:

@@ -1,0 +1,585 @@
+"""What the benchmarks share: options, timed decoding steps, the floor of a step, and reports.
+
+Three ways to decode are compared: plain decoding, exact verification of draft trees, and FSD. Their
+calls advance in turn, a few steps at a time, so that changes of the machine's speed affect all of
+them alike; a step's time is the median over these blocks.
+
+*Forced acceptance* (:class:`ForcedAcceptance`) accepts a fixed number of drafted tokens in every
+step, so that models with random weights can be timed. It exists only here and only in
+:func:`time_steps`, which discards the tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers.utils import logging as transformers_logging
+
+from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.generation import Generation
+from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+from eagle_fsd.utils.files import atomic_path, atomic_write
+from eagle_fsd.utils.provenance import describe_environment
+
+T = TypeVar("T")
+
+RESULTS = Path(__file__).parent / "results"
+PLAIN, EXACT, FSD = "plain", "exact", "FSD"
+#: Name of a method with :data:`SAMPLING`.
+SAMPLED = "{}, sampled"
+#: FSD's options where a pair brings none.
+FSD_ACCEPTANCE = AcceptanceConfig(threshold=0.05, min_ratio=0.3)
+GREEDY = SamplingConfig()
+SAMPLING = SamplingConfig(temperature=1.0, top_p=0.9, seed=0)
+#: Phases of a step in tables; all others are summed up as "rest".
+SHOWN_PHASES = ("draft", "target", "verify")
+#: Okabe and Ito's color-blind-safe palette.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def new_parser(description: str) -> argparse.ArgumentParser:
+    """Create a parser with the options that all benchmarks have.
+
+    Args:
+        description: One line for ``--help``.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cpu or cuda; default: %(default)s")
+    parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; default: 1")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the passes of drafter and target"
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse options, set the number of threads, and silence transformers.
+
+    Args:
+        parser: The result of :func:`new_parser`.
+        arguments: The command line; default: that of the process.
+
+    Returns:
+        The options; ``dtype`` is a ``torch.dtype``.
+    """
+    options = parser.parse_args(arguments)
+    name = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    options.dtype = getattr(torch, name, None)
+    if not isinstance(options.dtype, torch.dtype):
+        parser.error(f"unknown dtype: {name}")
+    torch.set_num_threads(options.threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    return options
+
+
+def parse_tree(text: str) -> TreeConfig:
+    """Parse ``total_tokens/depth/top_k``.
+
+    Args:
+        text: Such as ``60/6/10``.
+
+    Raises:
+        ValueError: There are not three numbers, or one is out of bounds.
+    """
+    total_tokens, depth, top_k = map(int, text.split("/"))
+    return TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
+
+
+def tree_name(tree: TreeConfig) -> str:
+    """Return ``total_tokens/depth/top_k``.
+
+    Args:
+        tree: The tree.
+    """
+    return f"{tree.total_tokens}/{tree.depth}/{tree.top_k}"
+
+
+def progress(items: Iterable[T], label: str) -> Iterable[T]:
+    """Iterate with a progress bar on standard error.
+
+    Args:
+        items: What to iterate over.
+        label: Shown before the bar.
+    """
+    return tqdm(list(items), desc=label, file=sys.stderr, leave=False)
+
+
+# -- timed steps -------------------------------------------------------------------------------
+
+
+class ForcedAcceptance(AcceptanceRule):
+    """Accept the drafted tokens of the first levels of every tree, whatever the target says.
+
+    The wrapped rule is evaluated, but its result is ignored. A step emits ``count + 1`` tokens if
+    its tree is deep enough. The output is meaningless, so a call with this rule fails unless
+    :func:`time_steps` makes it.
+
+    Args:
+        count: Drafted tokens to accept per step.
+        rule: A rule without state whose cost is to be measured.
+    """
+
+    def __init__(self, count: int, rule: AcceptanceRule) -> None:
+        self.count, self.rule = count, rule
+        self.timing = False
+
+    def start(self, prompts: Sequence[Tensor]) -> Tensor:
+        if not self.timing:
+            raise RuntimeError("forced acceptance is for timing only and returns no text")
+        return super().start(prompts)
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return self.rule.gate(inputs)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        return self.rule.admits(inputs, nodes, tokens)
+
+    def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
+        # Depends on `accepted` formally, so that a compiler does not drop the wrapped rule.
+        return (inputs.tree.depths <= self.count) & (accepted | torch.ones_like(accepted))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to decode.
+
+    Attributes:
+        name: Such as :data:`EXACT`.
+        model: The pair.
+        acceptance: Acceptance options, which also select the pair's tree; None for plain decoding.
+        sampling: Sampling options; default: greedy.
+    """
+
+    name: str
+    model: EagleFSD
+    acceptance: AcceptanceConfig | None = None
+    sampling: SamplingConfig = GREEDY
+
+    @property
+    def tree(self) -> TreeConfig | None:
+        """The tree; None for plain decoding."""
+        return None if self.acceptance is None else self.model.tree_for(self.acceptance)
+
+    def options(self) -> dict[str, Any]:
+        """Return keyword arguments of :meth:`EagleFSD.generate`."""
+        if self.acceptance is None:
+            return {"method": "ar", "sampling": self.sampling}
+        return {"acceptance": self.acceptance, "sampling": self.sampling}
+
+
+def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
+    """Return plain decoding, exact verification and FSD with the same models.
+
+    Args:
+        model: The pair; exact verification and FSD use the trees that it has for them.
+        sampled: Add the latter two with :data:`SAMPLING`.
+    """
+    fsd = model.acceptance if model.acceptance.threshold else FSD_ACCEPTANCE
+    found = [
+        Contender(PLAIN, model),
+        Contender(EXACT, model, AcceptanceConfig()),
+        Contender(FSD, model, fsd),
+    ]
+    if sampled:
+        found += [
+            Contender(SAMPLED.format(item.name), model, item.acceptance, SAMPLING)
+            for item in found[1:]
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How many steps to time.
+
+    Attributes:
+        warm_up: Steps before the first timed one.
+        block: Steps that a call advances in its turn.
+        blocks: Turns of each call.
+    """
+
+    warm_up: int = 8
+    block: int = 4
+    blocks: int = 8
+
+    @property
+    def steps(self) -> int:
+        """Steps of each call."""
+        return self.warm_up + self.block * self.blocks
+
+
+#: The timing with ``--quick``.
+QUICK = Timing(1, 1, 2)
+
+
+@dataclass
+class StepTimes:
+    """Times of one contender's steps.
+
+    Attributes:
+        blocks: Seconds per step of each block.
+        phases: Seconds per step by phase, as far as the decoder reports them.
+        tau: Tokens emitted per row and step.
+    """
+
+    blocks: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    tau: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.blocks)
+
+
+def time_steps(
+    contenders: Sequence[Contender],
+    ids: Tensor,
+    timing: Timing,
+    label: str,
+    accepted: int | None = None,
+) -> dict[str, StepTimes]:
+    """Time decoding steps of several contenders in turn. The tokens are discarded.
+
+    Rows do not end at end-of-sequence tokens.
+
+    Args:
+        contenders: What to time.
+        ids: ``[B, S]`` the prompts, on the target's device.
+        timing: How many steps to time.
+        label: What is timed, for the progress bar.
+        accepted: Drafted tokens that every step is forced to accept; default: no force.
+
+    Returns:
+        The times by the contender's name.
+    """
+    times = {contender.name: StepTimes() for contender in contenders}
+    with ExitStack() as stack:
+        calls = {}
+        for contender in contenders:
+            call = stack.enter_context(_start(contender, ids, timing, accepted))
+            _advance(call, len(ids) * timing.warm_up)
+            calls[contender.name] = call
+        before = {
+            name: (dict(call.stats.seconds), call.stats.tokens) for name, call in calls.items()
+        }
+        for _ in progress(range(timing.blocks), label):
+            for name, call in calls.items():
+                seconds = _advance(call, len(ids) * timing.block)
+                times[name].blocks.append(seconds / timing.block)
+        steps = timing.block * timing.blocks
+        for name, call in calls.items():
+            phases, tokens = before[name]
+            times[name].tau = (call.stats.tokens - tokens) / (steps * len(ids))
+            times[name].phases = {
+                phase: (seconds - phases.get(phase, 0.0)) / steps
+                for phase, seconds in call.stats.seconds.items()
+                if phase != "prefill"
+            }
+    return times
+
+
+@contextmanager
+def _start(
+    contender: Contender, ids: Tensor, timing: Timing, accepted: int | None
+) -> Iterator[Generation]:
+    """Start a call that can take all steps."""
+    options, longest = contender.options(), 1
+    if contender.acceptance is not None:
+        assert contender.tree is not None
+        longest = contender.tree.depth + 2
+        if accepted is not None:
+            longest = accepted + 1
+            rule = ForcedAcceptance(accepted, rule_for(contender.acceptance))
+            rule.timing = True
+            options["rule"] = rule
+    # One step more, so that no row ends in a timed one.
+    new_tokens = longest * (timing.steps + 1)
+    with contender.model.stream(
+        ids, torch.ones_like(ids), new_tokens, eos_token_id=[], **options
+    ) as call:
+        yield call
+
+
+def _advance(call: Generation, chunks: int) -> float:
+    """Decode the next ``chunks`` chunks, one per row and step; return the seconds."""
+    synchronize()
+    begin = time.perf_counter()
+    iterator = iter(call)
+    for _ in range(chunks):
+        if next(iterator).finished:
+            raise RuntimeError("a row ended: the context is too short for the timed steps")
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def random_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
+    """Draw prompts.
+
+    Args:
+        model: The pair.
+        rows: ``B``.
+        length: ``S``.
+
+    Returns:
+        ``[B, S]`` token ids on the target's device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.target.vocab_size, (rows, length), generator=generator)
+    return ids.to(model.target.device)
+
+
+# -- the floor ---------------------------------------------------------------------------------
+
+
+def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
+    """Measure the bytes per second, read and written, of a large copy on a device.
+
+    Args:
+        device: The device.
+        quick: Copy little.
+    """
+    size = (1 << 22) if quick else (1 << 28 if device.type == "cpu" else 1 << 31)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(3 if quick else 12):
+        synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    return 2 * size / statistics.median(times[2:])
+
+
+def step_bytes(contender: Contender, context: int, rows: int = 1) -> int:
+    """Count the bytes that a step must read at least.
+
+    These are the weights of the target, and for each of the ``depth + 1`` passes of the draft head
+    its weights and its output projection, plus the keys and values of the context in every pass.
+    Of the input embedding, only a few rows are read.
+
+    Args:
+        contender: The way to decode; its drafter must be a draft head.
+        context: Tokens before the tree in each row.
+        rows: Number of rows.
+    """
+    model = contender.model
+    target, head = model.target, model.drafter
+    projection = target.lm_head.weight
+    weights = _weight_bytes(model.model, skip=target.embed.weight)
+    if target.embed.weight is projection:  # tied: read as the output projection
+        weights += _size(projection)
+    total = weights + rows * context * _cache_bytes(target.config, target.dtype)
+    if contender.tree is None:
+        return total
+    assert isinstance(head, DraftHead)
+    skip = None if head.embed_tokens is None else head.embed_tokens.weight
+    per_pass = _weight_bytes(head, skip)
+    if head.projects:
+        per_pass += head.vocab_size * projection.shape[1] * projection.element_size()
+    layers = len(head.layers)
+    per_pass += rows * context * _cache_bytes(head.config, head.dtype, layers)
+    return total + (contender.tree.depth + 1) * per_pass
+
+
+def _weight_bytes(module: torch.nn.Module, skip: Tensor | None) -> int:
+    return sum(_size(weight) for weight in module.parameters() if weight is not skip)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cache_bytes(config: Any, dtype: torch.dtype, layers: int | None = None) -> int:
+    """Return the bytes of one token's keys and values."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * (layers or config.num_hidden_layers) * groups * size * dtype.itemsize
+
+
+def step_row(
+    contender: Contender,
+    times: StepTimes,
+    plain: StepTimes,
+    context: int,
+    rows: int,
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Summarize the steps of a contender.
+
+    Args:
+        contender: The way to decode.
+        times: Its times.
+        plain: The times of plain decoding.
+        context: Tokens before the tree in each row.
+        rows: Number of rows.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Milliseconds by phase and of the floor; ``speed`` is tokens per second and ``speedup``
+        relative to plain decoding.
+    """
+    floor = step_bytes(contender, context, rows) / bandwidth
+    phases = {phase: 1e3 * times.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
+    step = 1e3 * times.seconds
+    speed = rows * times.tau / times.seconds
+    return {
+        "method": contender.name,
+        "tree": "" if contender.tree is None else tree_name(contender.tree),
+        "tau": times.tau,
+        "step_ms": step,
+        **{f"{phase}_ms": value for phase, value in phases.items()},
+        "rest_ms": max(0.0, step - sum(phases.values())),
+        "phases_ms": {phase: 1e3 * value for phase, value in times.phases.items()},
+        "floor_ms": 1e3 * floor,
+        "over_floor": times.seconds / floor,
+        "tokens_per_second": speed,
+        "speedup": speed / (rows * plain.tau / plain.seconds),
+        "blocks_ms": [1e3 * value for value in times.blocks],
+    }
+
+
+# -- reports -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """Results with the same columns.
+
+    Attributes:
+        title: What is shown, in a few words.
+        columns: Header of each column by the key of a row; other keys are in the JSON file only.
+        rows: The results.
+        note: A sentence below the table.
+    """
+
+    title: str
+    columns: Mapping[str, str]
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Format the table with its title and note."""
+        lines = [f"## {self.title}", "", f"| {' | '.join(self.columns.values())} |"]
+        lines.append("|---" * len(self.columns) + "|")
+        for row in self.rows:
+            lines.append(f"| {' | '.join(_cell(row[key]) for key in self.columns)} |")
+        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return " to ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}"
+    return str(value)
+
+
+def save_report(
+    options: argparse.Namespace, name: str, tables: Sequence[Table], figure: Any = None
+) -> None:
+    """Print the tables, and save them as JSON and Markdown, and the figure as PNG.
+
+    Args:
+        options: The script's options, which are saved too.
+        name: Name of the files without extension; the device's type is appended.
+        tables: The results.
+        figure: A matplotlib figure; default: none.
+    """
+    environment = describe_environment()
+    machine, versions = environment["machine"], environment["versions"]
+    device = machine.get("gpu") if options.device != "cpu" else machine["cpu"]
+    dtype = str(options.dtype).removeprefix("torch.")
+    footnote = (
+        f"{device}, {options.threads} thread{'s'[: options.threads != 1]}, {dtype},"
+        f" {'compiled' if options.compile else 'not compiled'},"
+        f" {environment['date'][:10]}, torch {versions['torch']}, transformers"
+        f" {versions['transformers']}, revision {environment['revision']}."
+    )
+    text = "\n".join([*(table.markdown() for table in tables), footnote, ""])
+    print(text)
+    report = {
+        "environment": environment,
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "tables": {table.title: table.rows for table in tables},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"{name}-{options.device.partition(':')[0]}"
+    atomic_write(options.out / f"{name}.json", json.dumps(report, indent=2) + "\n")
+    atomic_write(options.out / f"{name}.md", text)
+    if figure is not None:
+        with atomic_path(options.out / f"{name}.png") as temporary:
+            figure.savefig(temporary, format="png")
+
+
+def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
+    """Create a matplotlib figure 800 pixels wide, without a display.
+
+    Args:
+        columns: Plots beside each other.
+        rows: Plots below each other.
+
+    Returns:
+        The figure, and the list of its axes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 3 * rows), dpi=100, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the phases of steps as stacked bars, and their floors as lines.
+
+    Args:
+        axis: A matplotlib axis.
+        labels: Name of each bar.
+        rows: Results of :func:`step_row`.
+    """
+    left = [0.0] * len(rows)
+    for phase, color in zip((*SHOWN_PHASES, "rest"), COLORS, strict=False):
+        values = [row[f"{phase}_ms"] for row in rows]
+        axis.barh(labels, values, left=left, color=color, label=phase)
+        left = [begin + value for begin, value in zip(left, values, strict=True)]
+    for place, row in enumerate(rows):
+        label = "floor" if place == 0 else None
+        axis.plot([row["floor_ms"]] * 2, [place - 0.4, place + 0.4], color="black", label=label)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms per step")
+    axis.legend(frameon=False)

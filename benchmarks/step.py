@@ -1,0 +1,141 @@
+"""Time the phases of a decoding step against its floor.
+
+::
+
+    python benchmarks/step.py
+    python benchmarks/step.py --device cuda --shape llama-3.1-8b --tree 60/6/10 --context 1024
+
+The floor is the number of bytes that a step must read (weights of the target; weights and output
+projection of the head for each of its passes; keys and values of the context) over the measured
+bandwidth of a large copy. It says nothing about models that fit the processor's cache.
+
+Without ``--shape`` the bundled pair answers word problems, each way with its own tree. With it, a
+pair with random weights is timed under forced acceptance, see ``shapes.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from measurement import (
+    EXACT,
+    FSD,
+    PLAIN,
+    QUICK,
+    SAMPLED,
+    Table,
+    Timing,
+    contenders,
+    copy_bandwidth,
+    draw_phases,
+    new_figure,
+    new_parser,
+    parse,
+    parse_tree,
+    random_prompt,
+    save_report,
+    step_row,
+    time_steps,
+)
+from shapes import SHAPES, random_head, random_target
+from torch import Tensor
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.bundled.problems import chat_messages, problems
+
+COLUMNS = {
+    "method": "method",
+    "draft_ms": "draft (ms)",
+    "target_ms": "target (ms)",
+    "verify_ms": "verify (ms)",
+    "rest_ms": "rest (ms)",
+    "step_ms": "step (ms)",
+    "over_floor": "step / floor",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time the steps, print the table and save it.
+
+    Args:
+        arguments: The command line; default: that of the process.
+    """
+    parser = new_parser("Time the phases of a decoding step against its floor.")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights; default: the bundled pair")
+    parser.add_argument("--tree", type=parse_tree, help="default: the pair's own trees")
+    parser.add_argument("--accepted", type=int, default=3, help="with --shape: tokens to accept")
+    parser.add_argument("--context", type=int, help="tokens before the first step; default: 256")
+    parser.add_argument("--rows", type=int, default=1, help="rows in the batch; default: 1")
+    parser.add_argument("--sampled", action="store_true", help="also at temperature 1, top-p 0.9")
+    options = parse(parser, arguments)
+    context = options.context or (32 if options.quick else 256)
+    timing = Timing() if options.shape else Timing(blocks=16)
+    if options.quick:
+        timing = QUICK
+    bandwidth = copy_bandwidth(torch.device(options.device), options.quick)
+    if options.shape:
+        shape = "tiny" if options.quick else options.shape
+        target = random_target(SHAPES[shape], options.device, options.dtype)
+        model = EagleFSD(target, random_head(target), options.tree)
+        ids = random_prompt(model, options.rows, context)
+        accepted = options.accepted
+    else:
+        model = EagleFSD.from_pretrained(
+            dtype=options.dtype, device_map=options.device, tree=options.tree
+        )
+        ids = problem_prompt(model, options.rows, context)
+        accepted = None
+    model.compiled = options.compile
+    ways = contenders(model, options.sampled)
+    name = options.shape or "bundled pair"
+    times = time_steps(ways, ids, timing, name, accepted)
+    rows = [
+        step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
+        for way in ways
+    ]
+    trees = ", ".join(f"{row['method']} {row['tree']}" for row in rows if row["tree"])
+    note = (
+        f"Trees: {trees}. Context {context}, batch {options.rows}; copy bandwidth"
+        f" {bandwidth / 1e9:.0f} GB/s."
+    )
+    if options.sampled:
+        verify = {row["method"]: row["verify_ms"] / rows[1]["target_ms"] for row in rows}
+        fsd, sampled = (verify[way] - verify[EXACT] for way in (FSD, SAMPLED.format(EXACT)))
+        note += (
+            f" In parts of the target's pass, FSD adds {fsd:.1%} to exact verification, and"
+            f" sampling {sampled:.1%}."
+        )
+    figure, (axis,) = new_figure()
+    draw_phases(axis, [row["method"] for row in rows], rows)
+    axis.set_title(f"One step, {name}")
+    table = Table(f"One step, {name}", COLUMNS, rows, note)
+    save_report(options, f"step-{options.shape or 'bundled'}", [table], figure)
+
+
+def problem_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
+    """Return chats about word problems, the last of which is to be answered, cut at the beginning.
+
+    Args:
+        model: The bundled pair.
+        rows: ``B``.
+        length: ``S``.
+
+    Returns:
+        ``[B, S]`` token ids on the target's device.
+    """
+    turns = 2 + length // 64  # a problem and its answer have more tokens than that
+    found = problems("test", rows * turns)
+    chats = []
+    for row in range(rows):
+        turn = found[row * turns : (row + 1) * turns]
+        messages = chat_messages(*((item.question, item.answer) for item in turn))[:-1]
+        encoded = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+        chats.append(encoded["input_ids"][-length:])
+    return torch.tensor(chats, device=model.target.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Train a draft head for a base model of short stories, such as karpathy's TinyStories models.
+
+``python -m eagle_fsd.train.recipes.stories --target TARGET --out runs/stories``
+
+The target writes its own training text: it continues generated openings.
+``benchmarks/revisions.py`` measures with the model of 260 k parameters (five layers, 512 tokens).
+An interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import random
+from pathlib import Path
+
+from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, TrainConfig, TrainRequest
+from eagle_fsd.train.regenerate import regenerate
+from eagle_fsd.train.run import train
+from eagle_fsd.train.training_folder import TrainingFolder
+from eagle_fsd.utils.files import atomic_write
+
+#: A FastChat template that adds nothing: the answer continues the question's text.
+TEMPLATE = "raw"
+#: Openings that the head is not trained on.
+TEST_OPENINGS = 200
+#: Stories that it is trained on.
+STORIES = 896
+_BEGINNINGS = ("Once upon a time, there was", "One day,", "There once was")
+_ADJECTIVES = ("little", "big", "happy", "kind", "brave", "shy", "funny", "sad")
+_CHARACTERS = ("girl", "boy", "cat", "dog", "bird", "bear", "rabbit", "mouse")
+_NAMES = ("Lily", "Tim", "Mia", "Max", "Sue", "Ben", "Anna", "Tom", "Lucy", "Sam")
+_CONFIG = TrainConfig(max_length=512, batch_size=16)
+
+log = logging.getLogger(__name__)
+
+
+def openings() -> list[str]:
+    """Return the openings in random order; the first :data:`TEST_OPENINGS` are for tests."""
+    parts = itertools.product(_BEGINNINGS, _ADJECTIVES, _CHARACTERS, _NAMES)
+    found = [f"{begin} a {kind} {who} named {name}." for begin, kind, who, name in parts]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def train_stories_head(
+    target: Path, out: Path, count: int = STORIES, config: TrainConfig = _CONFIG
+) -> None:
+    """Have the target write stories, and train an EAGLE-2 head on them.
+
+    Args:
+        target: Folder of the target.
+        out: Folder for the stories, and for the head in the folder ``head``.
+        count: Number of stories.
+        config: The hyperparameters.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    prompts, stories, folder = out / "openings.jsonl", out / "stories.jsonl", out / "head"
+    lines = []
+    for opening in openings()[TEST_OPENINGS : TEST_OPENINGS + count]:
+        answer = {"role": "assistant", "content": "..."}  # the target's story replaces it
+        messages = [{"role": "user", "content": opening}, answer]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    atomic_write(prompts, "".join(lines))
+    options = TargetOptions(target=target, chat_template=TEMPLATE).model_dump(exclude_unset=True)
+    regenerate(
+        RegenerateRequest(data=prompts, out=stories, **options),
+        RegenerateConfig(batch_size=128, max_new_tokens=256),
+    )
+    resume = TrainingFolder(folder).exists
+    request = TrainRequest(data=stories, out=folder, resume=resume, **options)
+    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
+
+
+def main() -> None:
+    """Train the head that the command line selects."""
+    parser = argparse.ArgumentParser(description="Train a head for a model of short stories.")
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--out", type=Path, default=Path("runs/stories"), help="folder to write")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    train_stories_head(options.target, options.out)
+
+
+if __name__ == "__main__":
+    main()

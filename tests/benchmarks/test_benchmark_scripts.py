@@ -1,0 +1,156 @@
+"""Every benchmark runs with ``--quick`` and saves what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import compare
+import growth
+import pytest
+import revisions
+import shapes
+import step
+import summary
+import torch
+from measurement import EXACT, FSD, PLAIN, copy_bandwidth
+
+ROOT = Path(__file__).parents[2]
+MEASUREMENT = (ROOT / "benchmarks/measurement.py").read_text(encoding="utf-8")
+Script = Callable[[Sequence[str]], None]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Any:
+    """Undo what the scripts set for the whole process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_quick(script: Script, out: Path, *arguments: str) -> tuple[str, dict[str, Any], str]:
+    """Run a script with ``--quick``; returns its report's name, JSON and Markdown."""
+    script(["--quick", "--device", "cpu", "--out", str(out), *arguments])
+    (path,) = out.glob("*.json")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert {"date", "machine", "versions"} <= set(report["environment"])
+    return path.stem, report["tables"], path.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("shape", [None, "llama-3.1-8b"])
+def test_step_reports_phases_and_floor(
+    shape: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--shape", shape, "--sampled", "--tree", "16/3/4"] if shape else []
+    name, tables, text = run_quick(step.main, tmp_path, *arguments)
+    assert name == f"step-{shape or 'bundled'}-cpu"
+    assert is_png(tmp_path / f"{name}.png")
+    assert text.strip() in capsys.readouterr().out
+    ((_, rows),) = tables.items()
+    sampled = [f"{way}, sampled" for way in (EXACT, FSD)] if shape else []
+    assert [row["method"] for row in rows] == [PLAIN, EXACT, FSD, *sampled]
+    for row in rows:
+        assert row["target_ms"] > 0.0
+        phases = sum(row[f"{phase}_ms"] for phase in ("draft", "target", "verify", "rest"))
+        assert phases == pytest.approx(row["step_ms"], rel=0.5)
+        assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+        assert row["tree"] in text
+
+
+def test_shapes_force_acceptance(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(shapes.main, tmp_path, "--accepted", "2", "--dtype", "bfloat16")
+    assert name == "shapes-bfloat16-cpu"
+    assert is_png(tmp_path / f"{name}.png")
+    assert len(tables) == 2  # a full and a reduced draft vocabulary
+    for rows in tables.values():
+        plain, *forced = rows
+        assert plain["tau"] == 1.0
+        assert [row["tau"] for row in forced] == [3.0, 3.0]
+        for row in forced:
+            assert row["speedup"] == pytest.approx(3.0 * plain["step_ms"] / row["step_ms"])
+            assert row["floor_ms"] > plain["floor_ms"]
+
+
+def test_growth_varies_one_size_at_a_time(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(growth.main, tmp_path)
+    assert is_png(tmp_path / f"{name}.png")
+    found = {title.removeprefix("Growth with the "): rows for title, rows in tables.items()}
+    assert {key: tuple(row[key] for row in rows) for key, rows in found.items()} == (
+        growth.QUICK_RANGES
+    )
+    assert all(row[way] > 0.0 for rows in found.values() for row in rows for way in (PLAIN, FSD))
+
+
+def test_growth_stops_in_time(tmp_path: Path) -> None:
+    _, tables, _ = run_quick(growth.main, tmp_path, "--minutes", "0.0001")
+    assert sum(map(len, tables.values())) < sum(map(len, growth.QUICK_RANGES.values()))
+
+
+def test_comparison_with_hugging_face(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(compare.main, tmp_path)
+    assert is_png(tmp_path / f"{name}.png")
+    ((_, rows),) = tables.items()
+    by_name = {row["method"]: row for row in rows}
+    assert len(by_name) == 6
+    assert by_name[compare.GREEDY]["speedup"] == 1.0
+    lossless = set(by_name) - {FSD}
+    assert {by_name[method]["identical"] for method in lossless} == {100.0}
+
+
+def test_summary_replaces_the_results(tmp_path: Path) -> None:
+    for name, text in (("growth-cpu", "## Growth\n"), ("compare-cuda", "## GPU\n")):
+        (tmp_path / f"{name}.md").write_text(text, encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text("# Benchmarks\n\n## Results\n\nold\n", encoding="utf-8")
+    arguments = ["--out", str(tmp_path), "--readme", str(page)]
+    for _ in range(2):
+        summary.main(arguments)
+        written = page.read_text(encoding="utf-8")
+        assert written == "# Benchmarks\n\n## Results\n\n### Growth\n"
+
+
+def test_copy_bandwidth_is_plausible() -> None:
+    assert 1e7 < copy_bandwidth(torch.device("cpu"), quick=True) < 1e13
+
+
+def test_pages_commands_exist() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python (benchmarks/\w+\.py)(.*)$", page, re.MULTILINE)
+    assert commands
+    for script, options in commands:
+        source = (ROOT / script).read_text(encoding="utf-8") + MEASUREMENT
+        assert all(f'"{name}"' in source for name in re.findall(r"--[\w-]+", options))
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", page)) <= scripts
+
+
+@pytest.mark.slow  # starts two processes
+def test_revisions_answer_alike(tmp_path: Path) -> None:
+    command = ["git", "cat-file", "-e", revisions.REVISION]
+    if subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("the checkout's history lacks the older revision")
+    _, tables, _ = run_quick(revisions.main, tmp_path)
+    ((_, (row,)),) = tables.items()
+    assert row["identical"] == 100.0
+    assert row["tau"] > 1.0
+    assert all(math.isfinite(row[key]) and row[key] > 0.0 for key in ("old", "new", "ratio"))
+
+
+@pytest.mark.slow  # starts six processes
+def test_all_gpu_parts_run(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
+    subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
+    for ending, count in (("json", 6), ("md", 6), ("png", 4)):
+        assert len(list(tmp_path.glob(f"*.{ending}"))) == count

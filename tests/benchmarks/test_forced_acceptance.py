@@ -1,0 +1,104 @@
+"""Forced acceptance: the right number of tokens per step, and never any text."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from measurement import (
+    QUICK,
+    ForcedAcceptance,
+    StepTimes,
+    contenders,
+    random_prompt,
+    step_bytes,
+    time_steps,
+)
+from pairs import VOCAB_SIZE, new_random_pair, prompt, random_pair
+from shapes import SHAPES, random_head, random_target
+from transformers import AutoModelForCausalLM
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+
+#: Parameters of the published checkpoints, in their safetensors metadata.
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "llama-3.1-8b": 8_030_261_248,
+    "vicuna-7b": 6_738_415_616,
+    "vicuna-13b": 13_015_864_320,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forced_number_of_tokens_per_step(accepted: int, rows: int) -> None:
+    pair = new_random_pair(total_tokens=4, depth=2, top_k=1)  # a chain of three tokens
+    ids = random_prompt(pair, rows, 5)
+    times = time_steps(contenders(pair, sampled=True), ids, QUICK, "test", accepted)
+    assert times.pop("plain").tau == 1.0
+    assert len(times) == 4
+    for steps in times.values():
+        assert steps.tau == accepted + 1
+        assert len(steps.blocks) == QUICK.blocks
+        assert steps.seconds > 0.0
+
+
+def test_without_force_steps_emit_what_the_target_accepts() -> None:
+    pair = random_pair()
+    times = time_steps(contenders(pair), random_prompt(pair, 1, 5), QUICK, "test")
+    assert 1.0 <= times["exact"].tau <= pair.tree.depth + 2
+
+
+def test_forced_acceptance_never_yields_text() -> None:
+    pair = random_pair()
+    for inner in (ExactRule(), FuzzyRule(0.1)):
+        rule = ForcedAcceptance(2, inner)
+        with pytest.raises(RuntimeError, match="returns no text"):
+            pair.generate(prompt(4), rule=rule)
+        with pytest.raises(RuntimeError, match="returns no text"):
+            next(iter(pair.stream(prompt(4), rule=rule)))
+    # What timing returns are numbers.
+    assert {field.name for field in fields(StepTimes)} == {"blocks", "phases", "tau"}
+
+
+def test_random_weights_draft_deep_trees() -> None:
+    model = random_target(SHAPES["tiny"], "cpu", torch.float32)
+    for draft_vocab in (None, 64):
+        pair = EagleFSD(model, random_head(model, draft_vocab), TreeConfig(total_tokens=60))
+        times = time_steps(contenders(pair), random_prompt(pair, 1, 8), QUICK, "test", 4)
+        assert times["exact"].tau == 5.0
+
+
+@pytest.mark.parametrize("shape", PARAMETERS)
+def test_shapes_have_the_published_number_of_parameters(shape: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape])
+    assert model.num_parameters() == PARAMETERS[shape]
+
+
+def test_floor_counts_what_a_step_reads() -> None:
+    config = SHAPES["tiny"]
+    model = random_target(config, "cpu", torch.float32)
+    tree = TreeConfig(total_tokens=8, depth=3, top_k=2)
+    size, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    layer = 4 * size**2 + 3 * size * inner + 2 * size
+    cache = 2 * size  # keys and values of one layer and token
+    context, rows = 10, 2
+    target = 4 * layer + size + vocab * size + rows * context * 4 * cache
+    plain, exact, _ = contenders(EagleFSD(model, random_head(model), tree))
+    assert step_bytes(plain, context, rows) == 4 * target
+    head = 2 * size**2 + layer - size + vocab * size + rows * context * cache
+    assert step_bytes(exact, context, rows) == 4 * (target + 4 * head)
+    _, exact, _ = contenders(EagleFSD(model, random_head(model, 64), tree))
+    head -= (vocab - 64) * size
+    assert step_bytes(exact, context, rows) == 4 * (target + 4 * head)
+
+
+def test_prompts_are_in_the_vocabulary() -> None:
+    ids = random_prompt(random_pair(), 2, 50)
+    assert ids.shape == (2, 50)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < VOCAB_SIZE
