@@ -28,6 +28,8 @@ PAGES = [
 CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
 #: Text that marks an example as one that needs the reader's models or a running server.
 PLACEHOLDERS = ("path/to/", "http://")
+#: Options of other programs: pytest and lm-evaluation-harness.
+OTHER_OPTIONS = {"--hypothesis-profile", "--model_args", "--gen_kwargs", "--apply_chat_template"}
 #: Everything that starts the command line, up to its first argument.
 LAUNCHER = re.compile(
     r"(?:\w+=\S+ )*(?:eagle-fsd|(?:(?:python|accelerate launch|torchrun)\b.*? )?-m eagle_fsd\.cli)"
@@ -133,7 +135,7 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @by_current_page
 def test_options_in_prose_exist(page: Path) -> None:
-    known = option_names() | {"--hypothesis-profile"}
+    known = option_names() | OTHER_OPTIONS
     mentioned = {span.split()[0].split("=")[0] for span in spans(page) if span.startswith("--")}
     for span in spans(page):
         if found := LAUNCHER.match(span):

@@ -19,8 +19,10 @@ from eagle_fsd.cli.demo import demo
 from eagle_fsd.cli.doctor import doctor
 from eagle_fsd.cli.evaluate import evaluate
 from eagle_fsd.cli.generate import generate
+from eagle_fsd.cli.lm_eval import lm_eval
 from eagle_fsd.cli.parsing import root_command, usage_message
 from eagle_fsd.cli.sweep import sweep
+from eagle_fsd.cli.tune import tune
 from eagle_fsd.train.training_folder import TrainingError
 from eagle_fsd.utils.options import OptionsError, validation_message
 
@@ -28,7 +30,8 @@ from eagle_fsd.utils.options import OptionsError, validation_message
 INTERRUPTED = 130
 
 app = root_command("eagle-fsd", "Fuzzy speculative decoding with EAGLE-2 draft trees.", __version__)
-app.add(demo, generate, chat, serve.app, evaluate, sweep, calibrate, train.app, bench, doctor)
+app.add(demo, generate, chat, serve.app, evaluate, sweep, tune, calibrate)
+app.add(train.app, bench, doctor, lm_eval)
 
 
 def main() -> None:

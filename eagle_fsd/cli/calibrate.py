@@ -13,13 +13,13 @@ from eagle_fsd.cli.options import (
     OtherAcceptanceOptions,
     SettingsFile,
     SettingsOptions,
-    TreeOptions,
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
     CalibrationGrid,
+    EngineName,
     EvaluationRequest,
     LossBounds,
 )
@@ -31,6 +31,13 @@ def calibrate(
     /,
     *,
     bounds: Annotated[LossBounds, options("Loss of quality")] = LossBounds(),
+    engine: Annotated[
+        EngineName | None,
+        Parameter(
+            name="--for",
+            help="Choose among the settings of another engine's rule, and print its flags.",
+        ),
+    ] = None,
     install: Annotated[
         bool, Parameter(help="Write fsd.json beside the head, where every command reads it.")
     ] = False,
@@ -38,21 +45,22 @@ def calibrate(
     grid: Annotated[CalibrationGrid, options("Grid")] = CalibrationGrid(),
     request: RequestOptions = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
-    tree: TreeOptions = TreeConfig(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
-    config: Annotated[CalibrationConfig, options("Decoding")] = CalibrationConfig(),
+    config: Annotated[
+        CalibrationConfig, options("Decoding", exclude=("samples", "seeds"))
+    ] = CalibrationConfig(),
 ) -> None:
     """Find the fastest settings whose loss of accuracy is within a bound; write them to fsd.json.
 
     Args:
         questions: The question set.
         bounds: The loss of accuracy that is allowed.
+        engine: Another engine.
         install: Also write ``fsd.json`` beside the head.
         as_json: Print the report as JSON.
         grid: The thresholds, divergences and floors.
         request: What is evaluated, and where the results go.
         file: An ``fsd.json`` file.
-        tree: Shape of the draft tree.
         acceptance: The other acceptance options.
         config: How answers are decoded.
     """
@@ -64,8 +72,9 @@ def calibrate(
         bounds,
         config,
         grid,
+        engine=engine,
         install=install,
-        settings=given_settings(file.settings, tree, acceptance),
+        settings=given_settings(file.settings, TreeConfig(), acceptance),
         progress=progress,
     )
     if calibration is None:  # another process reports
@@ -77,5 +86,9 @@ def calibrate(
     out.print()
     out.print(calibration.conclusion, soft_wrap=True)
     out.print(footnote(calibration.report), style="dim", soft_wrap=True)
+    if calibration.report["flags"]:
+        out.print()
+        out.print(calibration.report["flags"], soft_wrap=True)
+        return
     files = " and ".join(map(str, calibration.files))
     err.print(f"The settings are in {files}; --settings reads them.", style="dim", soft_wrap=True)

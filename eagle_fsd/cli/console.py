@@ -18,7 +18,7 @@ out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
 #: Minimum width of tables, even on narrower terminals.
-MIN_TABLE_WIDTH = 180
+MIN_TABLE_WIDTH = 100
 
 
 def fail(message: str | BaseException, status: int) -> NoReturn:
@@ -62,22 +62,24 @@ def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 
 def print_report(report: dict[str, Any], where: str | Path | None = None) -> None:
-    """Print an evaluation's tables, conclusions and footnote.
+    """Print an evaluation's tables, its conclusions or verdict, and its footnote.
 
     Args:
         report: The report.
         where: Folder of the results, to name on standard error; default: none.
     """
     from eagle_fsd.evaluation.tables import footnote, tables
+    from eagle_fsd.evaluation.verdict import verdict
 
-    for headers, cells in tables(report["rows"]):
+    for headers, cells in tables(report):
         print_table(headers, cells)
         out.print()
-    for sentence in report.get("conclusions", []):
+    for sentence in report.get("conclusions") or filter(None, [verdict(report)]):
         out.print(sentence, soft_wrap=True)
     out.print(footnote(report), style="dim", soft_wrap=True)
     if where is not None:
-        err.print(f"The results are in {where}.", style="dim", soft_wrap=True)
+        page = Path(where) / "report.html"
+        err.print(f"The report is {page}.", style="dim", soft_wrap=True)
 
 
 class ProgressBar:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from rich.text import Text
@@ -15,10 +15,9 @@ from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.options import Options
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from eagle_fsd.evaluation.doctor.checks import TrainingText
-    from eagle_fsd.evaluation.doctor.diagnosis import Diagnosis
     from eagle_fsd.train.chat_file import ChatFile
     from eagle_fsd.utils.chat_templates import ChatTemplate
 
@@ -82,7 +81,7 @@ def doctor(
     if as_json:
         print_json(diagnosis.as_dict())
     else:
-        _print(diagnosis)
+        _print(diagnosis.as_dict())
     if not diagnosis.healthy:
         raise SystemExit(1)
 
@@ -105,9 +104,10 @@ def _questions(config: DoctorConfig, chats: ChatFile | None, bundled: bool) -> l
 
 def _training_texts(
     chats: ChatFile, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
-) -> list[TrainingText]:
-    """Tokenize some chats, evenly spaced."""
-    from eagle_fsd.evaluation.doctor.checks import TrainingText
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokenize some chats, evenly spaced; return token ids and masks."""
+    import torch
+
     from eagle_fsd.evaluation.doctor.templates import RawTemplate
     from eagle_fsd.train.assistant_mask import encode_chat
 
@@ -116,41 +116,44 @@ def _training_texts(
         encode_chat(chats[index], tokenizer, template or RawTemplate(), TRAINING_LENGTH)
         for index in range(0, len(chats), stride)[:TRAINING_CHATS]
     ]
-    return [TrainingText(chat.ids, chat.assistant_mask) for chat in encoded]
+    return [(torch.tensor(chat.ids), torch.tensor(chat.assistant_mask)) for chat in encoded]
 
 
-def _print(diagnosis: Diagnosis) -> None:
-    tree = diagnosis.tree
-    agreement = diagnosis.agreement
+def _print(found: dict[str, Any]) -> None:
+    """Print the JSON values of a diagnosis as text."""
+    tree, agreement = found["tree"], found["agreement"]
     measured = "" if agreement is None else f", agreement {agreement:.1%}"
     out.print(
-        f"{diagnosis.drafter}: tau {diagnosis.tau:.2f}{measured} ({diagnosis.tokens:,} tokens,"
-        f" exact greedy decoding, tree {tree.total_tokens}/{tree.depth}/{tree.top_k})",
+        f"{found['drafter']}: tau {found['tau']:.2f}{measured} ({found['tokens']:,} tokens,"
+        f" exact greedy decoding, tree {tree['total_tokens']}/{tree['depth']}/{tree['top_k']})",
         soft_wrap=True,
     )
     out.print()
-    for finding in diagnosis.findings:
-        line = Text(f"{finding.level:<8}", STYLES[finding.level])
-        line.append(f"{finding.check:<15} {finding.evidence}", "")
+    for finding in found["findings"]:
+        line = Text(f"{finding['level']:<8}", STYLES[finding["level"]])
+        line.append(f"{finding['check']:<15} {finding['evidence']}", "")
         out.print(line, soft_wrap=True)
     out.print()
     print_table(
         ("context", "steps", "tau", "agreement"),
         [
             (
-                f"{row.first}-{row.last}",
-                str(row.steps),
-                f"{row.tau:.2f}",
-                "" if row.agreement is None else f"{row.agreement:.1%}",
+                f"{row['first']}-{row['last']}",
+                str(row["steps"]),
+                f"{row['tau']:.2f}",
+                "" if row["agreement"] is None else f"{row['agreement']:.1%}",
             )
-            for row in diagnosis.by_length
+            for row in found["by_length"]
         ],
     )
     out.print()
     print_table(
         ("depth", "steps", "accepted"),
-        [(str(row.depth), str(row.steps), f"{row.accepted:.1%}") for row in diagnosis.by_depth],
+        [
+            (str(row["depth"]), str(row["steps"]), f"{row['accepted']:.1%}")
+            for row in found["by_depth"]
+        ],
     )
     out.print()
-    step = diagnosis.next_step
+    step = found["next_step"]
     out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)

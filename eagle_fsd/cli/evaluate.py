@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eagle_fsd.cli.console import print_json, print_report, progress
+from eagle_fsd.cli.console import out, print_json, print_report, progress
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
     Json,
@@ -40,6 +40,9 @@ def evaluate(
             " generate, rules are other acceptance rules from the literature.",
         ),
     ] = DEFAULT_METHODS,
+    formats: Annotated[
+        bool, Parameter(help="List the formats of question files and the graders, and exit.")
+    ] = False,
     as_json: Json = False,
     request: RequestOptions = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
@@ -52,13 +55,17 @@ def evaluate(
     Args:
         questions: The question set.
         methods: Methods to compare.
-        as_json: Print the report as JSON.
+        formats: List the formats of question files and the graders, and exit.
+        as_json: Print the report, or the list of formats, as JSON.
         request: What is evaluated, and where the results go.
         file: An ``fsd.json`` file.
         tree: Shape of the draft tree.
         acceptance: What verification accepts.
         config: How answers are decoded.
     """
+    if formats:
+        print_formats(as_json)
+        return
     from eagle_fsd.evaluation import evaluate as run
 
     request = request.model_copy(update={"questions": questions})
@@ -76,4 +83,35 @@ def evaluate(
         settings=given_settings(file.settings, tree, acceptance),
         progress=progress,
         on_report=show,
+    )
+
+
+def print_formats(as_json: bool) -> None:
+    """Print the formats of question files, and the graders.
+
+    Args:
+        as_json: Print JSON.
+    """
+    from eagle_fsd.evaluation.graders import GRADERS
+    from eagle_fsd.evaluation.questions.formats import FORMATS
+
+    if as_json:
+        names = ("name", "example", "scored")
+        listed = [{name: getattr(item, name) for name in names} for item in FORMATS]
+        print_json({"formats": listed, "graders": GRADERS})
+        return
+    out.print(
+        "A question file is JSON lines (.jsonl), a JSON array (.json), or text with a prompt per"
+        " line (.txt). All rows have the same format. Prompts, messages and questions may also have"
+        ' an "id" and a "category".\n'
+    )
+    for item in FORMATS:
+        out.print(f"{item.name}: {item.scored}", style="bold")
+        out.print(f"  {item.example}\n", soft_wrap=True)
+    out.print("--grader", style="bold")
+    for name, meaning in GRADERS.items():
+        out.print(f"  {name}: {meaning}")
+    out.print(
+        "  FILE.py:FUNCTION: calls FUNCTION(answer, question), with the model's answer and the row"
+        " as a dictionary, which returns True, False, or None for no score"
     )

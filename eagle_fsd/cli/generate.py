@@ -111,7 +111,7 @@ def generate(
                 "tokens": tokens,
                 "origins": answer.origins[0].tolist(),
                 "stats": stats.as_dict(),
-                "settings": settings_dict(model.tree, model.acceptance),
+                "settings": settings_dict(model.tree_for(model.acceptance), model.acceptance),
             }
         )
         return
@@ -148,7 +148,7 @@ def _print_best(
                     for text, score in zip(texts, found.scores.tolist(), strict=True)
                 ],
                 "stats": found.stats.as_dict(),
-                "tree": model.tree.model_dump(),
+                "tree": model.exact_tree.model_dump(),
             }
         )
         return

@@ -83,9 +83,14 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
         OSError: The file cannot be read.
     """
     found = read_settings(file) if file is not None else Settings()
-    return Settings(
-        {**found.tree, **tree.model_dump(exclude_unset=True)},
-        {**found.acceptance, **acceptance.model_dump(exclude_unset=True)},
+    shape = tree.model_dump(exclude_unset=True)
+    return Settings.from_dict(
+        {
+            # A tree given on the command line is also that of lossless decoding.
+            **found.model_dump(exclude_unset=True, exclude={"exact"} if shape else None),
+            **shape,
+            **acceptance.model_dump(exclude_unset=True),
+        }
     )
 
 
@@ -108,8 +113,8 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
     model = EagleFSD.from_pretrained(
         pair.target, pair.drafter, dtype=pair.dtype, device_map=pair.device
     )
-    model.tree = model.tree.updated(**settings.tree)
-    model.acceptance = model.acceptance.updated(**settings.acceptance)
+    model.configure(settings)
+    model.compiled = bool(pair.compiled)
     return model
 
 

@@ -25,6 +25,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "TreeConfig.top_k": ("--tree-top-k",),  # --top-k is sampling's, as in Hugging Face
     "binary": ("--bin",),
     "chat_template": ("--conv-template",),
+    "compiled": ("--compile",),
     "device": ("--device", "--device-map"),
     "device_map": ("--device-map", "--device"),
     "drafter": ("--drafter", "--head"),
@@ -33,6 +34,9 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "names": ("--name",),
     "thresholds": ("--thresholds", "-T"),
 }
+
+#: Names that switch options off that are on by default.
+NEGATIVES = {"compiled": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (
@@ -76,6 +80,8 @@ class Command(App):
         for model, field, argument in _fields(arguments):
             names = SPELLINGS.get(f"{model.__name__}.{field}") or SPELLINGS.get(field)
             changes: dict[str, Any] = {"name": names} if names else {}
+            if field in NEGATIVES:
+                changes["negative"] = NEGATIVES[field]
             if describe_bounds(model.model_fields[field]):
                 changes["help"] = _with_bounds(argument.parameter.help or "", model, field)
             argument.parameter = Parameter.combine(argument.parameter, Parameter(**changes))

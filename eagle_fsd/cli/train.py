@@ -15,6 +15,7 @@ from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.train.config import (
     ExportRequest,
     FeaturesRequest,
+    RanksRequest,
     RegenerateConfig,
     RegenerateRequest,
     RegenerateServer,
@@ -123,6 +124,18 @@ def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
     out.print(f"{request.count} chats are in {request.out}.", soft_wrap=True)
 
 
+def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
+    """Rank tokens by their frequency in chats, for an EAGLE-1/2 head that drafts only some.
+
+    Args:
+        request: Which chats, and where the ranking goes.
+    """
+    from eagle_fsd.train.token_ranks import rank_tokens
+
+    count = rank_tokens(request, progress=progress)
+    out.print(f"{count} tokens occur; their ranking is in {request.out}.", soft_wrap=True)
+
+
 def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
     """Convert a trained head for another engine.
 
@@ -178,4 +191,4 @@ class TrainingProgress:
             err.print(f"step {step} of {steps}: {note}, {minutes:.0f} minutes left", soft_wrap=True)
 
 
-app.add(features, regenerate, chats, export)
+app.add(features, regenerate, chats, ranks, export)

@@ -2,9 +2,10 @@
 
 Start with ``runner.py``: :func:`evaluate` loads a pair, answers questions with each method
 (``methods.py``, ``answering.py``), keeps the answers (``answer_store.py``), scores them
-(``scoring.py``) and reports (``report.py``, ``tables.py``). ``sweep.py``, ``calibration.py`` and
-``bench.py`` build on it; their options are in ``config.py``. ``questions`` reads question sets,
-``code_execution`` runs generated programs, and ``judge`` has answers rated by a language model.
+(``scoring.py``; ``graders.py`` for users' graders) and reports (``report.py``, ``tables.py``).
+``sweep.py``, ``calibration.py`` and ``bench.py`` build on it; their options are in ``config.py``.
+``questions`` reads question sets, ``code_execution`` runs generated programs, and ``judge`` has
+answers rated by a language model.
 
 Importing this package does not import torch; :func:`evaluate` is loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""Analyze a grid of settings: the Pareto front, conclusions, and divergences at tree nodes."""
+"""Analyze a grid of settings: conclusions, and divergences at tree nodes."""
 
 from __future__ import annotations
 
@@ -44,23 +44,6 @@ def comparable_rows(rows: Sequence[Row]) -> list[Row]:
         rows: Rows of a report.
     """
     return [row for row in rows if row["speed_over_exact"] and not math.isnan(quality(row))]
-
-
-def pareto_front(rows: Sequence[Row]) -> list[Row]:
-    """Select the methods that no other method dominates in speed and quality.
-
-    Args:
-        rows: Rows of a report.
-
-    Returns:
-        The methods, slowest first.
-    """
-    front: list[Row] = []
-    rows = comparable_rows(rows)
-    for row in sorted(rows, key=lambda row: (-row["speed_over_exact"], -quality(row))):
-        if not front or quality(row) > quality(front[-1]):
-            front.append(row)
-    return front[::-1]
 
 
 def conclusions(
@@ -191,8 +174,9 @@ def probe_divergences(
     criteria = [StopStringCriteria(model.tokenizer, list(stop))] if stop else []
     answered = 0
     for question in balanced_subset(questions, MAX_PROBED_QUESTIONS):
-        chat = [{"role": "user", "content": question.turns[0]}]
-        ids = encode_prompt(chat, model.tokenizer, chat_template).to(model.target.device)
+        ids = encode_prompt(question.first_chat(), model.tokenizer, chat_template).to(
+            model.target.device
+        )
         if ids.shape[1] < model.target.context_length:
             answered += 1
             model.generate(

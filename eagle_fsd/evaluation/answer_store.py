@@ -29,12 +29,28 @@ CHOICE_LISTS = (
     "wall_time",
     "accepted",
     "origins",
+    "prompt_ids",
     "token_ids",
     "log_likelihood",
+    "regrets",
     "memory",
     "cut_off",
     "errors",
 )
+
+
+def all_turns(record: Record) -> dict[str, list[Any]]:
+    """Return the values of all turns of all choices of a record, by field.
+
+    Args:
+        record: A record of the answer file.
+    """
+    first, *others = record["choices"]
+    return {
+        name: [*values, *(value for choice in others for value in choice[name])]
+        for name, values in first.items()
+        if isinstance(values, list)
+    }
 
 
 class Session:
@@ -224,14 +240,18 @@ def _find_problem(record: Any, questions: Mapping[int | str, str]) -> str | None
     if record.get("fingerprint") != questions[key]:
         return f"question {key!r} had another text: choose another output folder"
     choices = record.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    fields = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else []
-    lists = [item for item in fields if isinstance(item, list)]
-    if len(lists) != len(CHOICE_LISTS) or len({len(item) for item in lists}) != 1:
+    if not isinstance(choices, list) or not choices or not all(map(_is_complete, choices)):
         return "not an answer written by eagle-fsd: fields of its choice are missing or malformed"
     if not isinstance(record.get("session"), str) or not isinstance(record.get("batch"), int):
         return "not an answer written by eagle-fsd: session or batch is missing"
     return None
+
+
+def _is_complete(choice: Any) -> bool:
+    """Return whether a choice has all of :data:`CHOICE_LISTS`, of one length."""
+    fields = [choice.get(name) for name in CHOICE_LISTS] if isinstance(choice, dict) else []
+    lists = [item for item in fields if isinstance(item, list)]
+    return len(lists) == len(CHOICE_LISTS) and len({len(item) for item in lists}) == 1
 
 
 @contextmanager

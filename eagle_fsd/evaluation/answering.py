@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,13 +21,11 @@ from eagle_fsd.evaluation.methods import Method, MethodOutput, decode, synchroni
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.target import Target
+from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
-#: Distance between the seeds of consecutive questions; larger than any number of turns.
-SEED_STRIDE = 1_000_003
-
 #: A question with its index in the set.
 IndexedQuestion = tuple[int, Question]
 
@@ -37,8 +37,10 @@ EMPTY_TURN: dict[str, Any] = {
     "wall_time": 0.0,
     "accepted": [],
     "origins": [],
+    "prompt_ids": [],
     "token_ids": [],
     "log_likelihood": None,
+    "regrets": [],
     "memory": None,
     "cut_off": False,
 }
@@ -93,7 +95,7 @@ class Answerer:
             progress: Called with the number of answers so far and the total.
         """
         share = list(enumerate(questions))[self.process :: self.processes]
-        size, count = self.config.batch, len(self.methods)
+        size, count = self.group_size, len(self.methods)
         work: list[tuple[int, list[IndexedQuestion]]] = []
         for round_, start in enumerate(range(0, len(share), size)):
             for step in range(count):
@@ -111,7 +113,7 @@ class Answerer:
         for method, group in work:
             if method not in warmed_up:
                 warmed_up.add(method)
-                chats = [[{"role": "user", "content": item.turns[0]}] for _, item in group]
+                chats = [item.first_chat() for _, item in group]
                 self._answer_turn(self.methods[method], chats, [0] * len(group))
         self._pairs.clear()  # forget what was learned from these answers
         for method, group in work:
@@ -121,30 +123,33 @@ class Answerer:
             if progress is not None:
                 progress(done, total)
 
+    @property
+    def group_size(self) -> int:
+        """Number of questions after which the next method takes its turn."""
+        return self.config.batch if self.config.samples * self.config.seeds == 1 else 1
+
     def answer(self, group: Sequence[IndexedQuestion], method: Method) -> list[Record]:
-        """Answer a batch of questions, all turns.
+        """Answer a group of questions, all samples and turns.
+
+        A batch consists of several questions or, if there are several samples, of the samples of
+        one question, which thus do not depend on other questions.
 
         Args:
-            group: Questions with their index in the set. The index of the first determines the
-                seed.
+            group: Questions with their index in the set, at most :attr:`group_size`.
             method: The method.
 
         Returns:
-            A record of the answer file for each question. ``batch`` is the same for the questions
-            that are answered at once.
+            A record of the answer file for each question, with a choice per sample. ``batch`` is
+            the same for the questions of a group; in a choice, it tells apart the samples that were
+            not decoded at once.
         """
-        choices: list[dict[str, Any]] = [{"index": 0} for _ in group]
-        chats: list[list[dict[str, str]]] = [[] for _ in group]
-        for turn in range(max(len(question.turns) for _, question in group)):
-            rows = [row for row, (_, question) in enumerate(group) if turn < len(question.turns)]
-            for row in rows:
-                chats[row].append({"role": "user", "content": group[row][1].turns[turn]})
-            seeds = [self.config.seed + SEED_STRIDE * group[row][0] + turn for row in rows]
-            answers = self._answer_turn(method, [chats[row] for row in rows], seeds)
-            for row, values in zip(rows, answers, strict=True):
-                chats[row].append({"role": "assistant", "content": values["turns"]})
-                for name, value in values.items():
-                    choices[row].setdefault(name, []).append(value)
+        size, count = self.config.batch, self.config.samples * self.config.seeds
+        samples = [(question, sample) for _, question in group for sample in range(count)]
+        choices = [
+            {"batch": first // size, **choice}
+            for first in range(0, len(samples), size)
+            for choice in self._answer_batch(samples[first : first + size], method)
+        ]
         return [
             {
                 "question_id": question.question_id,
@@ -152,12 +157,34 @@ class Answerer:
                 "answer_id": uuid.uuid4().hex[:22],
                 "model_id": method.name,
                 "session": self.session.begin(),
-                "batch": group[0][0] // (self.config.batch * self.processes),
-                "choices": [choice],
+                "batch": index // (self.group_size * self.processes),
+                "choices": choices[row * count : (row + 1) * count],
                 "tstamp": time.time(),
             }
-            for (_, question), choice in zip(group, choices, strict=True)
+            for row, (index, question) in enumerate(group)
         ]
+
+    def _answer_batch(
+        self, samples: Sequence[tuple[Question, int]], method: Method
+    ) -> list[dict[str, Any]]:
+        """Answer questions at once, all turns; each comes with the index of the sample."""
+        choices: list[dict[str, Any]] = [{"index": sample} for _, sample in samples]
+        chats = [question.opening() for question, _ in samples]
+        for turn in range(max(len(question.turns) for question, _ in samples)):
+            rows = [row for row, (question, _) in enumerate(samples) if turn < len(question.turns)]
+            seeds = []
+            for row in rows:
+                question, sample = samples[row]
+                chats[row].append({"role": "user", "content": question.turns[turn]})
+                repetition, number = divmod(sample, self.config.samples)
+                seed = self.config.seed + repetition
+                seeds.append(answer_seed(seed, question.question_id, number, turn))
+            answers = self._answer_turn(method, [chats[row] for row in rows], seeds)
+            for row, values in zip(rows, answers, strict=True):
+                chats[row].append({"role": "assistant", "content": values["turns"]})
+                for name, value in values.items():
+                    choices[row].setdefault(name, []).append(value)
+        return choices
 
     def _answer_turn(
         self,
@@ -234,6 +261,8 @@ class Answerer:
         total = max(1, sum(map(len, out.tokens)))
         turns = []
         for row, tokens in enumerate(out.tokens):
+            origins = out.origins[row] if out.origins else []
+            own, best = answer_log_probs(model.target, prompts[row], tokens)
             text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
             share = len(tokens) / total  # a batch's time is divided in proportion to tokens
             turns.append(
@@ -243,9 +272,15 @@ class Answerer:
                     "new_tokens": len(tokens),
                     "wall_time": seconds * share,
                     "accepted": out.stats.accepted[row] if out.stats else [],
-                    "origins": out.origins[row] if out.origins else [],
+                    "origins": origins,
+                    "prompt_ids": prompts[row].tolist(),
                     "token_ids": tokens.tolist(),
-                    "log_likelihood": answer_log_likelihood(model.target, prompts[row], tokens),
+                    "log_likelihood": float(own.mean()) if len(tokens) else None,
+                    "regrets": [
+                        max(0.0, float(best[at] - own[at]))
+                        for at, origin in enumerate(origins)
+                        if origin == Origin.FUZZY
+                    ],
                     "memory": memory,
                     "cut_off": self._is_cut_off(text, tokens),
                     "errors": None,
@@ -266,6 +301,25 @@ class Answerer:
         return not ended and not any(stop in text for stop in self.chat_template.stop)
 
 
+def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> int:
+    """Return the seed with which a turn of an answer is sampled.
+
+    It depends neither on the other questions of a run nor on their order, so that a larger run
+    draws the same answers. A batch is sampled with the seed of its first answer.
+
+    Args:
+        seed: The run's seed.
+        question_id: The question's id.
+        sample: Index of the sample.
+        turn: Index of the turn.
+
+    Returns:
+        A non-negative integer below 2**56.
+    """
+    key = json.dumps([seed, question_id, sample, turn])
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
+
+
 def _count_passes(method: Method, out: MethodOutput, row: int) -> int | None:
     """Return the number of target passes; None if the method does not report it."""
     if out.stats is not None:
@@ -280,8 +334,8 @@ def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 @torch.inference_mode()
-def answer_log_likelihood(target: Target, prompt: Tensor, answer: Tensor) -> float | None:
-    """Compute the target's mean log-probability of an answer.
+def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the target's log-probabilities along an answer, in one pass over it.
 
     Args:
         target: The target.
@@ -289,17 +343,19 @@ def answer_log_likelihood(target: Target, prompt: Tensor, answer: Tensor) -> flo
         answer: ``[A]`` token ids.
 
     Returns:
-        Nats per token; None for an empty answer.
+        ``[A]`` log-probabilities of the answer's tokens, and ``[A]`` of the likeliest token at each
+        position; float64, in nats. What a token gives up, its *regret*, is their difference.
     """
     if not len(answer):
-        return None
+        return torch.zeros(0, dtype=torch.double), torch.zeros(0, dtype=torch.double)
     ids = torch.cat([prompt.to(target.device), answer.to(target.device)])
     output = target.model.base_model(input_ids=ids[None], use_cache=False)
     features = output.last_hidden_state[0, len(prompt) - 1 : -1].to(target.device)
-    total = 0.0
+    own, best = [], []
     for start in range(0, len(answer), LIKELIHOOD_CHUNK):
         chunk = slice(start, start + LIKELIHOOD_CHUNK)
         log_probs = target.project(features[chunk]).log_softmax(-1)
         tokens = answer[chunk, None].to(log_probs.device)
-        total += float(log_probs.gather(1, tokens).double().sum())
-    return total / len(answer)
+        own.append(log_probs.gather(1, tokens)[:, 0].double().cpu())
+        best.append(log_probs.amax(-1).double().cpu())
+    return torch.cat(own), torch.cat(best)

@@ -15,6 +15,7 @@ from eagle_fsd.utils.options import Options
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
+EngineName = Literal["sglang", "tensorrt-llm"]
 DEFAULT_METHODS: tuple[MethodName, ...] = ("plain", "exact", "fsd")
 
 
@@ -24,13 +25,29 @@ class EvaluationRequest(PairOptions):
     questions: str = Field(
         "bundled",
         description="Question set: bundled, bundled-edits, mt-bench, spec-bench, gsm8k,"
-        " gsm8k-train, commonsense-qa, mmlu, humaneval, or a file.",
+        " gsm8k-train, commonsense-qa, mmlu, humaneval, or a file (see evaluate --formats).",
     )
     count: int | None = Field(
         None,
         ge=1,
         description="Number of questions, spread evenly over the set's categories; default: all"
-        " of them. Of the bundled questions: 100; calibrate 1000, bench 20.",
+        " of them. Of the bundled questions: 100; calibrate 2000, tune 32, bench 20.",
+    )
+    grader: str | None = Field(
+        None,
+        description="How answers are scored: exact, regex, number, or FILE.py:FUNCTION; default: as"
+        " the question set says.",
+    )
+    system: str | None = Field(
+        None, description="System prompt of every chat that has none of its own."
+    )
+    few_shot: int | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Show this many worked examples, the set's first questions, before every"
+        " question. Required for a target without chat template; with 0, it continues the prompt as"
+        " it is.",
     )
     out: Path | None = Field(
         None,
@@ -62,6 +79,11 @@ class EvaluationRequest(PairOptions):
         " prompts; OPENAI_API_KEY holds its key.",
     )
     judge_model: str = Field("gpt-4", description="Name of the judge at that endpoint.")
+    judge_mode: Literal["single", "pair"] = Field(
+        "single",
+        description="'single' rates each answer from 1 to 10, 'pair' compares it with exact"
+        " decoding's in both orders.",
+    )
     judge_parallel: int = Field(4, ge=1, description="Concurrent requests to the judge.")
 
     @model_validator(mode="after")
@@ -89,6 +111,26 @@ class EvaluationConfig(SamplingConfig):
     batch: int = Field(
         1, ge=1, le=1024, description="Questions answered at once; speeds are for this batch size."
     )
+    samples: int = Field(
+        1, ge=1, le=1000, description="Answers to each question; requires a temperature above 0."
+    )
+    seeds: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Repeat all answers with this many seeds: seed, seed + 1, and so on; requires a"
+        " temperature above 0.",
+    )
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> EvaluationConfig:
+        for name in ("samples", "seeds"):
+            if getattr(self, name) > 1 and not self.temperature:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} requires a --temperature above 0: greedy"
+                    " answers are all the same"
+                )
+        return self
 
     def sampling(self, seed: int) -> SamplingConfig:
         """Return the sampling options of one call.
@@ -108,6 +150,13 @@ class CalibrationConfig(EvaluationConfig):
     """
 
     seed: int = Field(1, ge=0, le=2**31, description="Seed of sampling and of bundled questions.")
+    answer_batch: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Questions answered at once where only quality is measured; speeds are measured"
+        " with --batch.",
+    )
 
 
 class BenchConfig(EvaluationConfig):

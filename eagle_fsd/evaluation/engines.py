@@ -15,14 +15,14 @@ TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
+from eagle_fsd.evaluation.config import EngineName
 from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.options import OptionsError
 
-EngineName = Literal["sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 
 #: SGLang's thresholds, in the order in which they accept more.

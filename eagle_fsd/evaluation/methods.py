@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from eagle_fsd.model.acceptance import (
     TopKRule,
     TypicalRule,
 )
-from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
+from eagle_fsd.model.config import SamplingConfig, TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
@@ -76,6 +77,7 @@ class Method:
         decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
             Hugging Face's ``generate``.
         assistant: Draft model for Hugging Face's assisted generation.
+        tree: Shape of the draft tree; default: the model's.
         phase: Markers at the beginning of a line between which ``rule`` applies; without the first
             one, it applies from the beginning of the answer. Of a marker of several tokens, the
             last one counts.
@@ -87,6 +89,18 @@ class Method:
     decoder: Literal["fsd", "ar", "hf"] = "fsd"
     assistant: PreTrainedModel | None = None
     phase: tuple[str | None, str] | None = None
+    tree: TreeConfig | None = None
+
+    def pair_for(self, model: EagleFSD) -> EagleFSD:
+        """Return the pair with this method's acceptance settings and tree.
+
+        Args:
+            model: The pair, which is not changed.
+        """
+        pair = copy.copy(model)
+        pair.acceptance = model.acceptance.updated(**self.acceptance)
+        pair.tree = self.tree or model.tree_for(pair.acceptance)
+        return pair
 
     def rule_for(self, model: EagleFSD) -> AcceptanceRule | None:
         """Return the rule, restricted to the phase if there is one.
@@ -104,26 +118,25 @@ class Method:
         assert end is not None
         return PhaseRule(self.rule, begin, end)
 
-    def describe(self, tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
+    def describe(self, model: EagleFSD) -> dict[str, Any]:
         """Return the settings that this method's answers depend on, as JSON values.
 
         Args:
-            tree: The model's draft tree.
-            acceptance: The model's acceptance settings, overridden by the method's.
+            model: The pair, whose settings the method's override.
         """
         if self.decoder == "hf":
             assistant = self.assistant.config._name_or_path if self.assistant else None
             return {"method": "hf", "assistant": assistant}
         if self.decoder == "ar":
             return {"method": "plain"}
-        effective = acceptance.updated(**self.acceptance)
-        values = settings_dict(tree, effective)
+        pair = self.pair_for(model)
+        values = settings_dict(pair.tree, pair.acceptance)
         values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
         shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
         if self.rule is not None:
             phase = {"phase": list(self.phase)} if self.phase else {}
             return {"method": repr(self.rule), **phase, **shape}
-        if effective == effective.updated(**EAGLE_ACCEPTANCE):
+        if pair.acceptance == pair.acceptance.updated(**EAGLE_ACCEPTANCE):
             return {"method": "exact", **shape}
         return {"method": "fsd", **values}
 
@@ -307,12 +320,11 @@ def decode(
             )
         rows = sequences[:, start:]
         return MethodOutput([row[: _count_new(row, eos_token_ids, pad)] for row in rows])
-    out = model.generate(
+    out = method.pair_for(model).generate(
         input_ids,
         attention_mask,
         max_new_tokens,
         sampling=sampling,
-        acceptance=model.acceptance.updated(**method.acceptance),
         rule=method.rule_for(model),
         method=method.decoder,
         eos_token_id=list(eos_token_ids),

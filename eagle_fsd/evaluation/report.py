@@ -10,13 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.agreement import agreement, regret_summary
+from eagle_fsd.evaluation.answer_store import Record, all_turns
 from eagle_fsd.evaluation.code_execution.execution import RunResult
 from eagle_fsd.evaluation.code_execution.programs import Program
+from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
-from eagle_fsd.evaluation.statistics import McNemar, Mean, Proportion, Ratio
+from eagle_fsd.evaluation.statistics import McNemar, Mean, Proportion, Ratio, loss_bound
 from eagle_fsd.model.verify import Origin
+
+#: Probability that any of a report's limits on the loss of accuracy is too low.
+LIMIT_ERROR = 0.05
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Summary:
         failed: Turns that were not answered because their prompt fills the context.
         cut_off: Turns that reached the limit on new tokens or the end of the context.
         memory: Peak memory of any turn in bytes; None if unknown.
+        records: The answers.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Summary:
     failed: int = 0
     cut_off: int = 0
     memory: int | None = None
+    records: Sequence[Record] = ()
 
     @classmethod
     def from_records(
@@ -69,9 +76,9 @@ class Summary:
             records: Its answers.
             scores: Whether each answer is correct, by question.
         """
-        found = cls(name, scores=scores, answers=len(records))
+        found = cls(name, scores=scores, answers=len(records), records=records)
         for record in records:
-            choice = record["choices"][0]
+            choice = all_turns(record)
             found.failed += sum(error is not None for error in choice["errors"])
             found.cut_off += sum(choice["cut_off"])
             seconds, tokens = sum(choice["wall_time"]), sum(choice["new_tokens"])
@@ -117,6 +124,21 @@ class Summary:
                 batches[session, batch] += (own, theirs[key][2:])
         pairs = np.asarray(list(batches.values()), dtype=float).reshape(-1, 2, 2)
         return Ratio.of_speeds(pairs[:, 0], pairs[:, 1])
+
+    def latency(self) -> dict[str, float] | None:
+        """Return ``median`` and ``p95`` of the seconds per answer; None without answers.
+
+        The answers of a batch arrive together, so that each takes as long as the batch.
+        """
+        batches: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for session, batch, seconds, _ in self.timings.values():
+            batches[session, batch].append(seconds)
+        calls = max((record["choices"][-1]["batch"] + 1 for record in self.records), default=1)
+        waits = [sum(batch) / calls for batch in batches.values() for _ in batch]
+        if not waits:
+            return None
+        median, high = np.quantile(waits, (0.5, 0.95)).tolist()
+        return {"median": median, "p95": high}
 
     @property
     def tau(self) -> float | None:
@@ -189,6 +211,7 @@ class Summary:
             "speedup_interval": over_plain.interval,
             "speed_over_exact": _none_if_nan(over_exact.value),
             "speed_over_exact_interval": over_exact.interval,
+            "latency": self.latency(),
             "cut_off": self.cut_off,
             "tau": self.tau,
             "tau_by_category": {
@@ -202,6 +225,7 @@ class Summary:
             "scored": len(self.scores),
             "log_likelihood": likelihood.value if likelihood.count else None,
             "log_likelihood_interval": likelihood.interval if likelihood.count else None,
+            "regret": regret_summary(self.records),
         }
         if hf is not None:
             row["speed_over_hf"] = _none_if_nan(self.speed_over(hf).value)
@@ -216,7 +240,7 @@ class Summary:
 
     def _compare_quality(self, exact: Summary) -> dict[str, Any]:
         """Compare with exact decoding on the same questions, paired to cancel their difficulty."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"agreement": agreement(exact.records, self.records)}
         both = [key for key in exact.scores if key in self.scores]
         if both:
             test = McNemar.of([exact.scores[k] for k in both], [self.scores[k] for k in both])
@@ -250,11 +274,21 @@ def summarize(
         scores: Whether each answer is correct, by method and question.
 
     Returns:
-        A row per method.
+        A row per method. ``against_exact`` holds ``loss_limit``, an exact upper limit on the loss
+        of accuracy; with 95% confidence, the limits of all methods hold at once (Bonferroni).
     """
     found = {name: Summary.from_records(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", "exact", "hf")]
-    return [found[name].as_row(*references) for name in methods]
+    rows = [found[name].as_row(*references) for name in methods]
+    compared = [
+        row["against_exact"]
+        for row in rows
+        if "lost" in row.get("against_exact", {}) and row["method"] not in BASELINES
+    ]
+    for against in compared:
+        counts = (against[name] for name in ("lost", "gained", "paired"))
+        against["loss_limit"] = loss_bound(*counts, 1 - LIMIT_ERROR / len(compared))
+    return rows
 
 
 def answer_likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
@@ -268,7 +302,7 @@ def answer_likelihoods(records: Iterable[Record]) -> dict[int | str, float]:
     """
     found = {}
     for record in records:
-        choice = record["choices"][0]
+        choice = all_turns(record)
         turns = [
             (value, count)
             for value, count in zip(choice["log_likelihood"], choice["new_tokens"], strict=True)

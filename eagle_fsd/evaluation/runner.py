@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
-from torch import nn
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 
+from eagle_fsd.evaluation.agreement import compare_answers
 from eagle_fsd.evaluation.answer_store import (
     AnswerStore,
     Record,
@@ -30,36 +31,48 @@ from eagle_fsd.evaluation.answer_store import (
 )
 from eagle_fsd.evaluation.answering import Answerer
 from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sandbox
+from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
+from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.judge.grading import judge_answers
+from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.judge.scores import judge_summary
-from eagle_fsd.evaluation.methods import Method, baseline_methods, find_methods
+from eagle_fsd.evaluation.markdown_report import report_text
+from eagle_fsd.evaluation.methods import EXACT, Method, baseline_methods, find_methods
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import find_questions
+from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import harness_accuracy, score_records, summarize
-from eagle_fsd.evaluation.tables import csv_text, report_text
-from eagle_fsd.model.config import Settings, settings_dict
+from eagle_fsd.evaluation.samples import sample_records, summarize_samples
+from eagle_fsd.evaluation.scoring import score
+from eagle_fsd.evaluation.tables import csv_text
+from eagle_fsd.evaluation.verdict import main_row
+from eagle_fsd.model.config import PairOptions, Settings, settings_dict
+from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
+from eagle_fsd.utils.chat_templates import encode_prompt
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 from eagle_fsd.utils.provenance import describe_environment
 
 REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
 TABLE_FILE = "report.md"
 CSV_FILE = "report.csv"
 #: In a separate folder, because FastChat reads every .jsonl file beside the answers as answers.
 PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
-#: Approximate number of elements per tensor that a fingerprint hashes.
-FINGERPRINT_ELEMENTS = 256
+#: Methods beyond this number are not compiled, because each of them takes compilations of its own.
+MAX_COMPILED_METHODS = 4
+#: Length of a typical answer as a share of the limit.
+ANSWER_SHARE = 1 / 8
 #: How long a process may wait for the others to finish.
 PROCESS_TIMEOUT = timedelta(days=7)
 
 Report = dict[str, Any]
+T = TypeVar("T")
 
 
 class Evaluation:
@@ -97,8 +110,8 @@ class Evaluation:
         self.config, self.folder = config, Path(folder)
         self.execute_code, self.unsafe = request.execute_code, request.unsafe
         self.process, self.processes = process, processes
-        self.chat_template: ChatTemplate = load_chat_template(
-            model.tokenizer, request.chat_template
+        self.chat_template = evaluation_template(
+            model.tokenizer, request.chat_template, request.few_shot
         )
         self.about = {
             "questions": Path(request.questions).name,
@@ -107,37 +120,48 @@ class Evaluation:
             "drafter": request.drafter or "bundled",
             **config.model_dump(),
             "template": request.chat_template,
+            "system": request.system,
+            "few_shot": request.few_shot,
+            "grader": request.grader,
         }
         self.provenance = {
             "environment": describe_environment(),
             "dtype": str(model.target.dtype),
             "device": str(model.target.device),
+            "compiled": model.compiled,
         }
         self.stores: dict[str, AnswerStore] = {}
+        self.scores: dict[str, dict[int | str, bool]] = {}
 
     def open(self) -> None:
         """Read the answers of an earlier run.
 
         Raises:
-            ValueError: The folder holds damaged answers, or answers with other settings.
+            ValueError: The folder holds damaged answers, or answers with other settings; or the
+                chat template rejects a question.
         """
         model = self.model
-        about = {key: value for key, value in self.about.items() if key != "count"}
+        for question in self.questions:
+            try:
+                self.chat_template.render(question.first_chat(), add_generation_prompt=True)
+            except ValueError as error:
+                raise ValueError(f"question {question.question_id!r}: {error}") from error
+        scoring = ("count", "grader")  # answers do not depend on these
         inputs = {
-            **about,
+            **{key: value for key, value in self.about.items() if key not in scoring},
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             **self._fingerprints(),
         }
         questions = {
-            question.question_id: _digest(json.dumps(question.turns).encode())
+            question.question_id: _digest(json.dumps([*question.context, *question.turns]).encode())
             for question in self.questions
         }
         for method in self.methods:
             store = AnswerStore(
                 self.folder,
                 method.name,
-                {**inputs, **method.describe(model.tree, model.acceptance)},
+                {**inputs, **method.describe(model)},
                 questions,
                 self.process,
                 self.processes,
@@ -191,25 +215,40 @@ class Evaluation:
             The report as JSON values, with a row per method.
         """
         records = self.merge()
-        total, before = sum(map(len, records.values())), 0
+        count = self.config.samples * self.config.seeds
+        total, done = count * sum(map(len, records.values())), 0
+
+        def advance(*_: int) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
         run = CachedRunner(self.folder / PROGRAMS_FILE, self.unsafe) if self.execute_code else None
-        scores = {}
-        for name, found in records.items():
-
-            def advance(done: int, _: int, before: int = before) -> None:
-                if progress is not None:
-                    progress(before + done, total)
-
-            scores[name] = score_records(self.questions, found, advance, run)
-            before += len(found)
+        scores = {
+            name: [
+                score_records(self.questions, sample_records(found, sample), advance, run)
+                for sample in range(count)
+            ]
+            for name, found in records.items()
+        }
         ids = {record["session"] for found in records.values() for record in found}
         sessions = read_sessions(self.folder, ids)
         newest = list(sessions.values())[-1] if sessions else self.provenance
-        rows = summarize(list(self.stores), records, scores)
+        self.scores = {name: samples[0] for name, samples in scores.items()}
+        rows = summarize(list(self.stores), records, self.scores)
         tree, acceptance = self.model.tree, self.model.acceptance
+        # Users' own questions do not ask for the marker that the harness's filters look for.
+        published = [question for question in self.questions if not question.extra]
         for row, method in zip(rows, self.methods, strict=True):
-            row["settings"] = method.describe(tree, acceptance)
-            row["harness"] = harness_accuracy(self.questions, records[method.name])
+            row["settings"] = method.describe(self.model)
+            each = (sample_records(records[method.name], sample) for sample in range(count))
+            row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
+            exact = None if method == EXACT else scores.get(EXACT.name)
+            found = summarize_samples(scores[method.name], self.config.seeds, exact)
+            if count > 1 and found is not None:
+                mean = {name: found[name] for name in ("accuracy", "accuracy_interval")}
+                row |= {"samples": found, **mean}
         return {
             "about": self.about,
             "settings": settings_dict(tree, acceptance),
@@ -222,19 +261,36 @@ class Evaluation:
         }
 
     def _unscored(self) -> str | None:
-        """Return why ``code`` questions have no score; None if they have one."""
-        has_code = any(question.scored_by == "code" for question in self.questions)
-        if has_code and not self.execute_code:
+        """Return why questions have no score; None if some have one."""
+        kinds = {question.scored_by for question in self.questions}
+        if "code" in kinds and not self.execute_code:
             return "No accuracy: the answers are code, which runs only with --execute-code."
+        if kinds == {""}:
+            return "No accuracy: the questions come without correct answers."
         return None
 
+    def compare(self, report: Report) -> None:
+        """Add the changed answers of a report's main method to it, as ``comparison``.
+
+        Args:
+            report: The scored report.
+        """
+        row = main_row(report)
+        method = next((item for item in self.methods if row and item.name == row["method"]), None)
+        if method is not None:
+            greedy = not self.config.temperature
+            report["comparison"] = compare_answers(
+                self.model, method, self.questions, self.merge(), self.scores, greedy
+            )
+
     def write(self, report: Report) -> None:
-        """Write a report as JSON, and its tables as Markdown and CSV.
+        """Write a report as JSON, HTML and Markdown, and its rows as CSV.
 
         Args:
             report: The report.
         """
         atomic_write(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+        atomic_write(self.folder / PAGE_FILE, html_text(report))
         atomic_write(self.folder / TABLE_FILE, report_text(report))
         atomic_write(self.folder / CSV_FILE, csv_text(report))
 
@@ -259,6 +315,19 @@ class Hooks:
     on_questions: Callable[[Sequence[Question]], None] = ignore
     on_report: Callable[[Evaluation, Report], None] = ignore
     on_finish: Callable[[Report], None] = ignore
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pair and questions, for several evaluations.
+
+    Attributes:
+        model: The pair.
+        questions: The questions.
+    """
+
+    model: EagleFSD
+    questions: Sequence[Question]
 
 
 def evaluate(
@@ -311,6 +380,7 @@ def run_evaluation(
     folder: Path,
     settings: Settings | None,
     hooks: Hooks,
+    loaded: Loaded | None = None,
 ) -> Report | None:
     """Run an evaluation; see :func:`evaluate` for what it raises.
 
@@ -321,25 +391,36 @@ def run_evaluation(
         folder: Folder of the answers and the report.
         settings: Tree and acceptance options that override the head's ``fsd.json``.
         hooks: Functions to call.
+        loaded: The pair and the questions, in place of those that the request names.
 
     Returns:
         The report on the first process, None on the others.
     """
     if request.assistant and config.batch > 1:
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+    if request.judge_mode == "pair" and EXACT not in methods:
+        raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
+    state = start_processes()
     is_first = state.is_main_process
     with state.main_process_first(), hooks.progress("downloading") as progress:
-        questions = find_questions(request.questions, request.count, config.seed, progress)
+        questions = (
+            loaded.questions
+            if loaded is not None
+            else requested_questions(request, config.seed, progress)
+        )
         if request.judge_base_url:  # report missing files before hours of decoding
             JudgePrompts.load(questions)
+    score(questions[0], "")  # raises an exception before hours of decoding if the grader fails
     if is_first:
         if request.execute_code and any(question.scored_by == "code" for question in questions):
             use_sandbox(request.unsafe)  # raises an exception before hours of decoding
         hooks.on_questions(questions)
-    device = request.device or (str(state.device) if state.num_processes > 1 else None)
-    model = load_pair(request, device, settings)
+    model = loaded.model if loaded is not None else load_share(request, settings)
+    model.compiled = bool(request.compiled)
+    if request.compiled is None and len(methods) <= MAX_COMPILED_METHODS:
+        with hooks.progress("compiling"):
+            per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
+            model.compile_if_faster(per_method * len(methods), min(config.batch, len(questions)))
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,
@@ -366,6 +447,7 @@ def run_evaluation(
             report = evaluation.report(progress if request.execute_code else None)
         evaluation.write(report)
         hooks.on_report(evaluation, report)
+        evaluation.compare(report)
         evaluation.write(report)
         try:
             if request.judge_base_url:
@@ -376,8 +458,40 @@ def run_evaluation(
     return report
 
 
+def start_processes() -> PartialState:
+    """Return the state of this process and the others that share the work."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+
+
+def on_first_process(function: Callable[[], T]) -> T:
+    """Call a function on the first process, and return its result on all of them.
+
+    Args:
+        function: The function.
+    """
+    found: list[Any] = [None]
+    if start_processes().is_main_process:
+        found[0] = function()
+    broadcast_object_list(found)
+    result: T = found[0]
+    return result
+
+
+def load_share(request: PairOptions, settings: Settings | None = None) -> EagleFSD:
+    """Load the pair on the device of this process.
+
+    Args:
+        request: The names of the pair; its device comes first.
+        settings: As for :func:`load_pair`.
+    """
+    state = start_processes()
+    device = request.device or (str(state.device) if state.num_processes > 1 else None)
+    return load_pair(request, device, settings)
+
+
 def load_pair(
-    request: EvaluationRequest, device: str | None = None, settings: Settings | None = None
+    request: PairOptions, device: str | None = None, settings: Settings | None = None
 ) -> EagleFSD:
     """Load the pair that a request names.
 
@@ -390,8 +504,7 @@ def load_pair(
         request.target, request.drafter, dtype=request.dtype, device_map=device
     )
     if settings is not None:
-        model.tree = model.tree.updated(**settings.tree)
-        model.acceptance = model.acceptance.updated(**settings.acceptance)
+        model.configure(settings)
     return model
 
 
@@ -400,41 +513,18 @@ def _add_judgments(
 ) -> None:
     """Have the answers rated, and add the ratings to the report."""
     endpoint = JudgeEndpoint(request.judge_base_url or "", request.judge_model)
+    records, folder = evaluation.merge(), evaluation.folder
     with factory("judging") as progress:
-        judgments = judge_answers(
-            endpoint,
-            evaluation.questions,
-            evaluation.merge(),
-            evaluation.folder,
-            request.judge_parallel,
-            progress,
-        )
-    found = judge_summary(judgments)
+        arguments = endpoint, evaluation.questions, records, folder, request.judge_parallel
+        found: dict[str, dict[str, Any]]
+        if request.judge_mode == "pair":
+            pairs = pair_summary(judge_pairs(*arguments, progress))
+            found = {name: {"pairs": values} for name, values in pairs.items()}
+        else:
+            found = judge_summary(judge_answers(*arguments, progress))
     report["judge"] = {"model": endpoint.model, "base_url": endpoint.redacted_url}
     for row in report["rows"]:
         row["judge"] = found.get(row["method"])
-
-
-def fingerprint(module: object) -> str:
-    """Hash the name, shape, type and some elements of every tensor of a module.
-
-    The hash identifies the weights in memory, whatever files they come from. Of tensors that are
-    offloaded to disk, only name, shape and type are hashed.
-
-    Args:
-        module: The module. Other objects, such as drafters without weights, have no tensors.
-
-    Returns:
-        16 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items() if isinstance(module, nn.Module) else ():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.device.type != "meta" and tensor.numel():
-            flat = tensor.detach().flatten()
-            sample = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)].cpu().contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _digest(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Score answers by their final number, by their final letter, or by running their code.
+"""Score answers by their final number, their final letter, their text, or by running their code.
 
 If an answer states several results, the last one counts, because models correct themselves.
 Reasoning that ends with ``</think>`` is ignored.
@@ -31,11 +31,20 @@ def score(
 
     Returns:
         Whether the answer is correct; None if it has no score.
+
+    Raises:
+        GraderError: The user's grader failed.
     """
+    if question.grade is not None:
+        return question.grade(answer, question)
     if question.scored_by == "number":
         return same_number(final_number(answer), question.answer)
     if question.scored_by == "letter":
         return final_letter(answer) == question.answer
+    if question.scored_by == "exact":
+        return strip_reasoning(answer).strip() == (question.answer or "").strip()
+    if question.scored_by == "regex":
+        return re.search(question.answer or "", strip_reasoning(answer)) is not None
     if question.scored_by == "code" and run is not None:
         return run(build_program(question, answer)).passed
     return None
@@ -167,25 +176,29 @@ HARNESS_FILTERS = {
     "strict-match": re.compile(r"#### (-?[0-9.,]+)"),
     "flexible-extract": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"),
 }
+_HARNESS_STOP = re.compile(r"Question:|</s>|<\|im_end\|>")
 
 
 def harness_match(text: str, answer: str, name: str) -> bool:
     """Score an answer to a GSM8K question as lm-evaluation-harness does.
 
     The harness compares strings, after it has removed commas, dollar signs and a final period, so
-    that "18.00" is not 18. It ends an answer at "Question:".
+    that "18.00" is not 18. It ends an answer at "Question:", "</s>" or "<|im_end|>".
 
     Args:
         text: The model's answer.
         answer: The correct number.
         name: A name in :data:`HARNESS_FILTERS`.
     """
-    found = HARNESS_FILTERS[name].findall(text.split("Question:")[0])
+    found = HARNESS_FILTERS[name].findall(_HARNESS_STOP.split(text, maxsplit=1)[0])
     if not found:
         return False
     number = found[0] if name == "strict-match" else found[-1]
-    first, second = (re.sub(r"[,$]|\.$", "", item).lower() for item in (number, answer))
-    return first == second
+    return _without_separators(number) == _without_separators(answer)
+
+
+def _without_separators(number: str) -> str:
+    return number.replace(",", "").replace("$", "").removesuffix(".")
 
 
 def _strip_symbols(number: str) -> str:

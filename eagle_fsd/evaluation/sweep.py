@@ -1,22 +1,61 @@
-"""Sweep over a grid of acceptance settings: one table, conclusions, and three plots."""
+"""Sweep over a grid of acceptance settings: tables, conclusions, and figures.
+
+Every method decodes with its own best tree: the trees of all methods are predicted from recorded
+accepted lengths (see :mod:`eagle_fsd.evaluation.tuning`). A few questions screen the settings: one
+that clearly loses too much is not measured, nor is one that is predicted to be slower than exact
+decoding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from eagle_fsd.evaluation.analysis import conclusions, probe_divergences
+from eagle_fsd.evaluation.agreement import compare_answers
+from eagle_fsd.evaluation.analysis import MAX_PROBED_QUESTIONS, conclusions, probe_divergences
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig, SweepGrid
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, fsd_series, rule_methods
-from eagle_fsd.evaluation.plots import draw_divergences, draw_positions, draw_tradeoff
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    PLAIN,
+    Method,
+    fsd_series,
+    rule_methods,
+)
+from eagle_fsd.evaluation.plots import (
+    draw_divergences,
+    draw_positions,
+    draw_regrets,
+    draw_tradeoff,
+    draw_trees,
+)
+from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
+    Loaded,
     Report,
     ignore,
+    load_share,
+    on_first_process,
     run_evaluation,
 )
+from eagle_fsd.evaluation.statistics import loss_bound
+from eagle_fsd.evaluation.tables import Row
+from eagle_fsd.evaluation.tuning.search import TreePlan, open_workload
 from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
+
+#: Groups of prompts that the trees of exact decoding are raced on; questions that screen settings,
+#: and how many of them are answered at once.
+RACE_GROUPS, SCREENING_QUESTIONS, SCREENING_BATCH = 32, 48, 16
+#: A setting is not measured if it loses more than this part of the questions, with a confidence.
+MAX_LOSS, CONFIDENCE = 0.1, 0.9
+#: A setting is not measured if its predicted speed, relative to exact decoding, is below this.
+MIN_SPEED = 0.9
+#: Trees of each method in the heat map.
+BEST_TREES = 3
+#: File with the trees of all methods, and folder with the answers that screen settings.
+TREES_FILE, SCREENING_FOLDER = "trees.json", "screening"
 
 
 def sweep(
@@ -31,7 +70,8 @@ def sweep(
 ) -> Report | None:
     """Evaluate every setting of a grid, and draw quality against speed.
 
-    Writes ``tradeoff.png``, ``divergence.png`` and ``accepted.png`` beside the report.
+    Writes ``tradeoff``, ``divergence``, ``accepted`` and, for greedy answers, ``regret`` beside the
+    report, as PNG and SVG.
 
     Args:
         request: What to evaluate.
@@ -53,10 +93,27 @@ def sweep(
     """
     config, grid = config or EvaluationConfig(), grid or SweepGrid()
     series = fsd_series(grid)
-    methods = [PLAIN, EXACT, *(method for group in series.values() for method in group)]
+    methods = [method for group in series.values() for method in group]
     if rules:
         methods += rule_methods()
     folder = request.output_folder("sweep")
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = requested_questions(request, config.seed)
+    model = load_share(request, settings)
+    workload = open_workload(model, questions[: RACE_GROUPS * config.batch], request, config)
+    plan = on_first_process(lambda: TreePlan.make(workload, methods, folder / TREES_FILE, progress))
+    exact = replace(EXACT, tree=plan.exact)
+    planned = [replace(item, tree=plan.candidates[item.name][0].tree) for item in methods]
+    trees = tree_rows([EXACT, *methods], plan)
+    omitted = slow_methods(plan)
+    omitted |= screen(
+        Loaded(model, questions),
+        [exact, *(method for method in planned if method.name not in omitted)],
+        request,
+        config,
+        progress,
+    )
+    kept = [method for method in planned if method.name not in omitted]
 
     def extend(evaluation: Evaluation, report: Report) -> None:
         found = probe_divergences(
@@ -68,10 +125,137 @@ def sweep(
         )
         report["divergences"] = found.summary()
         report["conclusions"] = conclusions(report["rows"])
-        lines = {label: [method.name for method in group] for label, group in series.items()}
+        report["trees"] = trees
+        report["omitted"] = omitted
+        if omitted:
+            report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
+        names = [method.name for method in kept]
+        lines = {
+            label: [method.name for method in group if method.name in names]
+            for label, group in series.items()
+        }
         draw_tradeoff(report, lines, folder / "tradeoff.png")
         draw_divergences(found, grid.thresholds, report, folder / "divergence.png")
         draw_positions(report, folder / "accepted.png")
+        draw_trees(trees, folder / "trees.png", report)
+        report["figures"] = ["tradeoff.png", "trees.png", "divergence.png", "accepted.png"]
+        in_grid = [method.name for group in series.values() for method in group]
+        fuzzy = [method for method in kept if method.name in in_grid]
+        if fuzzy and not config.temperature:
+            method = max(fuzzy, key=_looseness)
+            compared = compare_answers(
+                evaluation.model,
+                method,
+                evaluation.questions,
+                evaluation.merge(),
+                evaluation.scores,
+                decoded=MAX_PROBED_QUESTIONS,
+            )
+            draw_regrets(compared, folder / "regret.png", report, grid.thresholds, grid.min_ratios)
+            report["figures"].append("regret.png")
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
-    return run_evaluation(request, config, methods, folder, settings, hooks)
+    loaded = Loaded(model, questions)
+    return run_evaluation(request, config, [PLAIN, exact, *kept], folder, None, hooks, loaded)
+
+
+def tree_rows(methods: Sequence[Method], plan: TreePlan) -> list[Row]:
+    """Return predicted speeds of exact decoding and FSD by tree, as JSON values.
+
+    Args:
+        methods: The methods; those with other rules are left out.
+        plan: The trees of every method.
+
+    Returns:
+        A row for each method and each tree that is among the :data:`BEST_TREES` of any method.
+    """
+    methods = [
+        method
+        for method in methods
+        if method.rule is None and method.acceptance.get("selection", "longest") == "longest"
+    ]
+    best = {item.tree for method in methods for item in plan.candidates[method.name][:BEST_TREES]}
+    return [
+        {
+            "method": method.name,
+            **item.tree.model_dump(),
+            "threshold": method.acceptance["threshold"],
+            "tau": item.tau,
+            "speed": item.tokens_per_second,
+            "predicted": True,
+        }
+        for method in methods
+        for item in plan.candidates[method.name]
+        if item.tree in best
+    ]
+
+
+def slow_methods(plan: TreePlan) -> dict[str, str]:
+    """Find the methods that are predicted to be slower than exact decoding with their best trees.
+
+    Args:
+        plan: The trees of every method.
+
+    Returns:
+        The reason not to measure them, by name.
+    """
+    exact = plan.candidates[EXACT.name][0].tokens_per_second
+    speeds = {name: trees[0].tokens_per_second / exact for name, trees in plan.candidates.items()}
+    return {
+        name: f"predicted to be {speed:.2f} times as fast as exact decoding"
+        for name, speed in speeds.items()
+        if speed < MIN_SPEED
+    }
+
+
+def screen(
+    loaded: Loaded,
+    methods: Sequence[Method],
+    request: EvaluationRequest,
+    config: EvaluationConfig,
+    progress: ProgressFactory,
+) -> dict[str, str]:
+    """Find the settings that clearly lose too much, on a few questions.
+
+    Args:
+        loaded: The pair and all questions.
+        methods: Exact decoding and the settings.
+        request: What to evaluate.
+        config: How answers are decoded.
+        progress: Reports progress.
+
+    Returns:
+        The reason not to measure them, by name; none if the questions have no score.
+    """
+    few = Loaded(loaded.model, loaded.questions[:SCREENING_QUESTIONS])
+    if not all(question.scored_by for question in few.questions):
+        return {}
+    found = run_evaluation(
+        request.model_copy(update={"judge_base_url": None, "baseline": None, "assistant": None}),
+        config.updated(batch=SCREENING_BATCH),
+        methods,
+        request.output_folder("sweep") / SCREENING_FOLDER,
+        None,
+        Hooks(progress),
+        few,
+    )
+
+    def lossy() -> dict[str, str]:
+        reasons = {}
+        for row in found["rows"] if found is not None else []:
+            against = row.get("against_exact", {})
+            if "lost" in against:
+                lost, gained, paired = (against[name] for name in ("lost", "gained", "paired"))
+                # Bounds the gain: below -MAX_LOSS, the loss exceeds MAX_LOSS.
+                if loss_bound(gained, lost, paired, CONFIDENCE) < -MAX_LOSS:
+                    reasons[row["method"]] = (
+                        f"lost {lost} and gained {gained} of the first {paired} answers"
+                    )
+        return reasons
+
+    return on_first_process(lossy)
+
+
+def _looseness(method: Method) -> tuple[float, float]:
+    """Order methods by how many fuzzy tokens they accept."""
+    return method.acceptance["threshold"], -method.acceptance["min_ratio"]

@@ -8,31 +8,35 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eagle_fsd.evaluation.samples import sample_table
+
 Row = dict[str, Any]
 #: Headers and rows of cells.
 Table = tuple[list[str], list[list[str]]]
 
 #: Phases of decoding shown in tables, apart from the prefill.
 PHASE_COLUMNS = ("target", "draft", "verify", "cache", "host")
+#: Maximum number of categories in a table.
+MAX_CATEGORIES = 6
 
 
-def main_table(rows: Sequence[Row]) -> Table:
-    """Return a table of speed and quality.
+def speed_table(rows: Sequence[Row]) -> Table:
+    """Return a table of speed, accepted length, latency and memory.
 
     Args:
         rows: Rows of a report.
 
     Returns:
-        The table, without columns that are empty in every row.
+        The table, without columns that are empty in every row. Trees are shown if there are
+        several.
     """
-    headers = ["method", "tokens/s", "x plain", "x exact", "x hf", "tau", "fuzzy", "MiB"]
-    headers += ["n", "accuracy", "lost/gained", "p", "nats/token", "nats/token vs exact"]
-    headers += ["judge", "judge vs exact"]
+    headers = ["method", "tokens/s", "x plain", "x exact", "x hf", "tau"]
+    headers += ["median s", "p95 s", "MiB", "tree"]
+    trees = [tree_text(row) for row in rows]
+    several = len({tree for tree in trees if tree}) > 1
     cells = []
-    for row in rows:
-        quality = row.get("against_exact", {})
-        judge = row.get("judge") or {}
-        judge_change = judge.get("against_exact", {})
+    for row, tree in zip(rows, trees, strict=True):
+        latency = row["latency"] or {}
         cells.append(
             [
                 row["method"],
@@ -41,20 +45,111 @@ def main_table(rows: Sequence[Row]) -> Table:
                 _speed_over_exact(row),
                 _number(row.get("speed_over_hf"), ".2f"),
                 _number(row["tau"], ".2f"),
-                _number(row["origins"]["fuzzy"], ".1%"),
+                _number(latency.get("median"), ".3f"),
+                _number(latency.get("p95"), ".3f"),
                 _number(row["memory"] and row["memory"] / 2**20, ".0f"),
-                str(row["scored"] or row["answers"]),
-                _with_interval(row, "accuracy", ".1%"),
-                f"{quality['lost']}/{quality['gained']}" if "lost" in quality else "",
-                _number(quality.get("mcnemar_p"), ".2g"),
-                _number(row["log_likelihood"], ".3f"),
-                _with_interval(quality, "log_likelihood_change", "+.3f"),
-                _with_interval(judge, "score", ".2f"),
-                _with_interval(judge_change, "score_change", "+.2f"),
+                tree if several else "",
             ]
         )
+    return _without_empty_columns(headers, cells)
+
+
+def quality_table(rows: Sequence[Row]) -> Table:
+    """Return a table of accuracy and log-probability, with the changes from exact decoding.
+
+    Args:
+        rows: Rows of a report.
+
+    Returns:
+        The table, without columns that are empty in every row.
+    """
+    headers = ["quality", "n", "accuracy", "lost/gained", "loss <=", "nats/token", "vs exact"]
+    cells = []
+    for row in rows:
+        against = row.get("against_exact", {})
+        limit = against.get("loss_limit")
+        cells.append(
+            [
+                row["method"],
+                str(row["scored"] or row["answers"]),
+                _with_interval(row, "accuracy", ".1%"),
+                f"{against['lost']}/{against['gained']}" if "lost" in against else "",
+                "" if limit is None else f"{100 * max(0.0, limit):.1f} points",
+                _number(row["log_likelihood"], ".3f"),
+                _with_interval(against, "log_likelihood_change", "+.3f"),
+            ]
+        )
+    return _without_empty_columns(headers, cells)
+
+
+def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
+    """Return a table of the agreement with exact decoding's answers, and the price of fuzzy tokens.
+
+    Args:
+        rows: Rows of a report.
+        sampled: Whether answers are sampled: then even lossless answers differ.
+    """
+    headers = ["against exact", "identical", "first change", "fuzzy", "nats/fuzzy token"]
+    headers += ["length", "repetition"]
+    cells = []
+    for row in rows:
+        found = row.get("against_exact", {}).get("agreement", {})
+        if not found.get("answers"):
+            continue
+        first, regret = found["first_difference"], row["regret"] or {}
+        cells.append(
+            [
+                row["method"],
+                "" if sampled else f"{found['identical']}/{found['answers']}",
+                "" if sampled or not first else f"token {first[1] + 1:.0f}",
+                _number(row["origins"]["fuzzy"], ".1%"),
+                _number(regret.get("mean"), ".3f"),
+                _with_interval(found, "length_change", "+.1f"),
+                _with_interval(found, "repetition_change", "+.1%"),
+            ]
+        )
+    return _without_empty_columns(headers, cells)
+
+
+def judge_table(rows: Sequence[Row]) -> Table:
+    """Return a table of a judge's ratings, or of its comparisons with exact decoding.
+
+    Args:
+        rows: Rows of a report.
+    """
+    headers = ["judge", "rating", "rating vs exact", "better/equal/worse", "net loss <="]
+    cells = []
+    for row in rows:
+        judge = row.get("judge") or {}
+        pairs = judge.get("pairs") or {}
+        if judge:
+            cells.append(
+                [
+                    row["method"],
+                    _with_interval(judge, "score", ".2f"),
+                    _with_interval(judge.get("against_exact", {}), "score_change", "+.2f"),
+                    f"{pairs['won']}/{pairs['tied']}/{pairs['lost']}" if pairs else "",
+                    _number(pairs.get("loss_limit"), ".1%"),
+                ]
+            )
+    return _without_empty_columns(headers, cells)
+
+
+def _without_empty_columns(headers: list[str], cells: list[list[str]]) -> Table:
+    """Return a table without columns that are empty in every row."""
     kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
     return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
+
+
+def tree_text(row: Row) -> str:
+    """Format the draft tree of a method as ``total_tokens/depth/top_k``; "" if it has none.
+
+    Args:
+        row: The method's row of a report.
+    """
+    settings = row.get("settings") or {}
+    names = ("total_tokens", "depth", "tree_top_k")
+    return "/".join(str(settings[name]) for name in names) if names[0] in settings else ""
 
 
 def _speed_over_exact(row: Row) -> str:
@@ -71,8 +166,7 @@ def phase_table(rows: Sequence[Row]) -> Table:
     Args:
         rows: Rows of a benchmark's report.
     """
-    headers = ["method", "ms/pass", "x exact", *PHASE_COLUMNS]
-    headers += ["exact tokens", "fuzzy tokens", "target tokens"]
+    headers = ["phases", "ms/pass", "x exact", *PHASE_COLUMNS]
     cells = []
     for row in rows:
         seconds, shares = row.get("seconds_per_step"), row.get("phase_shares")
@@ -84,40 +178,44 @@ def phase_table(rows: Sequence[Row]) -> Table:
                 f"{1000 * seconds:.2f}",
                 _number(row["step_over_exact"], ".2f"),
                 *(f"{shares.get(phase, 0.0):.1%}" for phase in PHASE_COLUMNS),
-                *(_number(row["origins"][name], ".0%") for name in ("exact", "fuzzy", "target")),
             ]
         )
     return headers, cells
 
 
-def category_table(rows: Sequence[Row]) -> Table:
-    """Return a table of tau by category.
+def category_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return tables of tau by category, of at most :data:`MAX_CATEGORIES` categories each.
 
     Args:
         rows: Rows of a report.
     """
     names = sorted({name for row in rows for name in row["tau_by_category"]})
     known = [row for row in rows if row["tau_by_category"]]
-    cells = [
-        [name, *(_number(row["tau_by_category"].get(name), ".2f") for row in known)]
-        for name in names
-    ]
-    return ["tau", *(row["method"] for row in known)], cells
+    found = []
+    for start in range(0, len(names), MAX_CATEGORIES):
+        part = names[start : start + MAX_CATEGORIES]
+        cells = [
+            [row["method"], *(_number(row["tau_by_category"].get(name), ".2f") for name in part)]
+            for row in known
+        ]
+        found.append((["tau", *part], cells))
+    return found
 
 
 def position_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the share of target passes that emit at least 1, 2, 3, ... tokens.
+    """Return a table of the share of target passes that emit at least 1, 2, 4, 8, ... tokens.
 
     Args:
         rows: Rows of a report.
     """
     shown = [row for row in rows if len(row["reach"]) > 1]
     longest = max((len(row["reach"]) for row in shown), default=0)
+    counts = [2**power for power in range(longest.bit_length())]
     cells = []
     for row in shown:
         reach = row["reach"] + [0.0] * (longest - len(row["reach"]))
-        cells.append([row["method"], *(f"{share:.0%}" for share in reach)])
-    return ["tokens per pass", *(f">= {count}" for count in range(1, longest + 1))], cells
+        cells.append([row["method"], *(f"{reach[count - 1]:.0%}" for count in counts)])
+    return ["tokens per pass", *(f">= {count}" for count in counts)], cells
 
 
 def filter_table(rows: Sequence[Row]) -> Table:
@@ -139,33 +237,27 @@ def filter_table(rows: Sequence[Row]) -> Table:
     return ["accuracy by filter", "eagle-fsd", *names], cells
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables of a report, without empty ones.
-
-    Args:
-        rows: Rows of a report.
-    """
-    found = [main_table(rows)]
-    if filter_table(rows)[1]:
-        found.append(filter_table(rows))
-    if phase_table(rows)[1]:
-        found.append(phase_table(rows))
-    if len(category_table(rows)[1]) > 1:
-        found.append(category_table(rows))
-    if position_table(rows)[1]:
-        found.append(position_table(rows))
-    return found
-
-
-def report_text(report: dict[str, Any]) -> str:
-    """Format a report as Markdown: tables, conclusions, and a footnote on how it was measured.
 
     Args:
         report: The report.
     """
-    found = [*report.get("tables", []), *tables(report["rows"])]
-    parts = [markdown(*table) for table in found]
-    return "\n\n".join([*parts, *report.get("conclusions", []), footnote(report)]) + "\n"
+    rows, categories = report["rows"], category_tables(report["rows"])
+    several = len(categories) > 1 or any(len(headers) > 2 for headers, _ in categories)
+    filters = filter_table(rows)
+    found = [
+        speed_table(rows),
+        quality_table(rows),
+        sample_table(rows),
+        agreement_table(rows, sampled=bool(report["about"]["temperature"])),
+        judge_table(rows),
+        *([filters] if any(len(set(line[1:])) > 1 for line in filters[1]) else []),
+        phase_table(rows),
+        *(categories if several else []),
+        position_table(rows),
+    ]
+    return [table for table in found if table[1]]
 
 
 def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -202,7 +294,16 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy",),
     "accuracy_low": ("accuracy_interval", "0"),
     "accuracy_high": ("accuracy_interval", "1"),
+    "latency_median": ("latency", "median"),
+    "latency_p95": ("latency", "p95"),
     "accuracy_change": ("against_exact", "accuracy_change"),
+    "loss_limit": ("against_exact", "loss_limit"),
+    **{
+        name: ("against_exact", "agreement", name)
+        for name in ("identical", "length_change", "repetition_change")
+    },
+    "regret_mean": ("regret", "mean"),
+    "regret_per_token": ("regret", "per_token"),
     "lost": ("against_exact", "lost"),
     "gained": ("against_exact", "gained"),
     "mcnemar_p": ("against_exact", "mcnemar_p"),
@@ -212,6 +313,7 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "judge_rated": ("judge", "rated"),
     "judge_unrated": ("judge", "unrated"),
     "judge_change": ("judge", "against_exact", "score_change"),
+    **{f"judge_{name}": ("judge", "pairs", name) for name in ("won", "tied", "lost")},
     "log_likelihood": ("log_likelihood",),
     "log_likelihood_change": ("against_exact", "log_likelihood_change"),
 }
@@ -246,42 +348,66 @@ def csv_text(report: dict[str, Any]) -> str:
     return text.getvalue()
 
 
+def measurement(report: dict[str, Any]) -> str:
+    """Describe in one sentence what was measured, where and when.
+
+    Args:
+        report: The report.
+    """
+    environment, about = report["environment"], report["about"]
+    machine, versions = environment["machine"], environment["versions"]
+    sessions = [item["environment"] for item in report["sessions"].values()] or [environment]
+    dates = sorted({item["date"][:10] for item in sessions})
+    revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
+    trees = list(dict.fromkeys(tree for row in report["rows"] if (tree := tree_text(row))))
+    shape = f"; tree {trees[0]}" if len(trees) == 1 else ""
+    batch = "" if about["batch"] == 1 else f", batches of {about['batch']}"
+    repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
+    threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+    return (
+        f"{report['questions']} questions of {about['questions']}{batch}{repeats};"
+        f" {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
+        f" {_machine(report)}, {threads}{shape}; torch {versions['torch']},"
+        f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
+        f" revision {', '.join(revisions)}. Intervals are 95%."
+    )
+
+
 def footnote(report: dict[str, Any]) -> str:
     """Describe how a report was measured, in a few sentences.
 
     Args:
         report: The report.
     """
-    environment, about, tree = report["environment"], report["about"], report["settings"]
-    machine, versions = environment["machine"], environment["versions"]
-    sessions = [item["environment"] for item in report["sessions"].values()] or [environment]
-    dates = sorted({item["date"][:10] for item in sessions})
-    revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
-    batch = "" if about["batch"] == 1 else f", batches of {about['batch']}"
-    repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
-    sentences = [
-        f"{report['questions']} questions of {about['questions']}{batch}{repeats};"
-        f" {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
-        f" {_machine(report)}, {machine['threads']} threads; tree"
-        f" {tree['total_tokens']}/{tree['depth']}/{tree['top_k']}; torch {versions['torch']},"
-        f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
-        f" revision {', '.join(revisions)}. Intervals are 95%."
-    ]
+    about, sentences = report["about"], [measurement(report)]
     if about["template"]:
         sentences.append(f"FastChat template {about['template']}.")
+    if about["system"]:
+        sentences.append(f"System prompt: {about['system']!r}.")
+    if about["few_shot"]:
+        sentences.append(f"{about['few_shot']} worked examples before every question.")
+    if about["grader"]:
+        sentences.append(f"Graded by {about['grader']}.")
+    if about["samples"] * about["seeds"] > 1:
+        sentences.append("Lost and gained are counted on the first sample of each question.")
     fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
     if fsd is not None and fsd["method"] == "fsd":
         names = ("divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on")
         sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
     elif fsd is not None:
         sentences.append("fsd: the threshold is 0, which is exact decoding.")
-    if len(sessions) > 1:
+    if len(report["sessions"]) > 1:
         sentences.append(
-            f"The answers come from {len(sessions)} sessions; x compares within a session, tokens/s"
-            " is over all of them."
+            f"The answers come from {len(report['sessions'])} sessions; x compares within a"
+            " session, tokens/s is over all of them."
         )
     if any(row["memory"] for row in report["rows"]):
         sentences.append("MiB is the process's peak memory.")
+    sentences.append("Seconds (s) are per answer.")
+    if any("loss_limit" in row.get("against_exact", {}) for row in report["rows"]):
+        sentences.append(
+            "Limits on the loss of accuracy are exact, at 95% confidence for all methods at once."
+        )
     if any(row.get("phase_shares") for row in report["rows"]):
         sentences.append("Phases are shares of the decoding time, without the prefill.")
     if cut := {row["method"]: row["cut_off"] for row in report["rows"] if row["cut_off"]}:
@@ -310,7 +436,10 @@ def _describe_sampling(about: dict[str, Any]) -> str:
         parts.append(f"top-k {about['top_k']}")
     if about["min_p"]:
         parts.append(f"min-p {about['min_p']:g}")
-    return ", ".join([*parts, f"seed {about['seed']}"])
+    seeds, samples = about["seeds"], about["samples"]
+    several = f"seeds {about['seed']} to {about['seed'] + seeds - 1}"
+    parts.append(several if seeds > 1 else f"seed {about['seed']}")
+    return ", ".join([*parts, *([f"{samples} samples of each answer"] if samples > 1 else [])])
 
 
 def _machine(report: dict[str, Any]) -> str:
@@ -337,5 +466,8 @@ def _with_interval(values: dict[str, Any], name: str, form: str) -> str:
     value, interval = values.get(name), values.get(f"{name}_interval")
     if value is None or interval is None:
         return _number(value, form)
-    low, high = (format(end, form) for end in interval)
+    if abs(interval[0] + interval[1] - 2 * value) < 1e-9:
+        half = (interval[1] - interval[0]) / 2
+        return f"{format(value, form)} ± {format(half, form.lstrip('+'))}"
+    low, high = (format(end, form).removesuffix("%") for end in interval)
     return f"{format(value, form)} ({low} to {high})"

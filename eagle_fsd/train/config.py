@@ -281,6 +281,14 @@ class FeaturesRequest(TargetOptions):
     batch_size: int = Field(4, ge=1, le=4096, description="Chats per forward pass.")
 
 
+class RanksRequest(TargetOptions):
+    """Chats whose answers rank the tokens: the input file, the target and the output file."""
+
+    data: ExistingPath = Field(description=CHATS_DESCRIPTION)
+    out: Path = Field(description="File to write: token_ranks.safetensors in the head's folder.")
+    max_length: MaxLength = 2048
+
+
 class RegenerateRequest(TargetOptions):
     """Chats to rewrite: the input file, the target and the output file."""
 

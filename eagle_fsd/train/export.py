@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -40,11 +39,11 @@ from eagle_fsd.model.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
     FC_BIAS,
-    WEIGHT_FILES,
     head_config,
     load_head,
     read_config,
     read_weights,
+    save_weights,
     tensor_names,
     transformers4_fields,
 )
@@ -140,10 +139,7 @@ def convert_head(
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-    if export_format == "eagle":
-        torch.save(state, out / WEIGHT_FILES[1])
-    else:
-        save_file(state, out / WEIGHT_FILES[0], metadata={"format": "pt"})
+    save_weights(out, state, binary=export_format == "eagle")
     return out
 
 

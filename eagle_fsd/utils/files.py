@@ -20,15 +20,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
     Yields:
         A temporary path in the same folder to write to. On success it is flushed to disk and
-        renamed to ``path``; on an exception it is removed and ``path`` stays as it was. Its name
-        ends in ``.tmp``, whatever the extension of ``path``.
+        renamed to ``path``, with the permissions of any new file; on an exception it is removed
+        and ``path`` stays as it was. Its name ends in ``.tmp``, whatever the extension of ``path``.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        temporary.unlink()
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
+        temporary.chmod(mode)  # safetensors replaces the file by one that only its owner can read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -149,7 +149,8 @@ def test_settings_are_read_from_the_head(model: EagleFSD) -> None:
     settings = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
     assert model.acceptance.threshold == settings["threshold"] > 0
     assert model.acceptance.min_ratio == settings["min_ratio"]
-    assert model.tree == TreeConfig.for_device("cpu")
+    for tree, values in ((model.tree, settings), (model.exact_tree, settings["exact"])):
+        assert tree == TreeConfig(**{name: values[name] for name in TreeConfig.model_fields})
 
 
 def test_small_talk(model: EagleFSD) -> None:

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from unseen import unseen_prompts
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.verify import AcceptanceRule
@@ -37,12 +37,7 @@ def model() -> EagleFSD:
 
 @lru_cache
 def prompts() -> tuple[Tensor, Tensor]:
-    """32 unseen problems."""
-    chats = [[{"role": "user", "content": item.question}] for item in problems("test", 32, seed=4)]
-    encoded = model().tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    return encoded["input_ids"], encoded["attention_mask"]
+    return unseen_prompts(model().tokenizer, seed=4)
 
 
 def test_files_are_small_and_in_half_precision() -> None:

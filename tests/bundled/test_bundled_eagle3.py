@@ -12,11 +12,13 @@ import torch
 from accelerators import reset_accelerator_state
 from safetensors.torch import load_file
 from torch import Tensor
+from unseen import unseen_prompts
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
+from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.recipes import bundled
 from eagle_fsd.train.recipes.bundled import EAGLE3_CONFIG
@@ -35,12 +37,7 @@ def model() -> EagleFSD:
 
 @lru_cache
 def prompts() -> tuple[Tensor, Tensor]:
-    """32 unseen problems."""
-    chats = [[{"role": "user", "content": item.question}] for item in problems("test", 32, seed=5)]
-    encoded = model().tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    return encoded["input_ids"], encoded["attention_mask"]
+    return unseen_prompts(model().tokenizer, seed=5)
 
 
 def test_files_are_small_and_in_half_precision() -> None:
@@ -64,6 +61,18 @@ def test_head_is_that_of_the_recipe() -> None:
     assert head.flags.norm_output
     assert head.draft_vocab_size == EAGLE3_CONFIG.draft_vocab_size
     assert TrainConfig.from_dict(read_record(BUNDLED_EAGLE3)["settings"]) == EAGLE3_CONFIG
+
+
+def test_hidden_states_are_detected() -> None:
+    """One layer above or below is nearly as good in this small target, two below is not."""
+    target, trained, other = model().target, (2, 7, 11), (0, 5, 9)
+    texts = sample_texts(target)
+    choice = detect_layers(model().drafter, target, texts)
+    assert choice.reads == trained
+    assert set(choice.agreement) == {(1, 6, 10), trained, (3, 8, 12)}
+    assert max(choice.agreement.values()) == choice.agreement[trained]
+    assert min(choice.agreement.values()) > choice.agreement[trained] - 0.03
+    assert detect_layers(model().drafter, target, texts, [other, trained]).reads == trained
 
 
 def test_head_can_draft_the_tokens_of_answers() -> None:

@@ -131,7 +131,7 @@ def test_commands_set_tree_options(model: EagleFSD, session: ChatSession, talk: 
     assert model.tree == TreeConfig.for_device("cpu").updated(top_k=3, total_tokens=9)
     assert session.options.top_k == 0
     assert noted.splitlines()[:2] == ["tree-top-k is 3", "total-tokens is 9"]
-    assert "depth must be an integer in [1, 32]; got '99'" in noted
+    assert "depth must be an integer in [1, 64]; got '99'" in noted
     assert printed.count("Assistant: ") == 1
 
 

@@ -24,7 +24,7 @@ USAGE_ERRORS: list[tuple[str, str]] = [
     ("generate x --depth", "--depth needs a value"),
     ("generate x --treshold 1", "unknown option: --treshold. Did you mean --threshold?"),
     ("generate x --no-json", "unknown option: --no-json"),
-    ("generate x --depth 99", "--depth must be an integer in [1, 32]; got 99"),
+    ("generate x --depth 99", "--depth must be an integer in [1, 64]; got 99"),
     ("generate x --tree-top-k 0", "--tree-top-k must be an integer in [1, 256]; got 0"),
     ("generate x --top-k -1", "--top-k must be an integer of at least 0; got -1"),
     ("generate x --seed 1.5", "got 1.5"),

@@ -16,7 +16,6 @@ from rich.console import Console
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.cli.generate import _print_answer
-from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils import detokenization
 
@@ -91,11 +90,10 @@ def settings_of(run: Run, *options: object) -> dict[str, Any]:
 def test_settings_default_to_the_fsd_json_of_the_head_and_the_device(run: Run) -> None:
     values = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
     settings = settings_of(run)
-    tree = TreeConfig.for_device("cpu").model_dump()
-    about = values.pop("about")
-    assert about
-    assert settings == {**settings, **tree, **values}
+    assert settings == {name: values[name] for name in settings}
     assert settings["threshold"] > 0
+    exact = settings_of(run, "--threshold", 0)
+    assert {name: exact[name] for name in values["exact"]} == values["exact"]
 
 
 def test_head_without_fsd_json_is_lossless(run: Run, tmp_path: Path) -> None:

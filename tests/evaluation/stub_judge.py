@@ -26,6 +26,17 @@ PROMPTS = {
         "Both.",
         "R {ref_answer_1} R {ref_answer_2} Q {question_1} A {answer_1} Q {question_2} A {answer_2}",
     ),
+    "pair-v2": ("Compare.", "Q {question} A {answer_a} B {answer_b}"),
+    "pair-math-v1": ("Compare.", "Q {question} R {ref_answer_1} A {answer_a} B {answer_b}"),
+    "pair-v2-multi-turn": (
+        "Compare.",
+        "Q {question_1} A {answer_a_1} B {answer_b_1} Q {question_2} A {answer_a_2} B {answer_b_2}",
+    ),
+    "pair-math-v1-multi-turn": (
+        "Compare.",
+        "R {ref_answer_1} R {ref_answer_2} Q {question_1} A {answer_a_1} B {answer_b_1}"
+        " Q {question_2} A {answer_a_2} B {answer_b_2}",
+    ),
 }
 QUESTIONS = [
     Question(81, "writing", ("write", "again")),

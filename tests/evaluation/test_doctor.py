@@ -28,7 +28,6 @@ from eagle_fsd.bundled.problems import chats, problems
 from eagle_fsd.evaluation.doctor import checks
 from eagle_fsd.evaluation.doctor.checks import (
     Finding,
-    TrainingText,
     check_depth,
     check_length,
     check_settings,
@@ -37,14 +36,8 @@ from eagle_fsd.evaluation.doctor.checks import (
     check_tree,
 )
 from eagle_fsd.evaluation.doctor.diagnosis import diagnose
-from eagle_fsd.evaluation.doctor.measurements import (
-    Answer,
-    DepthRow,
-    LengthRow,
-    Measurements,
-)
-from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
-from eagle_fsd.evaluation.doctor.variants import replaced_rope, rotary_embeddings
+from eagle_fsd.evaluation.doctor.measurements import Answer, LengthRow, Measurements
+from eagle_fsd.evaluation.doctor.templates import candidate_templates, turn_template
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head, default_reads, layer_config
@@ -73,17 +66,11 @@ class ReducedHead(EagleHead):
         return super().log_probs(hidden)[..., self.kept].log_softmax(-1)
 
 
-def ignore(done: int, total: int) -> None:
-    """Ignore progress."""
-
-
 def measured_with(
     model: EagleFSD, template: ChatTemplate | None = None, questions: Sequence[str] = QUESTIONS
 ) -> Measurements:
     template = template or TokenizerTemplate(model.tokenizer)
-    measured = Measurements(model, questions, template, NEW_TOKENS)
-    measured.decode(ignore)
-    return measured
+    return Measurements(model, questions, template, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +140,7 @@ def loaded(healthy: Measurements, folder: Path = BUNDLED_HEAD) -> Any:
 
 def findings(measured: Measurements) -> dict[str, Finding]:
     assert measured.agreement is not None
-    return {item.check: item for item in check_settings(measured, measured.agreement, ignore)}
+    return {item.check: item for item in check_settings(measured, measured.agreement)}
 
 
 def the_problem(measured: Measurements) -> Finding:
@@ -201,7 +188,6 @@ def test_healthy_eagle_3_head(healthy: Measurements, eagle3: Path) -> None:
     assert found["target"].level == "note"  # a linear head
 
 
-@pytest.mark.skipif(not BUNDLED_EAGLE3.exists(), reason="there is no bundled EAGLE-3 head")
 @pytest.mark.usefixtures("no_templates")
 def test_healthy_bundled_eagle_3_head(healthy: Measurements) -> None:
     found = findings(with_drafter(healthy, loaded(healthy, BUNDLED_EAGLE3)))
@@ -297,10 +283,10 @@ def test_shuffled_d2t_in_a_file(healthy: Measurements, eagle3: Path, tmp_path: P
 def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = healthy.model.tokenizer
     own, *others = candidate_templates(tokenizer)
-    assert isinstance(own.template, TokenizerTemplate)
-    kept = [item for item in others if item.name.startswith("role tokens")]
+    assert isinstance(own[1], TokenizerTemplate)
+    kept = [item for item in others if item[0].startswith("role tokens")]
     monkeypatch.setattr(checks, "candidate_templates", lambda tokenizer: kept)
-    chatml = TurnTemplate("<|im_start|>{role}\n{content}<|im_end|>\n", tokenizer.bos_token)
+    chatml = turn_template(tokenizer, "<|im_start|>{role}\n{content}<|im_end|>\n")
     found = check_template(measured_with(healthy.model, chatml))
     assert found.level == "problem"
     assert "<|im_start|>, <|im_end|> not in the target's vocabulary" in found.evidence
@@ -315,10 +301,12 @@ def test_draft_model(healthy: Measurements) -> None:
     assert found["target"].evidence.startswith("agreement 100.0%")
     assert {finding.level for finding in found.values()} == {"ok"}
     assert list(found) == ["dtype", "vocabulary", "RoPE", "chat template", "target"]
-    (place,) = rotary_embeddings(drafter.model)
-    with replaced_rope([place], {"rope_type": "default", "rope_theta": 100.0}):
-        assert the_problem(with_drafter(healthy, drafter)).check == "RoPE"
     assert findings(with_drafter(healthy, drafter)) == found
+    config = copy.deepcopy(drafter.model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
+    other = LlamaForCausalLM(config)
+    other.load_state_dict(drafter.model.state_dict())
+    assert the_problem(with_drafter(healthy, DraftModel(other))).check == "RoPE"
 
 
 # -- further findings ----------------------------------------------------------------------------
@@ -349,18 +337,13 @@ def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements) -> N
     assert head.rotary.inv_freq.equal(inverse)
 
 
-def text_of(healthy: Measurements, answers: Sequence[Answer]) -> list[TrainingText]:
-    return [
-        TrainingText(
-            answer.ids.tolist(), [index >= answer.start for index in range(len(answer.ids))]
-        )
-        for answer in answers
-    ]
+def text_of(answers: Sequence[Answer]) -> list[tuple[Tensor, Tensor]]:
+    return [(item.ids, torch.arange(len(item.ids)) >= item.start) for item in answers]
 
 
 def test_training_text(healthy: Measurements) -> None:
     target = healthy.model.target
-    own = check_training_text(target, text_of(healthy, healthy.short), ignore)
+    own = check_training_text(target, text_of(healthy.short))
     assert own.level == "ok"
     assert own.evidence.startswith("100.0% of ")
     # Half of the text of another writer.
@@ -369,10 +352,12 @@ def test_training_text(healthy: Measurements) -> None:
     for answer in foreign:
         places = torch.arange(answer.start, len(answer.ids), 4)
         answer.ids[places] = torch.randint(3, 1024, places.shape, generator=generator)
-    found = check_training_text(target, text_of(healthy, foreign), ignore)
+    found = check_training_text(target, text_of(foreign))
     assert found.level == "note"
     assert "eagle-fsd train regenerate" in str(found.step)
-    empty = check_training_text(target, [TrainingText([1, 2, 3], [True, False, False])], ignore)
+    empty = check_training_text(
+        target, [(torch.tensor([1, 2, 3]), torch.tensor([True, False, False]))]
+    )
     assert (empty.level, empty.evidence) == ("note", "no answer tokens")
 
 
@@ -383,7 +368,7 @@ class Rows:
         self,
         drafter: Drafter,
         by_length: Sequence[LengthRow] = (),
-        by_depth: Sequence[DepthRow] = (),
+        by_depth: Sequence[tuple[int, float]] = (),
         accepted: Sequence[int] = (),
     ) -> None:
         self.model = SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4))
@@ -392,7 +377,7 @@ class Rows:
 
 
 def test_depth(healthy: Measurements) -> None:
-    rows = [DepthRow(depth, 200 // depth, share) for depth, share in enumerate((0.8, 0.7, 0.5), 1)]
+    rows = [(200, 0.8), (100, 0.7), (66, 0.5)]
     found = check_depth(Rows(healthy.model.drafter, by_depth=rows))
     assert found == Finding(
         "depth",
@@ -401,27 +386,21 @@ def test_depth(healthy: Measurements) -> None:
         "train the head on its own outputs: eagle-fsd train --unroll 3",
     )
     assert check_depth(Rows(NGramDrafter(), by_depth=rows)).level == "ok"
-    rows[2] = DepthRow(3, 66, 0.7)
+    rows[2] = (66, 0.7)
     assert check_depth(Rows(healthy.model.drafter, by_depth=rows)).level == "ok"
     assert check_depth(Rows(healthy.model.drafter, by_depth=rows[:2])).level == "ok"
 
 
 def test_context_length(healthy: Measurements) -> None:
-    measured = Rows(
-        healthy.model.drafter,
-        [LengthRow(0, 127, 9, 4.0, 0.9), LengthRow(128, 255, 9, 2.0, 0.4)],
-    )
-    agreement = copy.copy(healthy.agreement)
-    assert agreement is not None
-    agreement.positions = torch.arange(256)
-    for share, level in ((0.4, "note"), (0.85, "ok")):
-        agreement.own = torch.arange(256) % 20 < torch.where(
-            torch.arange(256) < 128, 18, 20 * share
-        )
-        found = check_length(measured, agreement)
+    drafter = healthy.model.drafter
+    for share, tokens, level in ((0.4, 128, "note"), (0.85, 128, "ok"), (0.7, 50, "ok")):
+        short = LengthRow(0, 127, 9, 4.0, tokens, 0.9)
+        found = check_length(Rows(drafter, [short, LengthRow(128, 255, 9, 2.0, tokens, share)]))
         assert found.level == level
-    measured.by_length = measured.by_length[:1]
-    assert check_length(measured, agreement).evidence == "all contexts are of similar length"
+        assert found.evidence == f"agreement 90.0% at 0-127 tokens, {share:.1%} at 128-255 tokens"
+    few = LengthRow(128, 255, 9, 2.0, 49, 0.4)
+    found = check_length(Rows(drafter, [short, few]))
+    assert found.evidence == "all contexts are of similar length"
 
 
 def test_tree(healthy: Measurements) -> None:
@@ -443,18 +422,18 @@ def test_drafter_without_a_network_gets_tables(healthy: Measurements) -> None:
     model = EagleFSD(old.model, NGramDrafter(), old.tree, tokenizer=old.tokenizer)
     diagnosis = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=16)
     assert diagnosis.healthy
-    assert diagnosis.agreement is None
-    assert [finding.check for finding in diagnosis.findings] == ["tree"]
-    assert diagnosis.tau >= 1.0
-    assert sum(row.steps for row in diagnosis.by_length) > 4
-    assert all(row.agreement is None for row in diagnosis.by_length)
-    json.dumps(diagnosis.as_dict())
+    found = json.loads(json.dumps(diagnosis.as_dict()))
+    assert found["agreement"] is None
+    assert [finding["check"] for finding in found["findings"]] == ["tree"]
+    assert found["tau"] >= 1.0
+    assert sum(row["steps"] for row in found["by_length"]) > 4
+    assert all(row["agreement"] is None for row in found["by_length"])
 
 
 def test_questions_must_fit_the_context(healthy: Measurements) -> None:
     long = "apples " * 3000
     with pytest.raises(ValueError, match="no question leaves room for an answer"):
-        measured_with(healthy.model, questions=[long])
+        _ = measured_with(healthy.model, questions=[long]).short
     measured = measured_with(healthy.model, questions=[long, QUESTIONS[0]])
     assert len(measured.short) == len(measured.chains) == 1
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, SamplingConfig, 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
-from eagle_fsd.evaluation.answering import Answerer, answer_log_likelihood
+from eagle_fsd.evaluation.answering import Answerer, answer_log_probs
 from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.evaluation.methods import (
     EXACT,
@@ -40,6 +40,7 @@ from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
 from eagle_fsd.evaluation.runner import Evaluation
 from eagle_fsd.model.config import Settings
+from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
@@ -183,7 +184,7 @@ def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
-    settings = Settings({}, {"threshold": 0.3, "divergence": "tv", "min_ratio": 0.2})
+    settings = Settings(threshold=0.3, divergence="tv", min_ratio=0.2)
     options = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
     run(tmp_path, ["plain", "exact", "fsd"], settings, **options)
     with (tmp_path / "report.csv").open(newline="") as file:
@@ -199,7 +200,7 @@ def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
 
 
 def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> None:
-    report = run(tmp_path, ["exact", "fsd"], Settings({}, {"threshold": 0.0}), max_new_tokens=256)
+    report = run(tmp_path, ["exact", "fsd"], Settings(threshold=0.0), max_new_tokens=256)
     text = (tmp_path / "report.md").read_text()
     assert "fsd: the threshold is 0, which is exact decoding" in text
     assert [row["cut_off"] for row in report["rows"]] == [0, 0]
@@ -212,7 +213,7 @@ def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
 ) -> None:
     rules = [Method(name, EXACT.acceptance, RULES[name]) for name in ("typical", "top-gap")]
     taus = []
-    for name, settings in (("default", None), ("changed", Settings({}, own))):
+    for name, settings in (("default", None), ("changed", Settings(**own))):
         report = run(tmp_path / name, [EXACT, *rules], settings, max_new_tokens=12)
         taus.append([row["tau"] for row in report["rows"]])
     assert taus[0] == taus[1]
@@ -267,8 +268,11 @@ def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, tmp_path:
             prompt = encode_prompt(chat, model.tokenizer, template)[0]
             ids = torch.tensor(choice["token_ids"][0])
             assert len(ids) == choice["new_tokens"][0] == len(choice["origins"][0])
-            found = answer_log_likelihood(model.target, prompt, ids)
-            assert found == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
+            assert choice["prompt_ids"][0] == prompt.tolist()
+            own, best = answer_log_probs(model.target, prompt, ids)
+            assert float(own.mean()) == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
+            fuzzy = torch.tensor(choice["origins"][0]) == Origin.FUZZY
+            assert choice["regrets"][0] == pytest.approx((best - own)[fuzzy].tolist(), abs=1e-5)
             assert model.tokenizer.decode(ids, skip_special_tokens=True).strip() in choice["turns"]
 
 
@@ -281,7 +285,7 @@ def test_a_report_names_the_session_of_its_answers(tmp_path: Path) -> None:
 
 def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Path) -> None:
     """Only for the methods that depend on what changed, and without touching the files."""
-    settings = Settings({}, {"threshold": 0.2})
+    settings = Settings(threshold=0.2)
     run(tmp_path, ["plain", "exact", "fsd"], settings, temperature=1.0, top_k=50)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     questions = bundled_questions(2)
@@ -301,11 +305,11 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
         with pytest.raises(ValueError, match=r"exact\.jsonl holds answers with other set") as error:
             other.open()
         assert all(message in str(error.value) for message in messages)
-    other_threshold = Settings({}, {"threshold": 0.3})
+    other_threshold = Settings(threshold=0.3)
     with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(threshold was 0.2, is 0.3\)"):
         run(tmp_path, ["fsd"], other_threshold, temperature=1.0, top_k=50)
     with pytest.raises(ValueError, match=r"exact\.jsonl .*\(depth was \d, is 3\)"):
-        run(tmp_path, ["exact"], Settings({"depth": 3}), temperature=1.0, top_k=50)
+        run(tmp_path, ["exact"], Settings(depth=3), temperature=1.0, top_k=50)
     assert {path: path.read_bytes() for path in before} == before
     run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)
 
@@ -380,20 +384,31 @@ def test_assistant_requires_the_baseline() -> None:
 # -- methods ---------------------------------------------------------------------------------------
 
 
-def test_describe_names_what_answers_depend_on() -> None:
-    tree, fuzzy = TreeConfig(), AcceptanceConfig(threshold=0.2, min_ratio=0.1)
-    other = fuzzy.updated(threshold=0.3)
+def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
+    fuzzy, other, exact = (copy.copy(model) for _ in range(3))
+    fuzzy.acceptance = AcceptanceConfig(threshold=0.2, min_ratio=0.1)
+    other.acceptance = fuzzy.acceptance.updated(threshold=0.3)
+    exact.acceptance = AcceptanceConfig()
     for method in (PLAIN, EXACT):
-        assert method.describe(tree, fuzzy) == method.describe(tree, other)
-    assert FSD.describe(tree, fuzzy) != FSD.describe(tree, other)
-    assert fsd_method(0.1).describe(tree, fuzzy)["min_ratio"] == 0.0
-    assert FSD.describe(tree, AcceptanceConfig())["method"] == "exact"
-    described = [method.describe(tree, fuzzy) for method in find_methods(["rules"])]
+        assert method.describe(fuzzy) == method.describe(other)
+    assert FSD.describe(fuzzy) != FSD.describe(other)
+    assert fsd_method(0.1).describe(fuzzy)["min_ratio"] == 0.0
+    assert FSD.describe(exact)["method"] == "exact"
+    described = [method.describe(fuzzy) for method in find_methods(["rules"])]
     assert len({json.dumps(item, sort_keys=True) for item in described}) == len(described)
     for method in find_methods(["rules"]):
         if method.name in RULES:
-            assert method.describe(tree, fuzzy)["method"] == repr(RULES[method.name])
-    assert json.dumps([PLAIN.describe(tree, fuzzy), fsd_method(0.1).describe(tree, fuzzy)])
+            assert method.describe(fuzzy)["method"] == repr(RULES[method.name])
+    assert json.dumps([PLAIN.describe(fuzzy), fsd_method(0.1).describe(fuzzy)])
+
+
+def test_describe_names_the_tree_that_is_used(model: EagleFSD) -> None:
+    """The method's own, else the model's for its threshold."""
+    pair = copy.copy(model)
+    pair.tree, pair.exact_tree = TreeConfig(depth=9), TreeConfig(depth=7)
+    assert EXACT.describe(pair)["depth"] == 7
+    assert fsd_method(0.1).describe(pair)["depth"] == 9
+    assert replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)["depth"] == 5
 
 
 def test_find_methods_drops_duplicates() -> None:
@@ -417,10 +432,11 @@ def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
     prompt, answer = torch.tensor([1, 3, 40, 50, 4]), torch.tensor([60, 70, 80, 2])
     with torch.no_grad():
         logits = model.model(torch.cat([prompt, answer])[None]).logits[0]
-    expected = logits[4:-1].log_softmax(-1).gather(1, answer[:, None]).mean()
-    found = answer_log_likelihood(model.target, prompt, answer)
-    assert found == pytest.approx(float(expected), abs=1e-5)
-    assert answer_log_likelihood(model.target, prompt, answer[:0]) is None
+    log_probs = logits[4:-1].log_softmax(-1)
+    own, best = answer_log_probs(model.target, prompt, answer)
+    torch.testing.assert_close(own.float(), log_probs.gather(1, answer[:, None])[:, 0])
+    torch.testing.assert_close(best.float(), log_probs.amax(-1))
+    assert len(answer_log_probs(model.target, prompt, answer[:0])[0]) == 0
 
 
 def answerer(model: EagleFSD, template: ChatTemplate, tmp_path: Path, **options: Any) -> Answerer:

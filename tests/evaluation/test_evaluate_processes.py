@@ -99,7 +99,7 @@ def resume(folder: Path) -> dict[str, Any]:
         EvaluationRequest(count=COUNT, out=folder),
         EvaluationConfig(max_new_tokens=8),
         METHODS,
-        settings=Settings({}, {"threshold": 0.2}),
+        settings=Settings(threshold=0.2),
     )
     assert report is not None
     return report

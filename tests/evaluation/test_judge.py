@@ -429,5 +429,5 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     assert (out / "exact.jsonl").read_text() == answers
     status, printed, _ = run(*command)
     assert status == 0
-    assert "judge vs exact" in printed
+    assert "rating vs exact" in printed
     assert len(stub.answered) == len(set(stub.answered)) == 4  # both methods answer alike

@@ -8,7 +8,18 @@ import pytest
 
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import Summary, harness_accuracy, summarize
-from eagle_fsd.evaluation.tables import filter_table, main_table, markdown, phase_table, tables
+from eagle_fsd.evaluation.statistics import loss_bound
+from eagle_fsd.evaluation.tables import (
+    agreement_table,
+    category_tables,
+    filter_table,
+    markdown,
+    phase_table,
+    position_table,
+    quality_table,
+    speed_table,
+    tables,
+)
 
 
 def record_of(
@@ -20,6 +31,8 @@ def record_of(
     batch: int | None = None,
 ) -> dict[str, Any]:
     choice = {
+        "index": 0,
+        "batch": 0,
         "turns": ["x"],
         "errors": [None],
         "cut_off": [False],
@@ -27,7 +40,9 @@ def record_of(
         "new_tokens": [sum(accepted)],
         "accepted": [accepted],
         "origins": [origins],
+        "token_ids": [list(range(sum(accepted)))],
         "log_likelihood": [-0.5 * (number + 1)],
+        "regrets": [[0.5] * origins.count(2)],
         "memory": [1000 * (number + 1)],
     }
     return {
@@ -66,10 +81,65 @@ def test_figures_of_known_answers() -> None:
     assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
     assert plain["accuracy"] is None
     assert fuzzy["memory"] == 2000
-    text = markdown(*main_table([plain, exact, fuzzy]))
-    assert text.splitlines()[0].startswith("| method | tokens/s | x plain | x exact | tau |")
-    assert "50.0% (9.5% to 90.5%)" in text
-    assert not phase_table([plain, exact, fuzzy])[1]
+    assert fuzzy["against_exact"]["loss_limit"] == loss_bound(1, 0, 2, 0.95)
+    assert fuzzy["against_exact"]["agreement"]["identical"] == 2  # token ids, not texts
+    assert fuzzy["regret"]["per_token"] == pytest.approx(0.25)
+    assert fuzzy["latency"] == {"median": 0.5, "p95": 0.5}
+    rows = [plain, exact, fuzzy]
+    headers, cells = speed_table(rows)
+    assert headers == [
+        "method",
+        "tokens/s",
+        "x plain",
+        "x exact",
+        "tau",
+        "median s",
+        "p95 s",
+        "MiB",
+    ]
+    assert cells[2][:3] == ["fsd", "6.0", "4.00"]
+    text = markdown(*quality_table(rows))
+    assert "| fsd | 2 | 50.0% ± 40.5% | 1/0 |" in text
+    headers, cells = agreement_table(rows)
+    assert headers == ["against exact", "identical", "fuzzy", "nats/fuzzy token", *headers[4:]]
+    assert cells[1][:4] == ["fsd", "2/2", "50.0%", "0.500"]
+    assert "identical" not in agreement_table(rows, sampled=True)[0]
+    assert not phase_table(rows)[1]
+
+
+def test_answers_of_a_batch_take_as_long_as_the_batch() -> None:
+    records = [record_of(at, 1.0, [1], [3], batch=at // 4) for at in range(8)]
+    records += [record_of(8, 10.0, [1], [3], batch=2)]
+    (row,) = summarize(["exact"], {"exact": records}, {"exact": {}})
+    assert row["latency"]["median"] == 4.0
+    assert 4.0 < row["latency"]["p95"] < 10.0
+
+
+def test_limits_on_the_loss_hold_at_once() -> None:
+    records = {
+        name: [record_of(at, 1.0, [1], [3]) for at in range(4)]
+        for name in ("plain", "exact", "a", "b")
+    }
+    scores: dict[str, Any] = {name: dict.fromkeys(range(4), True) for name in records}
+    plain, _, a, b = summarize(list(records), records, scores)
+    assert "loss_limit" not in plain["against_exact"]
+    assert a["against_exact"]["loss_limit"] == b["against_exact"]["loss_limit"]
+    assert a["against_exact"]["loss_limit"] == loss_bound(0, 0, 4, 0.975)
+
+
+def test_wide_tables_are_divided() -> None:
+    """Trees of depth 64 and many categories give narrow tables."""
+    rows = [
+        {
+            "method": "exact",
+            "reach": [1 - at / 80 for at in range(65)],
+            "tau_by_category": {f"c{at}": 2.0 for at in range(8)},
+        }
+    ]
+    headers, cells = position_table(rows)
+    assert headers == ["tokens per pass", *(f">= {2**power}" for power in range(7))]
+    assert cells[0][-1] == "21%"
+    assert [len(headers) for headers, _ in category_tables(rows)] == [7, 3]
 
 
 def test_no_answers_give_no_figures() -> None:
@@ -95,8 +165,9 @@ def test_phases_are_shares_of_the_decoding_time() -> None:
     assert exact["step_over_exact"] == 1.0
     assert fuzzy["step_over_exact"] == 0.5
     assert (hf["phase_shares"], hf["seconds_per_step"], hf["step_over_exact"]) == ({}, None, None)
-    headers, cells = tables(rows)[1]
-    assert headers[:4] == ["method", "ms/pass", "x exact", "target"]
+    report = {"rows": rows, "about": {"temperature": 0.0}}
+    headers, cells = next(table for table in tables(report) if table[0][0] == "phases")
+    assert headers[:4] == ["phases", "ms/pass", "x exact", "target"]
     assert [line[:4] for line in cells] == [
         ["exact", "2000.00", "1.00", "75.0%"],
         ["fsd", "1000.00", "0.50", "100.0%"],

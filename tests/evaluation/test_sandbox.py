@@ -83,6 +83,11 @@ ATTACKS = {
     "    for file in range(3, 64):\n"
     "        try:\n            os.write(file, text)\n        except OSError:\n            pass\n"
     "os._exit(0)",
+    "needs the judge's key": f"import os\n{FIND_SECRETS}"
+    "assert any(b'sk-of-the-judge' in text for text in secrets())\ndef f(x):\n    return x + 1",
+    "leaves a daemon running": "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
+    "    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)\n"
+    "def f(x):\n    return x + 1",
     "exits": "import sys\nsys.exit(0)",
     "exits at once": "import os\nos._exit(0)",
     "compares equal to everything": "class A(int):\n    __eq__ = lambda *_: True\n"
@@ -109,15 +114,14 @@ ATTACKS = {
     "    try:\n        os.kill(process, signal.SIGKILL)\n    except OSError:\n        pass",
 }
 ENDLESS = ("endless loop", "endless output", "fork bomb")
-#: The number of processes that an answer can start.
-FORKS = """import os, time
+#: The number of threads that an answer can start.
+THREADS = """import threading
 def f():
-    count = 0
+    count, end = 0, threading.Event()
     while True:
         try:
-            if os.fork() == 0:
-                time.sleep(600)
-        except OSError:
+            threading.Thread(target=end.wait, daemon=True).start()
+        except RuntimeError:
             return count
         count += 1
 """
@@ -144,7 +148,8 @@ SEES_NOTHING = """def check(candidate):
 
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacks_are_wrong_answers(name: str) -> None:
+def test_attacks_are_wrong_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
     result = run(ATTACKS[name], seconds=2 if name in ENDLESS else 60)
     assert not result.passed
     assert result.reason
@@ -152,9 +157,9 @@ def test_attacks_are_wrong_answers(name: str) -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_the_number_of_processes_is_limited() -> None:
+def test_the_number_of_threads_is_limited() -> None:
     """For root too, which has no such limit itself."""
-    assert look(FORKS) < child.MAX_PROCESSES
+    assert 0 < look(THREADS) < child.MAX_THREADS
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -236,26 +241,32 @@ def processes_named(name: str) -> list[str]:
     return found
 
 
+#: Ways to start a process; each one raises an exception in the sandbox.
+STARTS = {
+    "fork": "os.fork()",
+    "vfork": "assert libc.vfork() >= 0",
+    "spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', 'while True: pass'], {})",
+    "subprocess": "subprocess.Popen([sys.executable, '-c', 'while True: pass'])",
+    "multiprocessing": "multiprocessing.get_context('fork').Process(target=time.sleep).start()",
+    "clone": "assert libc.syscall({'x86_64': 56}.get(os.uname().machine, 220), 17, 0, 0, 0, 0) > 0",
+    "clone3": "assert libc.syscall(435, bytes(32) + bytes([17]) + bytes(55), 88) > 0",
+}
+
+
 @pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize(
-    ("after", "passed"), [("def f(x):\n    return x + 1", True), ("os._exit(0)", False)]
-)
-def test_daemons_are_killed(after: str, passed: bool) -> None:
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_answers_that_start_processes_are_wrong(start: str) -> None:
+    """A right function, after a process that would go on."""
     name = f"left{os.getpid()}"
     result = run(
-        "import ctypes, os, signal, time\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork():\n        os._exit(0)\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"    ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
-        "    time.sleep(600)\n"
-        "while True:\n"
-        "    names = [open(f'/proc/{n}/comm').read() for n in os.listdir('/proc') if n.isdigit()]\n"
-        f"    if '{name}\\n' in names:\n        break\n"
-        f"{after}"
+        "import ctypes, multiprocessing, os, subprocess, sys, time\n"
+        "libc = ctypes.CDLL(None)\n"
+        f"libc.prctl(15, b'{name}', 0, 0, 0)\n"  # which processes inherit
+        f"{start}\n"
+        f"{RIGHT}"
     )
-    assert result.passed is passed, result
+    assert not result.passed
+    assert result.reason.startswith(("PermissionError", "AssertionError", "AnswerError")), result
     deadline = time.monotonic() + 30
     while processes_named(name) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -279,8 +290,8 @@ def test_the_sandbox_works_for_nobody() -> None:
                     bwrap += ["--dir", str(parent)] if folder in parent.parents else []
                 bwrap += ["--ro-bind", str(path), str(path)]
     nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    forks = f"def check(candidate):\n    assert candidate() < {child.MAX_PROCESSES}"
-    programs = [(RIGHT, TESTS), (FORKS, forks), (LOOK_AROUND, SEES_NOTHING), ("", TESTS)]
+    threads = f"def check(candidate):\n    assert 0 < candidate() < {child.MAX_THREADS}"
+    programs = [(RIGHT, TESTS), (THREADS, threads), (LOOK_AROUND, SEES_NOTHING), ("", TESTS)]
     script = (
         "import os\n"
         "from eagle_fsd.evaluation.code_execution.execution import run_program\n"

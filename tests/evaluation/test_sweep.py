@@ -1,4 +1,4 @@
-"""Sweeps: the Pareto front, conclusions, divergences, and plots."""
+"""Sweeps: conclusions, divergences, and plots."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ import pytest
 import torch
 from PIL import Image
 
-from eagle_fsd import EagleFSD, OptionsError
+from eagle_fsd import EagleFSD, OptionsError, TreeConfig
+from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.analysis import (
     NodeDivergences,
     conclusions,
-    pareto_front,
     probe_divergences,
 )
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
+from eagle_fsd.evaluation.methods import EXACT, fsd_series
 from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.runner import Loaded
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.sweep import sweep
+from eagle_fsd.evaluation.sweep import screen, slow_methods, sweep
+from eagle_fsd.evaluation.tuning.candidates import Candidate
+from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.utils.chat_templates import load_chat_template
+from eagle_fsd.utils.progress import no_progress
 
 
 def row(method: str, speed: float, right: float, lost: int = 0, gained: int = 0) -> dict[str, Any]:
@@ -55,14 +60,6 @@ ROWS = [
     row("c", 150, 0.80, 10, 0),
     row("d", 130, 0.88, 4, 2),
 ]
-
-
-def test_pareto_front_holds_what_nothing_beats() -> None:
-    assert [item["method"] for item in pareto_front(ROWS)] == ["exact", "a", "d", "c"]
-    unscored = [{**item, "accuracy": None} for item in ROWS]
-    assert [item["method"] for item in pareto_front(unscored)] == ["c"]
-    unknown = {**row("e", 200, 0.9), "accuracy": None, "log_likelihood": None}
-    assert pareto_front([ROWS[1], unknown]) == [ROWS[1]]
 
 
 def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
@@ -148,21 +145,66 @@ def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
     assert len(stopped.drafted) < len(whole.drafted)
 
 
+def planned(*_: Any) -> TreePlan:
+    """Every method with a small tree, as if no other one had been predicted."""
+    methods = [EXACT, *(method for group in fsd_series(GRID).values() for method in group)]
+    return plan({method.name: 150.0 - 10 * at for at, method in enumerate(methods)})
+
+
+def plan(speeds: dict[str, float]) -> TreePlan:
+    shape = TreeConfig(total_tokens=8, depth=6, top_k=1)
+    return TreePlan(shape, {name: [Candidate(shape, 3.0, speeds[name])] for name in speeds})
+
+
+def test_settings_that_do_not_pay_off_are_not_measured() -> None:
+    speeds = {"exact": 100.0, "fast": 120.0, "equal": 95.0, "slow": 80.0}
+    assert slow_methods(plan(speeds)) == {
+        "slow": "predicted to be 0.80 times as fast as exact decoding"
+    }
+
+
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_sweep_writes_report_and_plots(tmp_path: Path) -> None:
-    grid = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
+def test_settings_that_lose_too_much_are_not_measured(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 answers, 6 more wrong ones show a loss of more than 10 points, 1 does not."""
+    against = {"lost": 0, "gained": 0, "paired": 12}
+    rows = [{"method": "exact"}]
+    rows += [
+        {"method": name, "against_exact": {**against, "lost": lost}}
+        for name, lost in (("bad", 6), ("good", 1))
+    ]
+    monkeypatch.setattr(sweep_module, "run_evaluation", lambda *_: {"rows": rows})
+    loaded = Loaded(model, bundled_questions(12, 0))
+    arguments = EvaluationRequest(out=tmp_path), EvaluationConfig(), no_progress
+    assert screen(loaded, [], *arguments) == {"bad": "lost 6 and gained 0 of the first 12 answers"}
+    unscored = Loaded(model, [replace(loaded.questions[0], scored_by="")])
+    assert screen(unscored, [], *arguments) == {}
+
+
+GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreePlan, "make", planned)
     config = EvaluationConfig(max_new_tokens=12)
-    report = sweep(EvaluationRequest(count=2, out=tmp_path), config, grid, rules=False)
+    report = sweep(EvaluationRequest(count=2, out=tmp_path), config, GRID, rules=False)
     assert report is not None
     names = [item["method"] for item in report["rows"]]
     series = [f"{d} T={t}{r}" for d in ("js", "kl") for r in ("", " r=0.3") for t in (0.1, 0.4)]
-    assert names == ["plain", "exact", *series]
+    assert [*names, *report["omitted"]] == ["plain", "exact", *series]
+    assert list(report["omitted"]) == series[1:]  # with these predictions
+    assert {item["settings"].get("depth", 6) for item in report["rows"]} == {6}
+    assert len(report["trees"]) == 9
     assert set(report["divergences"]) == {"drafted", "not_drafted", "questions", "js", "kl"}
     assert len(report["conclusions"]) == 2
     text = (tmp_path / "report.md").read_text()
     assert all(sentence in text for sentence in report["conclusions"])
     assert "| tokens per pass | >= 1 |" in text
-    for name in ("tradeoff", "divergence", "accepted"):
+    for name in ("tradeoff", "trees", "divergence", "accepted", "regret"):
+        assert f"![{name}.png]({name}.png)" in text
+        assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
         with Image.open(tmp_path / f"{name}.png") as picture:
             about = json.loads(picture.text["Description"])
             assert about["environment"]["versions"]["torch"] == version("torch")

@@ -180,7 +180,7 @@ def observe_evaluation() -> dict[str, Any]:
         common = ["--count", "6", "--max-new-tokens", "96"]
         command("evaluate", *common, "--method", *METHODS, "--out", evaluated)
         command(
-            *("calibrate", "bundled", "--max-drop", "50", "--count", "16", "--batch", "8"),
+            *("calibrate", "bundled", "--max-drop", "50", "--count", "16"),
             *("--thresholds", "0.1", "--min-ratio", "0.3", "--out", calibrated),
         )
         files = {file.name: file.read_text() for file in sorted(evaluated.glob("*.jsonl"))}

@@ -177,9 +177,9 @@ def test_unrolled_runs_match_decoding(flags: dict[str, bool]) -> None:
 
     def run_pairs(x: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, start + x.shape[1]).expand(CHATS, -1)
-        view = cache.visible(start + x.shape[1])
-        cache.place(positions, view)
-        seen = torch.arange(view) <= positions[:, :, None]
+        keys = cache.keys(start + x.shape[1], x.device)
+        cache.place(positions, keys)
+        seen = keys <= positions[:, :, None]
         mask = additive_mask(seen, head.dtype)
         return head(x, tokens[:, start : start + x.shape[1]], positions, mask, cache)
 

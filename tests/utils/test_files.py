@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from eagle_fsd.utils.files import (
     append_line,
@@ -46,6 +49,20 @@ def test_atomic_path_requires_the_file_to_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "file.txt"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_permissions_of_new_files(tmp_path: Path, mask: int) -> None:
+    """Also if a library creates the file with others."""
+    before = os.umask(mask)
+    try:
+        atomic_write(tmp_path / "text", "x")
+        with atomic_path(tmp_path / "tensors") as temporary:
+            save_file({"x": torch.zeros(1)}, temporary)
+    finally:
+        os.umask(before)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_jsonl_round_trip_keeps_unicode_line_separators(tmp_path: Path) -> None:

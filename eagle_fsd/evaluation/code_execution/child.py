@@ -23,8 +23,8 @@ from ast import literal_eval
 MAX_MESSAGE = 1 << 24
 #: Maximum length of the reason of a failure, in characters.
 MAX_REASON = 300
-#: Maximum number of processes and threads in a sandbox.
-MAX_PROCESSES = 8
+#: Maximum number of threads in a sandbox, including bubblewrap's process.
+MAX_THREADS = 8
 
 
 class AnswerError(BaseException):
@@ -46,7 +46,7 @@ def restrict(uid, seconds, megabytes):
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, megabytes << 20),
-        (resource.RLIMIT_NPROC, MAX_PROCESSES),
+        (resource.RLIMIT_NPROC, MAX_THREADS),
         (resource.RLIMIT_FSIZE, 1 << 20),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),

@@ -77,7 +77,8 @@ def run_program(
 
     The process of the answer receives its code and the arguments of each call, which are copies,
     and sends the results. The process of the tests compares them and decides. Arguments and results
-    consist of built-in types. Answers may use the standard library only, and cannot write files.
+    consist of built-in types. Answers may use the standard library only, and can write no files
+    and start no processes.
 
     Args:
         program: The program.

@@ -2,9 +2,9 @@
 
 Such a process sees a read-only file system that holds the Python interpreter, its standard library
 and the shared libraries of both. It has no network, its own process ids and ``/proc``, an empty
-environment, and no rights beyond those of an unprivileged user. ``child.py`` adds the limits on
-memory, CPU time and processes. Root's processes are not limited in number, so it changes to an
-unprivileged user first. ``seccomp.py`` filters system calls.
+environment, and no rights beyond those of an unprivileged user. It cannot start other processes
+(``seccomp.py`` filters system calls). ``child.py`` adds the limits on memory, CPU time and threads.
+Root's threads are not limited in number, so it changes to an unprivileged user first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHILD = Path(__file__).with_name("child.py")
 #: The path of ``child.py`` in the sandbox.
 _INSIDE = "/child.py"
 #: User ids for root's sandboxes, which systemd reserves for temporary use. Each sandbox has one of
-#: its own, because processes are counted by user.
+#: its own, because threads are counted by user.
 _USER_IDS = range(61184, 65520)
 _LIBRARY = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 

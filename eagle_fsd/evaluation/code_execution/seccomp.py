@@ -1,9 +1,10 @@
 """The system call filter of the sandbox, as classic BPF instructions.
 
 bubblewrap installs the filter before it starts a program. The filter denies what the other limits
-do not cover: new user namespaces (their owner may mount file systems without a size limit), System
-V IPC (its memory does not count as address space), kernel keyrings (inherited from the caller), and
-tracing. It has the same structure as the examples of seccomp(2).
+do not cover: further processes (which could outlive their parent; threads are allowed), new user
+namespaces (their owner may mount file systems without a size limit), System V IPC (its memory does
+not count as address space), kernel keyrings (inherited from the caller), and tracing. It has the
+same structure as the examples of seccomp(2).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import struct
 
 #: ``AUDIT_ARCH_*`` of linux/audit.h, in the order of the numbers below.
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-#: Numbers of the denied system calls on x86-64 and on AArch64.
-_DENIED = {
+#: Numbers of the denied system calls on x86-64 and on AArch64; None where there is no such call.
+_DENIED: dict[str, tuple[int, int | None]] = {
+    "fork": (57, None),
+    "vfork": (58, None),
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -34,7 +37,7 @@ _DENIED = {
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 #: First system call of the x32 ABI, which x86-64 kernels may offer besides their own.
 _X32_CALLS = 0x40000000
-_CLONE_NEWUSER = 0x10000000
+_CLONE_THREAD = 0x00010000
 
 # Opcodes of linux/bpf_common.h: load a word, jump if equal, greater or equal, or any bit is set,
 # and return.
@@ -55,6 +58,7 @@ def syscall_filter() -> bytes:
     if machine not in _ARCHITECTURES:
         raise OSError(f"there is no system call filter for {machine}")
     column = list(_ARCHITECTURES).index(machine)
+    denied = [numbers[column] for numbers in _DENIED.values()]
     deny = _instruction(_RETURN, _ERRNO | errno.EPERM)
     return b"".join(
         [
@@ -64,14 +68,14 @@ def syscall_filter() -> bytes:
             _instruction(_LOAD, _CALL),
             _instruction(_JGE, _X32_CALLS, 0, 1),
             deny,
-            *(_instruction(_JEQ, numbers[column], 0, 1) + deny for numbers in _DENIED.values()),
+            *(_instruction(_JEQ, call, 0, 1) + deny for call in denied if call is not None),
             # The flags of clone3 are in memory, which a filter cannot read. The C library falls
             # back to clone where clone3 does not exist.
             _instruction(_JEQ, _CLONE3[column], 0, 1),
             _instruction(_RETURN, _ERRNO | errno.ENOSYS),
             _instruction(_JEQ, _CLONE[column], 0, 3),
             _instruction(_LOAD, _ARGUMENT),
-            _instruction(_JSET, _CLONE_NEWUSER, 0, 1),
+            _instruction(_JSET, _CLONE_THREAD, 1, 0),  # which excludes new namespaces
             deny,
             _instruction(_RETURN, _ALLOW),
         ]

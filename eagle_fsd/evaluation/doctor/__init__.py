@@ -1,6 +1,6 @@
 """Explain a low tau: measure how a drafter agrees with its target, and test possible causes.
 
-Start with ``diagnosis.py``. ``measurements.py`` decodes questions and lets the drafter predict the
-answers. ``checks.py`` looks for causes by changing one thing at a time: the drafter's settings
-(``variants.py``) or the chat template (``templates.py``).
+Start with ``diagnosis.py``. ``measurements.py`` decodes questions, and ``agreement.py`` lets the
+drafter predict the answers, as it is and with one change. ``checks.py`` looks for causes in both,
+``templates.py`` has the chat templates that it tries.
 """

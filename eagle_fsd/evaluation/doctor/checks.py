@@ -1,9 +1,9 @@
 """Look for causes of a low tau.
 
-Every check returns a :class:`Finding`. Most compare the agreement of the drafter as it is with that
-of the same drafter after one change: a change that raises it clearly names the cause.
+Most checks compare the agreement of the drafter as it is with that of the same drafter after one
+change: a change that raises it clearly names the cause.
 
-Shape letters: ``T`` answer tokens of all sequences.
+Shape letters: ``S`` tokens of a text, ``T`` answer tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -12,46 +12,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eagle_fsd.evaluation.doctor.measurements import (
-    CHUNK,
-    Agreement,
-    Answer,
-    Measurements,
-    complete_steps,
-    mean,
-)
-from eagle_fsd.evaluation.doctor.templates import Candidate, candidate_templates, unknown_markers
-from eagle_fsd.evaluation.doctor.variants import (
-    describe_reads,
-    describe_rope,
-    in_float32,
-    network_of,
-    other_reads,
-    other_ropes,
-    replaced_rope,
-    rope_parameters,
-    rotary_embeddings,
-    token_maps,
-)
+from eagle_fsd.evaluation.doctor.agreement import CHUNK, Agreement
+from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements, complete_steps
+from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import LAST, Target
-from eagle_fsd.utils.progress import Progress
 
 #: A change is clear if it raises the agreement by this share of the tokens and by this many
 #: standard errors (of McNemar's test).
 MIN_GAIN, MIN_ERRORS = 0.03, 4.0
-#: Another chat template must raise tau by this factor and by this many standard errors.
-MIN_TAU_FACTOR, MIN_TAU_ERRORS = 1.15, 3.0
+#: Another chat template must raise tau by this share and by this many standard errors.
+MIN_TAU_GAIN, MIN_TAU_ERRORS = 0.15, 3.0
 #: Agreements up to this far above that of a constant prediction count as chance.
 CHANCE_MARGIN = 0.1
-#: A vocabulary map estimated from the answers must reach this agreement. Those of a drafter that
-#: knows nothing but the previous token reach less.
-MIN_ESTIMATED = 0.4
 #: Agreements below this one need further training.
 LOW_AGREEMENT = 0.5
 #: A draft vocabulary should cover this share of the answers.
@@ -69,8 +48,6 @@ MIN_VARIETY = 0.4
 #: Values that a comparison of rows needs.
 MIN_COUNT = 50
 
-Level = Literal["ok", "note", "problem"]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -85,109 +62,66 @@ class Finding:
     """
 
     check: str
-    level: Level
+    level: Literal["ok", "note", "problem"]
     evidence: str
     step: str | None = None
 
 
-@dataclass(frozen=True)
-class TrainingText:
-    """A chat that a drafter was, or will be, trained on.
+def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding]:
+    """Check all settings, in the order in which problems should be repaired.
 
-    Attributes:
-        ids: Token ids.
-        mask: For each token, whether the loss covers it.
-    """
-
-    ids: Sequence[int]
-    mask: Sequence[bool]
-
-
-def check_dtype(agreement: Agreement) -> Finding:
-    """Check whether the drafter's data type costs agreement.
+    If they are right, also check whether the drafter knows the target.
 
     Args:
+        measured: The measurements.
         agreement: The drafter's predictions.
+
+    Returns:
+        The findings of the checks that apply to the drafter.
     """
-    drafter, name = agreement.drafter, _name(agreement.drafter.dtype)
-    setting = f"{name}; target {_name(agreement.target.dtype)}"
-    if broken := mean((agreement.entries < 0).tolist()):
-        return Finding(
-            "dtype",
-            "problem",
-            f"{setting}; {broken:.1%} of the draft's distributions are NaN or infinite",
-            "pass --dtype float32 or bfloat16; if that does not help, the drafter's weights are"
-            " damaged",
-        )
-    changes = {}
-    if drafter.dtype != torch.float32 and isinstance(drafter, DraftHead):
-        with in_float32(drafter):
-            changes["float32"] = agreement.measure()
-    step = f"pass another --dtype: {name} is not precise enough for this drafter"
-    return _compare("dtype", setting, agreement, changes, step)
+    found = [_dtype(agreement)]
+    if agreement.reads:
+        changes = agreement.with_other_reads()
+        step = "correct the layer ids in the head's config.json, so that it reads {}"
+        found.append(_compare("hidden states", agreement.reads, agreement, changes, step))
+    found.append(_vocabulary(agreement))
+    if agreement.rope:
+        changes = agreement.with_other_ropes()
+        step = "correct the RoPE in the drafter's config.json: {}"
+        found.append(_compare("RoPE", agreement.rope, agreement, changes, step))
+    found.append(check_template(measured))
+    if all(finding.level != "problem" for finding in found):
+        found.append(_target(agreement))
+    return found
 
 
-def check_states(agreement: Agreement) -> Finding | None:
-    """Check whether the drafter reads the hidden states that it was trained with.
-
-    Args:
-        agreement: The drafter's predictions.
-    """
-    drafter, layers = agreement.drafter, len(agreement.target.layers)
-    if not drafter.reads:
-        return None
-    changes = {
-        describe_reads(reads): agreement.measure(reads) for reads in other_reads(drafter, layers)
-    }
-    step = "correct the layer ids in the head's config.json, so that it reads {}"
-    return _compare("hidden states", describe_reads(drafter.reads), agreement, changes, step)
+def _dtype(agreement: Agreement) -> Finding:
+    """Check whether the drafter's data type costs agreement."""
+    own, theirs = (
+        str(item.dtype).removeprefix("torch.") for item in (agreement.drafter, agreement.target)
+    )
+    setting = f"{own}; target {theirs}"
+    if broken := fmean((agreement.entries < 0).tolist()):
+        evidence = f"{setting}; {broken:.1%} of the draft's distributions are NaN or infinite"
+        step = "pass --dtype float32 or bfloat16; if that does not help, the drafter's weights are"
+        return Finding("dtype", "problem", evidence, f"{step} damaged")
+    step = f"pass another --dtype: {own} is not precise enough for this drafter"
+    return _compare("dtype", setting, agreement, agreement.in_float32(), step)
 
 
-def check_vocabulary(agreement: Agreement) -> Finding:
-    """Check whether the draft's tokens are mapped to the target's, and cover the answers.
-
-    Args:
-        agreement: The drafter's predictions.
-    """
+def _vocabulary(agreement: Agreement) -> Finding:
+    """Check whether the draft's tokens are mapped to the target's, and cover the answers."""
     ids, setting, coverage = agreement.drafter.token_ids, "the target's", 1.0
     step = "use a drafter with the target's tokenizer: {} fits this one"
-    changes: dict[str, Tensor] = {}
     if ids is not None:
-        coverage = mean(torch.isin(agreement.truth, ids).tolist())
+        coverage = fmean(torch.isin(agreement.truth, ids).tolist())
         setting = f"{len(ids):,} tokens, {coverage:.1%} of the answers"
         step = "export the head again with the d2t and t2d that it was trained with: {} fits"
-        for name, other in token_maps(ids).items():
-            changes[f"a map {name}"] = agreement.hits(agreement.entries, other)
-    if mean(agreement.estimated.tolist()) > max(MIN_ESTIMATED, mean(agreement.own.tolist())):
-        changes["a map estimated from the answers"] = agreement.estimated
-    finding = _compare("vocabulary", setting, agreement, changes, step)
+    finding = _compare("vocabulary", setting, agreement, agreement.with_other_maps(), step)
     if finding.level == "ok" and coverage < MIN_COVERAGE:
         step = "train a head with a larger draft vocabulary, counted on this kind of text"
-        return Finding(finding.check, "note", finding.evidence, step)
+        return Finding("vocabulary", "note", finding.evidence, step)
     return finding
-
-
-def check_rope(agreement: Agreement) -> Finding | None:
-    """Check whether another RoPE fits the drafter better.
-
-    Args:
-        agreement: The drafter's predictions.
-    """
-    network = network_of(agreement.drafter)
-    places = [] if network is None else rotary_embeddings(network)
-    if not places:
-        return None
-    own = rope_parameters(places[0].module.config)
-    theirs = rope_parameters(agreement.target.config)
-    changes = {}
-    for name, rope in other_ropes(own, theirs).items():
-        with replaced_rope(places, rope):
-            changes[name] = agreement.measure()
-    setting = describe_rope(own)
-    if theirs and describe_rope(theirs) != setting:
-        setting += f"; target {describe_rope(theirs)}"
-    step = "correct the RoPE in the drafter's config.json: {}"
-    return _compare("RoPE", setting, agreement, changes, step)
 
 
 def check_template(measured: Measurements) -> Finding:
@@ -196,100 +130,64 @@ def check_template(measured: Measurements) -> Finding:
     Args:
         measured: The measurements.
     """
-    tokenizer, own = measured.model.tokenizer, measured.chat_template
+    tokenizer, own, chat = measured.model.tokenizer, measured.chat_template, measured.chats[:1]
     before = complete_steps(measured.short)
-    best: tuple[float, Candidate] | None = None
-    for candidate in candidate_templates(tokenizer):
-        if _renders_alike(candidate, measured):
+    evidence, best, step = f"tau {fmean(before):.2f}", [0], ""
+    for name, template, selection in candidate_templates(tokenizer):
+        try:
+            text = template.render(chat[0], add_generation_prompt=True)
+        except ValueError:
             continue
-        answers = measured.answer(candidate.template)
+        if text == own.render(chat[0], add_generation_prompt=True):
+            continue
+        answers = measured.answer(template, measured.chats)
         after = complete_steps(answers)
-        if _comparable(measured.short, answers) and (best is None or mean(after) > best[0]):
-            best = mean(after), candidate
-            clear = _raises_tau(before, after)
-    evidence = f"tau {mean(before):.2f}"
-    if best is not None:
-        evidence += f", {best[0]:.2f} with {best[1].name}"
+        # Much shorter answers and loops are easier to draft.
+        comparable = sum(after) > sum(before) / 2
+        if comparable and _variety(answers) > MIN_VARIETY and fmean(after) > fmean(best):
+            best, step = after, selection
+            evidence = f"tau {fmean(before):.2f}, {fmean(after):.2f} with {name}"
     if unknown := unknown_markers(own, tokenizer):
         evidence += f"; {', '.join(unknown)} not in the target's vocabulary"
-    if best is not None and clear:
-        return Finding("chat template", "problem", evidence, best[1].step)
+    error = math.hypot(_standard_error(before), _standard_error(best))
+    if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_TAU_ERRORS * error):
+        return Finding("chat template", "problem", evidence, step)
     if unknown:
         step = "check the chat_template of the target's tokenizer, or pass --conv-template"
         return Finding("chat template", "note", evidence, step)
     return Finding("chat template", "ok", evidence)
 
 
-def check_target(agreement: Agreement) -> Finding:
-    """Check whether the drafter knows the target.
-
-    Args:
-        agreement: The drafter's predictions.
-    """
-    share = mean(agreement.own.tolist())
+def _target(agreement: Agreement) -> Finding:
+    """Check whether the drafter knows the target."""
+    share = fmean(agreement.own.tolist())
     evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
-    own = getattr(agreement.drafter, "embed_tokens", None)
-    if isinstance(own, nn.Embedding):
-        theirs = agreement.target.embed.weight.float()
-        difference = float((own.weight.to(theirs.device).float() - theirs).norm() / theirs.norm())
-        evidence += f"; its embedding differs from the target's by {difference:.0%}"
     if share <= agreement.chance + CHANCE_MARGIN:
-        step = (
-            "use a drafter that was trained for this target: only the shapes of this one fit, or it"
-            " is untrained"
-        )
-        return Finding("target", "problem", evidence, step)
+        step = "use a drafter that was trained for this target: only the shapes of this one fit, or"
+        return Finding("target", "problem", evidence, f"{step} it is untrained")
     if share < LOW_AGREEMENT:
         step = "train the drafter further, on the target's own answers (--regenerate)"
         return Finding("target", "note", evidence, step)
     return Finding("target", "ok", evidence)
 
 
-def check_settings(
-    measured: Measurements, agreement: Agreement, progress: Progress
-) -> list[Finding]:
-    """Check all settings and, if they are right, the drafter itself.
-
-    Args:
-        measured: The measurements.
-        agreement: The drafter's predictions.
-        progress: Reports progress.
-
-    Returns:
-        The findings, in the order in which problems should be repaired.
-    """
-    findings: list[Finding] = []
-    for done, check in enumerate((check_dtype, check_states, check_vocabulary, check_rope)):
-        progress(done, 5)
-        if (finding := check(agreement)) is not None:
-            findings.append(finding)
-    progress(4, 5)
-    findings.append(check_template(measured))
-    progress(5, 5)
-    if all(finding.level != "problem" for finding in findings):
-        findings.append(check_target(agreement))
-    return findings
-
-
-def check_length(measured: Measurements, agreement: Agreement) -> Finding:
+def check_length(measured: Measurements) -> Finding:
     """Check whether the agreement falls with the context length.
 
     Args:
         measured: The measurements.
-        agreement: The drafter's predictions.
     """
-    hits = {
-        f"{row.first}-{row.last} tokens": agreement.between(row.first, row.last).double()
-        for row in measured.by_length
-    }
-    hits = {name: found for name, found in hits.items() if len(found) >= MIN_COUNT}
-    if len(hits) < 2:
+    rows = [row for row in measured.by_length if row.tokens >= MIN_COUNT]
+    if len(rows) < 2:
         return Finding("context length", "ok", "all contexts are of similar length")
-    (short, first), *_, (long, last) = hits.items()
-    drop = float(first.mean() - last.mean())
-    evidence = f"agreement {float(first.mean()):.1%} at {short}, {float(last.mean()):.1%} at {long}"
-    error = math.hypot(_standard_error(first), _standard_error(last))
-    if drop > max(MAX_LENGTH_DROP, MIN_ERRORS * error):
+    short, long = rows[0], rows[-1]
+    first, last = short.agreement or 0.0, long.agreement or 0.0
+    evidence = (
+        f"agreement {first:.1%} at {short.first}-{short.last} tokens,"
+        f" {last:.1%} at {long.first}-{long.last} tokens"
+    )
+    error = math.sqrt(first * (1.0 - first) / short.tokens + last * (1.0 - last) / long.tokens)
+    if first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * error):
         step = "train the drafter on longer chats (--max-length)"
         return Finding("context length", "note", evidence, step)
     return Finding("context length", "ok", evidence)
@@ -302,14 +200,14 @@ def check_depth(measured: Measurements) -> Finding:
         measured: The measurements.
     """
     rows = measured.by_depth
-    deep = [row for row in rows[2:] if row.steps >= MIN_COUNT]
+    deep = [row for row in rows[2:] if row[0] >= MIN_COUNT]
     if not deep:
         return Finding("depth", "ok", "few chains get beyond two tokens")
-    steps = sum(row.steps for row in deep)
-    later = sum(row.accepted * row.steps for row in deep) / steps
-    evidence = f"accepted {rows[0].accepted:.1%} at depth 1, {later:.1%} from depth 3 on"
+    first = rows[0][1]
+    later = sum(steps * share for steps, share in deep) / sum(steps for steps, _ in deep)
+    evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
     head = isinstance(measured.model.drafter, DraftHead)
-    if head and later < MIN_DEEP_RATIO * rows[0].accepted:
+    if head and later < MIN_DEEP_RATIO * first:
         step = "train the head on its own outputs: eagle-fsd train --unroll 3"
         return Finding("depth", "note", evidence, step)
     return Finding("depth", "ok", evidence)
@@ -322,18 +220,15 @@ def check_tree(measured: Measurements) -> Finding:
         measured: The measurements.
     """
     depth = measured.model.tree.depth
-    full = mean([length == depth + 2 for length in complete_steps(measured.short)])
+    full = fmean([length == depth + 2 for length in complete_steps(measured.short)])
     evidence = f"{full:.0%} of the steps accept the longest path, {depth + 1} tokens"
     if full > MAX_FULL_STEPS:
-        step = f"try trees deeper than --depth {depth}"
-        return Finding("tree", "note", evidence, step)
+        return Finding("tree", "note", evidence, f"try trees deeper than --depth {depth}")
     return Finding("tree", "ok", evidence)
 
 
 @torch.no_grad()
-def check_training_text(
-    target: Target, texts: Sequence[TrainingText], progress: Progress
-) -> Finding:
+def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) -> Finding:
     """Check whether the answers of training text could be the target's own.
 
     If they were sampled from the target at temperature 1, their mean negative log-probability would
@@ -341,13 +236,12 @@ def check_training_text(
 
     Args:
         target: The target.
-        texts: The chats.
-        progress: Reports progress.
+        texts: Chats that the drafter was, or will be, trained on: ``[S]`` token ids, and ``[S]``
+            bool, which of them the loss covers.
     """
     found: list[Tensor] = []
-    for done, text in enumerate(texts, 1):
-        ids = torch.tensor(text.ids, device=target.device)
-        covered = torch.tensor(text.mask, device=target.device)[1:].nonzero()[:, 0]
+    for ids, mask in texts:
+        ids, covered = ids.to(target.device), mask.to(target.device)[1:].nonzero()[:, 0]
         features = target.prefill(ids[None], 0, target.new_cache(1, len(ids)), (LAST,))[0]
         for positions in covered.split(CHUNK):
             log_probs = target.project(features[positions]).log_softmax(-1)
@@ -356,7 +250,6 @@ def check_training_text(
             own = log_probs.gather(-1, tokens[:, None])[:, 0]
             entropy = -(log_probs.exp() * log_probs).sum(-1)
             found.append(torch.stack([likely.double(), -own.double() - entropy.double()]))
-        progress(done, len(texts))
     values = torch.cat(found, 1)
     if not values.shape[1]:
         step = "pass --data whose answers begin earlier: only the start of each chat is read"
@@ -375,20 +268,15 @@ def check_training_text(
 def _compare(
     check: str, setting: str, agreement: Agreement, changes: Mapping[str, Tensor], step: str
 ) -> Finding:
-    """Report a problem if one of several changes raises the agreement clearly.
+    """Report a problem if one of several changes, ``[T]`` bool, raises the agreement clearly.
 
-    Args:
-        check: Name of the check.
-        setting: What the drafter uses.
-        agreement: The drafter's predictions.
-        changes: ``[T]`` bool, which answer tokens are predicted after each change.
-        step: What to do, with ``{}`` in place of the change.
+    ``step`` says what to do, with ``{}`` in place of the change.
     """
     if not changes:
         return Finding(check, "ok", setting)
     name = max(changes, key=lambda change: int(changes[change].sum()))
     before, after = agreement.own, changes[name]
-    shares = mean(before.tolist()), mean(after.tolist())
+    shares = fmean(before.tolist()), fmean(after.tolist())
     evidence = f"{setting}; agreement {shares[0]:.1%}, {shares[1]:.1%} with {name}"
     gained, lost = int((after & ~before).sum()), int((before & ~after).sum())
     needed = max(MIN_GAIN * len(before), MIN_ERRORS * math.sqrt(gained + lost))
@@ -397,46 +285,12 @@ def _compare(
     return Finding(check, "problem", evidence, step.format(name))
 
 
-def _renders_alike(candidate: Candidate, measured: Measurements) -> bool:
-    """Whether a template formats a question like the one in use, or rejects it."""
-    chat = [{"role": "user", "content": measured.questions[0]}]
-    try:
-        text = candidate.template.render(chat, add_generation_prompt=True)
-    except ValueError:
-        return True
-    return text == measured.chat_template.render(chat, add_generation_prompt=True)
-
-
-def _comparable(before: Sequence[Answer], after: Sequence[Answer]) -> bool:
-    """Whether answers are neither much shorter nor loops, which are easy to draft."""
-    return _length(after) > _length(before) / 2 and _variety(after) > MIN_VARIETY
-
-
-def _length(answers: Sequence[Answer]) -> int:
-    return sum(len(answer.ids) - answer.start for answer in answers)
-
-
 def _variety(answers: Sequence[Answer]) -> float:
     """Return the share of distinct pairs of tokens in an answer, averaged."""
-    shares = []
-    for answer in answers:
-        tokens = answer.ids[answer.start :].tolist()
-        pairs = list(pairwise(tokens))
-        if pairs:
-            shares.append(len(set(pairs)) / len(pairs))
-    return mean(shares)
+    pairs = (list(pairwise(answer.ids[answer.start :].tolist())) for answer in answers)
+    return fmean([len(set(found)) / len(found) for found in pairs if found] or [0.0])
 
 
-def _raises_tau(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether accepted lengths rise clearly."""
-    error = math.hypot(*(_standard_error(torch.tensor(item).double()) for item in (before, after)))
-    gain = mean(after) - mean(before)
-    return gain > max((MIN_TAU_FACTOR - 1) * mean(before), MIN_TAU_ERRORS * error)
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf

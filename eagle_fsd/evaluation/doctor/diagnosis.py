@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
+
+from torch import Tensor
 
 from eagle_fsd.evaluation.doctor.checks import (
     Finding,
-    TrainingText,
     check_depth,
     check_length,
     check_settings,
     check_training_text,
     check_tree,
 )
-from eagle_fsd.evaluation.doctor.measurements import (
-    DepthRow,
-    LengthRow,
-    Measurements,
-    complete_steps,
-    mean,
-)
+from eagle_fsd.evaluation.doctor.measurements import Measurements, complete_steps
 from eagle_fsd.evaluation.doctor.templates import RawTemplate
-from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
@@ -50,25 +45,12 @@ class Diagnosis:
     """What :func:`diagnose` found.
 
     Attributes:
-        drafter: Name of the drafter's class.
-        tree: Shape of the draft trees.
-        tokens: Number of tokens of the answers to the questions.
-        tau: Mean accepted length of exact greedy decoding.
-        agreement: Share of the answer tokens that the drafter predicts from the target's states;
-            None if it is not a network.
+        measured: The measurements.
         findings: The findings; problems should be repaired in this order.
-        by_length: Tau and agreement by context length.
-        by_depth: Acceptance by depth in a chain.
     """
 
-    drafter: str
-    tree: TreeConfig
-    tokens: int
-    tau: float
-    agreement: float | None
+    measured: Measurements
     findings: list[Finding]
-    by_length: list[LengthRow]
-    by_depth: list[DepthRow]
 
     @property
     def healthy(self) -> bool:
@@ -86,15 +68,30 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the diagnosis as JSON-serializable values."""
-        values = {**asdict(self), "tree": self.tree.model_dump()}
-        return {**values, "healthy": self.healthy, "next_step": self.next_step}
+        measured = self.measured
+        agreement = measured.agreement
+        return {
+            "drafter": type(measured.model.drafter).__name__,
+            "tree": measured.model.tree.model_dump(),
+            "tokens": sum(sum(answer.accepted) for answer in measured.short),
+            "tau": fmean(complete_steps(measured.short)),
+            "agreement": None if agreement is None else fmean(agreement.own.tolist()),
+            "findings": [asdict(finding) for finding in self.findings],
+            "by_length": [asdict(row) for row in measured.by_length],
+            "by_depth": [
+                {"depth": depth, "steps": steps, "accepted": accepted}
+                for depth, (steps, accepted) in enumerate(measured.by_depth, 1)
+            ],
+            "healthy": self.healthy,
+            "next_step": self.next_step,
+        }
 
 
 def diagnose(
     model: EagleFSD,
     questions: Sequence[str],
     chat_template: ChatTemplate | None = None,
-    training_texts: Sequence[TrainingText] = (),
+    training_texts: Sequence[tuple[Tensor, Tensor]] = (),
     max_new_tokens: int = 64,
     progress: ProgressFactory = no_progress,
 ) -> Diagnosis:
@@ -104,7 +101,7 @@ def diagnose(
         model: The pair, with a tokenizer.
         questions: Messages of users, at least one.
         chat_template: How chats are formatted; default: not at all.
-        training_texts: Chats that the drafter was, or will be, trained on.
+        training_texts: See :func:`check_training_text`; default: not checked.
         max_new_tokens: Maximum number of tokens per answer, at least 2.
         progress: Reports progress.
 
@@ -114,23 +111,14 @@ def diagnose(
     """
     measured = Measurements(model, questions, chat_template or RawTemplate(), max_new_tokens)
     with progress("decoding") as advance:
-        measured.decode(advance)
-    findings, agreement = [], measured.agreement
-    if agreement is not None:
-        with progress("testing causes") as advance:
-            findings = check_settings(measured, agreement, advance)
-        if training_texts:
-            with progress("reading training text") as advance:
-                findings.append(check_training_text(model.target, training_texts, advance))
-        findings += [check_length(measured, agreement), check_depth(measured)]
-    findings.append(check_tree(measured))
-    return Diagnosis(
-        drafter=type(model.drafter).__name__,
-        tree=model.tree,
-        tokens=sum(len(answer.ids) - answer.start for answer in measured.short),
-        tau=mean(complete_steps(measured.short)),
-        agreement=None if agreement is None else mean(agreement.own.tolist()),
-        findings=findings,
-        by_length=measured.by_length,
-        by_depth=measured.by_depth,
-    )
+        for done, answers in enumerate(("short", "chains", "long")):
+            advance(done, 3)
+            getattr(measured, answers)
+    findings = []
+    if measured.agreement is not None:
+        with progress("testing causes"):
+            findings = check_settings(measured, measured.agreement)
+            if training_texts:
+                findings.append(check_training_text(model.target, training_texts))
+        findings += [check_length(measured), check_depth(measured)]
+    return Diagnosis(measured, [*findings, check_tree(measured)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,70 +38,53 @@ class RawTemplate:
         return f"{text}\n" if add_generation_prompt else text
 
 
-class TurnTemplate:
-    """A chat template that formats all messages in the same way.
+def turn_template(
+    tokenizer: PreTrainedTokenizerBase, turn: str, assistant: str = "assistant"
+) -> TokenizerTemplate:
+    """Return a template that formats all messages in the same way.
 
     Args:
-        turn: Format string of a message, with the fields ``role`` and ``content``. The part before
-            ``{content}`` begins an answer.
-        bos: Text before the first message.
+        tokenizer: The target's tokenizer, which is not changed.
+        turn: Format of a message, with ``{role}`` and ``{content}``. The part before ``{content}``
+            begins an answer.
         assistant: The assistant's role.
     """
-
-    adds_special_tokens = False
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-
-    def __init__(self, turn: str, bos: str = "", assistant: str = "assistant") -> None:
-        self.turn, self.bos, self.assistant = turn, bos, assistant
-
-    def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
-        """See :meth:`~eagle_fsd.utils.chat_templates.ChatTemplate.render`."""
-        text = self.bos
-        for message in chat:
-            role = self.assistant if message["role"] == "assistant" else message["role"]
-            text += self.turn.format(role=role, content=message["content"])
-        if add_generation_prompt:
-            text += self.turn.partition("{content}")[0].format(role=self.assistant)
-        return text
+    role = f"{{{{ '{assistant}' if m['role'] == 'assistant' else m['role'] }}}}"
+    body = turn.replace("{role}", role).replace("{content}", "{{ m['content'] }}")
+    start = turn.partition("{content}")[0].replace("{role}", assistant)
+    changed = copy.copy(tokenizer)
+    changed.chat_template = (
+        f"{tokenizer.bos_token or ''}{{% for m in messages %}}{body}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{start}{{% endif %}}"
+    )
+    return TokenizerTemplate(changed)
 
 
-class Candidate(NamedTuple):
-    """A chat template to try.
-
-    Attributes:
-        name: Name of the template, for a sentence.
-        template: The template.
-        step: How a user selects it.
-    """
-
-    name: str
-    template: ChatTemplate
-    step: str
-
-
-def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[Candidate]:
+def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, ChatTemplate, str]]:
     """Return the templates that could fit a target.
 
     Args:
         tokenizer: The target's tokenizer.
+
+    Returns:
+        The name of each template, for a sentence, the template, and how a user selects it.
     """
-    found = []
+    found: list[tuple[str, ChatTemplate, str]] = []
     if tokenizer.chat_template is not None:
         own = TokenizerTemplate(tokenizer)
-        found.append(Candidate("the tokenizer's own template", own, "do not pass --conv-template"))
+        found.append(("the tokenizer's own template", own, "do not pass --conv-template"))
     for name, (turn, assistant) in TURN_FORMATS.items():
-        template = TurnTemplate(turn, tokenizer.bos_token or "", assistant)
+        template = turn_template(tokenizer, turn, assistant)
         if not unknown_markers(template, tokenizer):
             step = f"the chat_template of the target's tokenizer should format turns as {turn!r}"
-            found.append(Candidate(f"{name} ({turn!r})", template, step))
+            found.append((f"{name} ({turn!r})", template, step))
     with suppress(ImportError):
         found += [
-            Candidate(f"FastChat's {name}", FastChatTemplate(name), f"pass --conv-template {name}")
+            (f"FastChat's {name}", FastChatTemplate(name), f"pass --conv-template {name}")
             for name in FASTCHAT_NAMES
         ]
     raw = "remove the chat_template of the target's tokenizer: the drafter expects plain text"
-    return [*found, Candidate("no template", RawTemplate(), raw)]
+    return [*found, ("no template", RawTemplate(), raw)]
 
 
 def unknown_markers(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -1,6 +1,7 @@
-"""MT-bench's single-answer grading by a language model behind an OpenAI-compatible endpoint.
+"""MT-bench's grading by a language model behind an OpenAI-compatible endpoint.
 
-Start with ``grading.py``: ``judge_answers`` grades the answers of an evaluation and writes
-FastChat's judgment file. ``prompts.py`` fills FastChat's prompts and reads the ratings,
-``client.py`` sends the requests, and ``scores.py`` summarizes the judgments of each method.
+Start with ``grading.py``, whose ``judge_answers`` rates single answers, or ``pairwise.py``, whose
+``judge_pairs`` compares answers with exact decoding's; both write FastChat's judgment files.
+``prompts.py`` fills FastChat's prompts and reads the replies, ``tasks.py`` asks for the judgments
+that a file lacks, ``client.py`` sends the requests, and ``scores.py`` summarizes ratings.
 """

@@ -1,25 +1,19 @@
 """Grade answers with a judge and save the judgments.
 
-The judgment file is FastChat's, which ``fastchat.llm_judge.show_result`` reads. As with answer
-files, a process killed at any time loses no complete line.
+The judgment file is FastChat's, which ``fastchat.llm_judge.show_result`` reads.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import JudgeClient, JudgeEndpoint
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgePrompts, Prompt, parse_rating
+from eagle_fsd.evaluation.judge.tasks import Reply, run_tasks
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.utils.chat_api import map_concurrently
-from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
 
 #: Method, question id, turn.
 _Key = tuple[str, int | str, int]
@@ -85,8 +79,12 @@ class _Task:
     def key(self) -> _Key:
         return self.model, self.question.question_id, self.turn
 
-    def judgment(self, reply: str, score: int | float, tstamp: float) -> Judgment:
-        """Build the judgment from the judge's reply."""
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return (self.prompt,)
+
+    def judgment(self, replies: Sequence[Reply]) -> Judgment:
+        (reply,) = replies
         return Judgment(
             self.question.question_id,
             self.question.category,
@@ -96,17 +94,13 @@ class _Task:
             self.judge,
             self.prompt.name,
             self.prompt.user,
-            reply,
-            score,
-            tstamp,
+            reply.text,
+            parse_rating(reply.text),
+            reply.tstamp,
         )
 
-    def resume(self, record: Record | None) -> Judgment | None:
-        """Return the saved judgment if it is for the same answer and prompt."""
-        if record is None:
-            return None
-        judgment = self.judgment(record["judgment"], record["score"], record["tstamp"])
-        return judgment if judgment.as_record() == record else None
+    def saved_replies(self, record: Record) -> list[Reply]:
+        return [Reply(record["judgment"], record["tstamp"])]
 
 
 def judgment_file(out: str | Path, judge: str) -> Path:
@@ -129,11 +123,10 @@ def judge_answers(
 ) -> list[Judgment]:
     """Judge all answers that have no judgment yet.
 
-    The judge is asked once for each prompt: methods that give the same answer share its reply, so
-    that a judge's noise does not tell them apart. The first two turns of an answer are judged
-    separately; FastChat has no prompt for further turns. Empty answers are judged like any other. A
-    saved judgment is discarded if the answer or the prompt has changed since. Judgments of methods
-    that ``records`` does not contain are kept at the end of the file.
+    Methods that give the same answer share the judge's reply. The first two turns of an answer are
+    judged separately; FastChat has no prompt for further turns. Empty answers are judged like any
+    other. A saved judgment is discarded if the answer or the prompt has changed since. Judgments of
+    methods that ``records`` does not contain are kept at the end of the file.
 
     Args:
         endpoint: The judge.
@@ -153,48 +146,16 @@ def judge_answers(
         QuestionSetError: The prompts or reference answers cannot be downloaded.
         ValueError: ``parallel`` is below 1.
     """
-    if parallel < 1:
-        raise ValueError(f"parallel must be at least 1; got {parallel}")
     path = judgment_file(out, endpoint.model)
     tasks = _tasks(endpoint.model, questions, records)
-    truncate_partial_line(path)
-    lines: list[Record] = read_jsonl(path) if path.exists() else []
-    saved = {(line["model"], line["question_id"], line["turn"]): line for line in lines}
-    done: dict[_Key, Judgment] = {}
-    judged: dict[Prompt, Judgment] = {}
-    for task in tasks:
-        judgment = task.resume(saved.get(task.key))
-        if judgment is not None:
-            done[task.key] = judged[task.prompt] = judgment
-    pending: dict[Prompt, list[_Task]] = defaultdict(list)
-    for task in tasks:
-        if task.key not in done:
-            pending[task.prompt].append(task)
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def record(task: _Task, judgment: Judgment) -> None:
-        done[task.key] = judgment
-        append_line(path, json.dumps(judgment.as_record()))
-        if progress is not None:
-            progress(len(done), len(tasks))
-
-    for prompt in [prompt for prompt in pending if prompt in judged]:
-        known = judged[prompt]
-        for task in pending.pop(prompt):
-            record(task, task.judgment(known.judgment, known.score, known.tstamp))
-    if pending:
-        client = JudgeClient(endpoint)
-        replies = map_concurrently(client.ask, pending, parallel)
-        with closing(replies):
-            for prompt, reply in replies:
-                score, now = parse_rating(reply), time.time()
-                for task in pending[prompt]:
-                    record(task, task.judgment(reply, score, now))
-    judgments = [done[task.key] for task in tasks]
-    others = [line for line in lines if line["model"] not in records]
-    ordered = [*(judgment.as_record() for judgment in judgments), *others]
-    atomic_write(path, "".join(json.dumps(line) + "\n" for line in ordered))
-    return judgments
+    return run_tasks(
+        endpoint,
+        tasks,
+        path,
+        lambda line: (line["model"], line["question_id"], line["turn"]),
+        parallel,
+        progress,
+    )
 
 
 def _tasks(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import JUDGE_PROMPTS, REFERENCE_ANSWERS, fetch
@@ -25,6 +25,9 @@ MAX_TURNS = 2
 #: The score of a judgment without a rating, which FastChat's tables omit.
 NO_RATING = -1
 
+Winner = Literal["A", "B", "tie", "error"]
+_WINNERS: dict[str, Winner] = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
+_Fields = dict[str, str]
 _RATINGS = (re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]"))
 
 
@@ -99,16 +102,42 @@ class JudgePrompts:
         Raises:
             JudgeError: The prompt template is missing or invalid.
         """
-        reference = self.references.get(question.question_id, [])
-        with_reference = question.category in REFERENCE_CATEGORIES and len(reference) >= turn
-        name = "single-math-v1" if with_reference else "single-v1"
-        if turn > 1:
-            name += "-multi-turn"
         # The templates for the second turn number their fields, those for the first do not.
         fields = {"question": question.turns[0], "answer": answers[0]}
+        fields |= {f"answer_{index + 1}": answers[index] for index in range(turn)}
+        return self._fill("single-v1", "single-math-v1", question, turn, fields)
+
+    def fill_pair(
+        self, question: Question, first: Sequence[str], second: Sequence[str], turn: int
+    ) -> Prompt:
+        """Fill the prompt that compares two answers.
+
+        Args:
+            question: The question.
+            first: The answers of assistant A to all turns up to ``turn``.
+            second: The answers of assistant B.
+            turn: The turn to judge, 1 or 2.
+
+        Raises:
+            JudgeError: The prompt template is missing or invalid.
+        """
+        fields = {"question": question.turns[0], "answer_a": first[0], "answer_b": second[0]}
+        for index in range(turn):
+            fields[f"answer_a_{index + 1}"] = first[index]
+            fields[f"answer_b_{index + 1}"] = second[index]
+        return self._fill("pair-v2", "pair-math-v1", question, turn, fields)
+
+    def _fill(
+        self, name: str, name_with_reference: str, question: Question, turn: int, fields: _Fields
+    ) -> Prompt:
+        """Fill one of two templates, with the question's turns and reference answers."""
+        reference = self.references.get(question.question_id, [])
+        with_reference = question.category in REFERENCE_CATEGORIES and len(reference) >= turn
+        name = name_with_reference if with_reference else name
+        if turn > 1:
+            name += "-multi-turn"
         for index in range(turn):
             fields[f"question_{index + 1}"] = question.turns[index]
-            fields[f"answer_{index + 1}"] = answers[index]
             if with_reference:
                 fields[f"ref_answer_{index + 1}"] = reference[index]
         try:
@@ -138,6 +167,21 @@ def parse_rating(judgment: str) -> int | float:
                 return NO_RATING
             return float(text) if "." in text else int(text)
     return NO_RATING
+
+
+def parse_winner(judgment: str) -> Winner:
+    """Return the better of two answers in a judge's reply, as FastChat reads it.
+
+    Args:
+        judgment: The reply.
+
+    Returns:
+        ``"A"``, ``"B"`` or ``"tie"``; ``"error"`` if the reply names none.
+    """
+    for mark, winner in _WINNERS.items():
+        if mark in judgment:
+            return winner
+    return "error"
 
 
 def _rows_by_key(path: Path, key: str) -> dict[Any, dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""Read question files in their published formats.
+"""Read question files: the published formats, and users' own.
 
-:func:`read_questions` is the entry point. It recognizes the format of a row by the row's fields.
+:func:`read_questions` is the entry point. It recognizes the format of a row by the row's fields,
+see :data:`FORMATS`. All rows of a file have the same format.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import keyword
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled.problems import edited_problems, problems
+from eagle_fsd.evaluation.graders import Grader, default_grader
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
 from eagle_fsd.evaluation.scoring import number_value
 
@@ -34,32 +37,63 @@ _DAMAGED = (
 )
 
 
+@dataclass(frozen=True)
+class Format:
+    """A format of the rows of question files.
+
+    Attributes:
+        name: The format's name.
+        example: A row.
+        scored: How answers are scored if no grader is selected.
+        matches: Returns whether a row has this format.
+        parse: Converts a row and its index, which is the id of rows without one.
+    """
+
+    name: str
+    example: str
+    scored: str
+    matches: Callable[[dict[str, Any]], bool]
+    parse: Callable[[dict[str, Any], int], Question]
+
+
 class QuestionError(ValueError):
     """A question file is invalid; the message names the file and the line."""
 
 
-def read_questions(path: str | Path) -> list[Question]:
+def read_questions(path: str | Path, grader: Grader | None = None) -> list[Question]:
     """Read all questions of a file.
 
     Args:
-        path: A file of JSON lines (``.gz``: compressed), a CSV file of MMLU (``.csv``) or the MMLU
-            archive (``.tar``).
+        path: A file of JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a
+            CSV file of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
+        grader: How answers are scored; default: as the format says.
 
     Returns:
         The questions in the file's order.
 
     Raises:
-        QuestionError: The file is damaged or empty, or a row is invalid or of an unknown format.
+        QuestionError: The file is damaged or empty, or a row is invalid, of an unknown format, or
+            of another format than the rows before it.
         OSError: The file cannot be read.
     """
     path = Path(path)
-    readers = {".csv": _csv_rows, ".tar": _archive_rows}
-    rows = readers.get(path.suffix, _json_rows)(path)
+    readers = {".csv": _csv_rows, ".tar": _archive_rows, ".txt": _text_rows}
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    rows = readers.get(suffixes[-1] if suffixes else "", _json_rows)(path)
     questions: dict[int | str, Question] = {}
+    first: Format | None = None
     try:
         for location, row in rows:
             try:
-                question = _parse(row, index=len(questions))
+                found = _find_format(row)
+                question = found.parse(row, len(questions))
+                first = first or found
+                if found is not first:
+                    raise ValueError(
+                        f"the row has the format {found.name!r}, but the rows before it have"
+                        f" {first.name!r}"
+                    )
+                question = grader.apply(question) if grader is not None else question
                 _validate(question, questions)
             except KeyError as error:
                 raise QuestionError(f"{location}: {error.args[0]!r} is missing") from error
@@ -124,8 +158,9 @@ def _validate(question: Question, previous: Collection[int | str]) -> None:
         this, others = (
             ("a string", "integers") if isinstance(key, str) else ("an integer", "strings")
         )
-        raise ValueError(f'"question_id" is {this}, but the ids before it are {others}')
+        raise ValueError(f"question id {key!r} is {this}, but the ids before it are {others}")
     texts = [question.category, str(key), *question.turns]
+    texts += [text for message in question.context for text in message]
     texts += [question.answer or "", question.reference or ""]
     try:
         "".join(texts).encode()
@@ -133,21 +168,76 @@ def _validate(question: Question, previous: Collection[int | str]) -> None:
         raise ValueError("a string contains a lone surrogate") from error
 
 
-def _json_rows(path: Path) -> Iterator[LocatedRow]:
-    """Yield the objects of a file of JSON lines."""
+def _read_text(path: Path) -> str:
+    """Return the text of a file, decompressed if its name ends in ``.gz``."""
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            location = f"{path}, line {number}"
+        return str(file.read())
+
+
+def _text_rows(path: Path) -> Iterator[LocatedRow]:
+    """Yield the lines of a text file as prompts."""
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        location = f"{path}, line {number}"
+        if line.lstrip().startswith("{") and _is_json(line):
+            raise QuestionError(f"{location}: a JSON object; rename the file to .jsonl")
+        if line.strip():
+            yield location, {"prompt": line}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json_rows(path: Path) -> Iterator[LocatedRow]:
+    """Yield the objects of a file of JSON lines, or of a JSON array."""
+    text = _read_text(path)
+    values = _array_values if text.lstrip().startswith("[") else _line_values
+    for number, row in values(text, path):
+        location = f"{path}, line {number}"
+        if not isinstance(row, dict):
+            raise QuestionError(f"{location}: not a JSON object")
+        yield location, row
+
+
+def _line_values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of every line that is not blank."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
             try:
-                row = json.loads(line)
+                yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise QuestionError(f"{location}: not JSON") from error
-            if not isinstance(row, dict):
-                raise QuestionError(f"{location}: not a JSON object")
-            yield location, row
+                raise QuestionError(
+                    f"{path}, line {number}: not JSON; if every line is a prompt, rename the file"
+                    " to .txt"
+                ) from error
+
+
+def _array_values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield every item of a JSON array and the number of the line on which it begins."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise QuestionError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise QuestionError(f"{path}, line 1: not JSON") from error
+    decoder, line = json.JSONDecoder(), 1
+    start, end = 0, text.index("[") + 1
+    while True:
+        line += text.count("\n", start, end)
+        start = end
+        while text[end] in " \t\r\n,":
+            end += 1
+        line += text.count("\n", start, end)
+        if text[end] == "]":
+            return
+        start = end
+        value, end = decoder.raw_decode(text, start)
+        yield line, value
 
 
 def _csv_rows(path: Path) -> Iterator[LocatedRow]:
@@ -181,20 +271,16 @@ def _mmlu_rows(file: Iterable[str], path: Path) -> Iterator[LocatedRow]:
         )
 
 
-def _parse(row: dict[str, Any], index: int) -> Question:
-    """Convert a row of any format; ``index`` becomes the id if the format has no ids."""
-    if "turns" in row:
-        return _multi_turn(row)
-    if "entry_point" in row:
-        return _human_eval(row)
-    if isinstance(row.get("question"), dict):
-        return _commonsense_qa(row)
-    if "choices" in row:
-        return _mmlu(row, index)
-    if "question" in row:
-        return _gsm8k(row, index)
+def _find_format(row: dict[str, Any]) -> Format:
+    """Return the format of a row."""
+    for known in FORMATS:
+        if known.matches(row):
+            return known
     names = [name if name.isprintable() else ascii(name) for name in row]
-    raise ValueError("no known format has these fields: " + ", ".join(names)[:200])
+    raise ValueError(
+        f"no known format has these fields: {', '.join(names)[:200]} (see eagle-fsd evaluate"
+        " --formats)"
+    )
 
 
 def _string(row: dict[str, Any], name: str, allow_blank: bool = False) -> str:
@@ -230,7 +316,7 @@ def _check_choices(choices: Any, kind: type, name: str) -> None:
         raise ValueError(f'"choices" must be a list of 2 to {len(LETTERS)} {name}')
 
 
-def _multi_turn(row: dict[str, Any]) -> Question:
+def _multi_turn(row: dict[str, Any], _: int) -> Question:
     """Convert a row of MT-bench or Spec-Bench."""
     turns = row["turns"]
     if (
@@ -249,17 +335,59 @@ def _multi_turn(row: dict[str, Any]) -> Question:
     return Question(_id(row, "question_id"), category, tuple(turns), reference=reference)
 
 
+def _own_question(row: dict[str, Any], index: int, turn: str, **fields: Any) -> Question:
+    """Convert a row of a user's own file; ``fields`` are further fields of the question."""
+    key = _id(row, "id") if row.get("id") is not None else index
+    category = _optional_string(row, "category") or "general"
+    answer = row.get("answer")
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if answer is not None and (not isinstance(answer, str) or not answer.strip()):
+        raise ValueError('"answer" must be a number or a string that is not blank')
+    question = Question(key, category, (turn,), answer=answer, extra=row, **fields)
+    return question if answer is None else default_grader(answer).apply(question)
+
+
+def _prompt(row: dict[str, Any], index: int) -> Question:
+    """Convert a prompt."""
+    return _own_question(row, index, _string(row, "prompt"))
+
+
+def _messages(row: dict[str, Any], index: int) -> Question:
+    """Convert a chat whose last message is answered."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise ValueError('"messages" must be a list of objects')
+    for message in messages:
+        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise ValueError(
+                'each of "messages" must have a "role" (system, user or assistant) and a string'
+                ' "content"'
+            )
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise ValueError(
+            'the last of "messages" must be a user\'s and not blank; the correct answer, if there'
+            ' is one, goes into "answer"'
+        )
+    context = tuple((message["role"], message["content"]) for message in messages[:-1])
+    return _own_question(row, index, messages[-1]["content"], context=context)
+
+
+def _question(row: dict[str, Any], index: int) -> Question:
+    """Convert a question with its correct answer."""
+    if row["answer"] is None:
+        raise ValueError('"answer" must be a number or a string that is not blank')
+    return _own_question(row, index, _string(row, "question"))
+
+
 def _gsm8k(row: dict[str, Any], index: int) -> Question:
     """Convert a row of GSM8K."""
     question, solution = _string(row, "question"), _string(row, "answer")
-    _, marker, number = solution.rpartition("####")
-    number = number.strip().replace(",", "")
+    number = solution.rpartition("####")[2].strip().replace(",", "")
     try:
         number_value(number)
-    except ValueError:
-        number = ""
-    if not marker or not number:
-        raise ValueError('"answer" must end in "#### N" with a number N')
+    except ValueError as error:
+        raise ValueError('"answer" must end in "#### N" with a number N') from error
     turn = (
         f"{question}\nWork it out step by step and end with a line that says #### and then"
         " the number alone."
@@ -267,7 +395,7 @@ def _gsm8k(row: dict[str, Any], index: int) -> Question:
     return Question(index, "gsm8k", (turn,), "number", number, solution)
 
 
-def _commonsense_qa(row: dict[str, Any]) -> Question:
+def _commonsense_qa(row: dict[str, Any], _: int) -> Question:
     """Convert a row of CommonsenseQA."""
     question, listed = row["question"], row["question"]["choices"]
     _check_choices(listed, dict, "objects")
@@ -307,7 +435,7 @@ def _multiple_choice_prompt(stem: str, choices: list[tuple[str, str]]) -> str:
     return f"{stem}\n{lines}\nThink briefly, then end with a line that says Answer: and the letter."
 
 
-def _human_eval(row: dict[str, Any]) -> Question:
+def _human_eval(row: dict[str, Any], _: int) -> Question:
     """Convert a row of HumanEval."""
     prompt, entry_point = _string(row, "prompt"), _string(row, "entry_point")
     if not entry_point.isidentifier() or keyword.iskeyword(entry_point):
@@ -325,3 +453,69 @@ def _human_eval(row: dict[str, Any]) -> Question:
         _optional_string(row, "canonical_solution"),
         {"prompt": prompt, "entry_point": entry_point},
     )
+
+
+#: Roles of messages in users' files.
+ROLES = ("system", "user", "assistant")
+
+_GRADED = "number or exact match, if there is an answer"
+#: The formats of rows; the first one that matches a row applies.
+FORMATS = (
+    Format(
+        "turns (MT-bench, Spec-Bench)",
+        '{"question_id": 1, "turns": ["Name a river.", "And a lake?"], "category": "writing"}',
+        "not scored",
+        lambda row: "turns" in row,
+        _multi_turn,
+    ),
+    Format(
+        "code (HumanEval)",
+        '{"task_id": "t/1", "prompt": "def f(x):", "entry_point": "f", "test": "..."}',
+        "runs the code, with --execute-code",
+        lambda row: "entry_point" in row,
+        _human_eval,
+    ),
+    Format(
+        "prompt",
+        '{"prompt": "Name a river.", "answer": "Rhine"}',
+        _GRADED,
+        lambda row: "prompt" in row,
+        _prompt,
+    ),
+    Format(
+        "messages",
+        '{"messages": [{"role": "user", "content": "Name a river."}]}',
+        _GRADED,
+        lambda row: "messages" in row,
+        _messages,
+    ),
+    Format(
+        "CommonsenseQA",
+        '{"id": "c1", "question": {"stem": "Where is a fish?", "choices": [{"label": "A", "text":'
+        ' "sea"}, {"label": "B", "text": "sky"}]}, "answerKey": "A"}',
+        "letter",
+        lambda row: isinstance(row.get("question"), dict),
+        _commonsense_qa,
+    ),
+    Format(
+        "choices (MMLU)",
+        '{"question": "2 + 2?", "choices": ["3", "4"], "answer": "B", "subject": "math"}',
+        "letter",
+        lambda row: "choices" in row,
+        _mmlu,
+    ),
+    Format(
+        "GSM8K",
+        '{"question": "How many?", "answer": "2 + 2 = 4\\n#### 4"}',
+        "number",
+        lambda row: "question" in row and "####" in str(row.get("answer")),
+        _gsm8k,
+    ),
+    Format(
+        "question",
+        '{"question": "What is the capital of Peru?", "answer": "Lima"}',
+        "number or exact match",
+        lambda row: "question" in row,
+        _question,
+    ),
+)

@@ -12,9 +12,11 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eagle_fsd.evaluation.config import EvaluationRequest
+from eagle_fsd.evaluation.graders import Grader, find_grader
 from eagle_fsd.evaluation.questions.formats import (
     bundled_edits,
     bundled_questions,
@@ -120,6 +122,7 @@ def find_questions(
     count: int | None = None,
     seed: int = 0,
     progress: DownloadProgress | None = None,
+    grader: Grader | None = None,
 ) -> list[Question]:
     """Return the questions of a set or file.
 
@@ -129,6 +132,7 @@ def find_questions(
             :data:`DEFAULT_BUNDLED_COUNT` of a generated set.
         seed: The seed of generated sets; other sets ignore it.
         progress: Reports a download.
+        grader: How answers are scored; default: as the set or the file's format says.
 
     Returns:
         The questions in the set's order.
@@ -139,9 +143,10 @@ def find_questions(
         OSError: The file cannot be read.
     """
     if name in GENERATED_SETS:
-        return GENERATED_SETS[name](count or DEFAULT_BUNDLED_COUNT, seed)
+        found = GENERATED_SETS[name](count or DEFAULT_BUNDLED_COUNT, seed)
+        return [grader.apply(question) for question in found] if grader is not None else found
     if Path(name).is_file():
-        return balanced_subset(read_questions(name), count)
+        return balanced_subset(read_questions(name, grader), count)
     if name not in SETS:
         if Path(name).is_dir():
             raise QuestionSetError(f"{name!r} is a folder, not a question file")
@@ -149,7 +154,67 @@ def find_questions(
         raise QuestionSetError(
             f"{name!r} is neither a file nor a question set; the sets are {known}"
         )
-    return balanced_subset(read_questions(fetch(SETS[name], progress)), count)
+    return balanced_subset(read_questions(fetch(SETS[name], progress), grader), count)
+
+
+def requested_questions(
+    request: EvaluationRequest, seed: int = 0, progress: DownloadProgress | None = None
+) -> list[Question]:
+    """Return the questions of a request, with its grader, system prompt and worked examples.
+
+    The worked examples are the set's first questions with one turn and an answer. They precede
+    every question as a user's and an assistant's message, and are not asked themselves.
+
+    Args:
+        request: The request.
+        seed: As for :func:`find_questions`.
+        progress: Reports a download.
+
+    Raises:
+        OptionsError: There is no such grader.
+        QuestionSetError: The set is unknown, cannot be downloaded, or has too few questions.
+        QuestionError: The file is invalid.
+        OSError: The file cannot be read.
+    """
+    grader = find_grader(request.grader) if request.grader else None
+    name, shots = request.questions, request.few_shot or 0
+    count = None
+    if name in GENERATED_SETS:
+        count = (request.count or DEFAULT_BUNDLED_COUNT) + shots
+    questions = find_questions(name, count, seed, progress, grader)
+    suitable = [item for item in questions if len(item.turns) == 1 and _solution(item)]
+    examples = suitable[:shots]
+    shown = {item.question_id for item in examples}
+    rest = [item for item in questions if item.question_id not in shown]
+    if len(examples) < shots or not rest:
+        raise QuestionSetError(
+            f"--few-shot {shots} requires {shots + 1} questions, {shots} of them with one turn and"
+            f" an answer that is not code; {name!r} has {len(suitable)}"
+        )
+    system = (("system", request.system),) if request.system else ()
+    pairs = tuple(
+        message
+        for item in examples
+        for message in (("user", item.turns[0]), ("assistant", _solution(item)))
+    )
+    return [
+        _with_context(question, system, pairs) for question in balanced_subset(rest, request.count)
+    ]
+
+
+def _solution(question: Question) -> str:
+    """Return a model answer to a question; an empty string if there is none."""
+    return "" if question.scored_by == "code" else question.reference or question.answer or ""
+
+
+def _with_context(
+    question: Question, system: tuple[tuple[str, str], ...], examples: tuple[tuple[str, str], ...]
+) -> Question:
+    """Insert examples, and a system prompt unless the question has its own."""
+    own = question.context
+    if own and own[0][0] == "system":
+        system, own = own[:1], own[1:]
+    return replace(question, context=(*system, *examples, *own))
 
 
 def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:

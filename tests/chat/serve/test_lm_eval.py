@@ -2,101 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
-from processes import COMPLETIONS, NAME, TIMEOUT, Servers
+from harness import (
+    Samples,
+    check_answers,
+    check_choices,
+    check_perplexity,
+    requires_harness,
+    run_harness,
+)
+from processes import COMPLETIONS, NAME, Servers
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_TARGET
 
-#: Where ``make slow`` installs the harness and what it needs besides the other packages.
-LM_EVAL = Path(sys.prefix) / "lm-eval"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("servers"),
-    pytest.mark.skipif(not LM_EVAL.exists(), reason="lm-eval is not installed; see make slow"),
-]
-
-#: The samples of each task, as the harness logs them: numbers and flags are strings.
-Samples = dict[str, list[dict[str, Any]]]
-QUESTIONS = [
-    "Mia has 8 apples. Then",
-    "At the museum, Mia buys 4 boxes",
-    "There are 5 boxes. First,",
-    "Then she gives",
-]
-ANSWER_LENGTH = 24
-STOP = "."
-TASKS: dict[str, dict[str, Any]] = {
-    "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "question",
-        "doc_to_choice": "choices",
-        "doc_to_target": 0,
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    },
-    "perplexity": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "question",
-        "metric_list": [{"metric": "word_perplexity"}],
-    },
-    "answers": {
-        "output_type": "generate_until",
-        "doc_to_text": "question",
-        "doc_to_target": "question",
-        "generation_kwargs": {
-            "until": [STOP],
-            "max_gen_toks": ANSWER_LENGTH,
-            "temperature": 0,
-            "fsd": {"threshold": 0.0},
-        },
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
-
-
-def greedy_answer(model: EagleFSD, question: str) -> str:
-    ids = model.tokenizer(question, return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=ANSWER_LENGTH, threshold=0.0).sequences
-    text: str = model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return text
-
-
-def score(model: EagleFSD, ids: list[int], start: int) -> tuple[float, bool]:
-    """Return the log-likelihood of ``ids[start:]``, and whether they are the greedy answer."""
-    with torch.no_grad():
-        log_probs = model.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    rows, tokens = log_probs[start - 1 :], torch.tensor(ids[start:])
-    total = float(rows.gather(1, tokens[:, None]).sum())
-    return total, bool((rows.argmax(-1) == tokens).all())
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers"), requires_harness]
 
 
 @pytest.fixture(scope="module")
 def samples(servers: Servers, model: EagleFSD, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Run the harness on local files, without a network; return each task's samples."""
-    folder = tmp_path_factory.mktemp("lm-eval")
-    documents = [
-        {"question": text, "choices": [greedy_answer(model, text)[:20], " 7 pears", "?"]}
-        for text in QUESTIONS
-    ]
-    data = folder / "documents.jsonl"
-    data.write_text("".join(json.dumps(item) + "\n" for item in documents), encoding="utf-8")
-    for name, task in TASKS.items():
-        files = {"data_files": {"test": str(data)}}
-        common = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
-        content = yaml.safe_dump({"task": name, **common, **task})
-        (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
     options = {
         "model": NAME,
         "base_url": servers.url(COMPLETIONS),
@@ -105,53 +31,19 @@ def samples(servers: Servers, model: EagleFSD, tmp_path_factory: pytest.TempPath
         "num_concurrent": 2,
         "max_retries": 1,
     }
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
-    command += ["--model_args", ",".join(f"{name}={value}" for name, value in options.items())]
-    command += ["--tasks", ",".join(TASKS), "--include_path", str(folder), "--batch_size", "3"]
-    command += ["--log_samples", "--output_path", str(folder / "results")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(LM_EVAL),
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    run = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT * 3
-    )
-    assert run.returncode == 0, run.stderr[-5000:]
-    found = {}
-    for name in TASKS:
-        (file,) = (folder / "results").rglob(f"samples_{name}_*.jsonl")
-        found[name] = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(found[name]) == len(QUESTIONS)
-    return found
+    program = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
+    program += ["--model_args", ",".join(f"{name}={value}" for name, value in options.items())]
+    folder = tmp_path_factory.mktemp("lm-eval")
+    return run_harness(program, folder, model, ["--batch_size", "3"])[0]
 
 
 def test_choices_have_the_targets_log_likelihoods(samples: Samples, model: EagleFSD) -> None:
-    """Also the flags of greedy answers, some of which are set."""
-    flags = set()
-    for sample in samples["choices"]:
-        requests = sample["arguments"].values()
-        for request, ((found, flag),) in zip(requests, sample["resps"], strict=True):
-            context, choice = request["arg_0"], request["arg_1"]
-            start = len(model.tokenizer(context).input_ids)
-            expected, greedy = score(model, model.tokenizer(context + choice).input_ids, start)
-            assert float(found) == pytest.approx(expected, abs=1e-4)
-            assert flag == str(greedy)
-            flags.add(flag)
-    assert flags == {"False", "True"}
+    check_choices(samples, model)
 
 
 def test_log_likelihoods_of_whole_texts_are_the_targets(samples: Samples, model: EagleFSD) -> None:
-    for sample in samples["perplexity"]:
-        ids = model.tokenizer(sample["doc"]["question"]).input_ids
-        expected, _ = score(model, [model.tokenizer.bos_token_id, *ids], 1)
-        ((found,),) = sample["resps"]
-        assert float(found) == pytest.approx(expected, abs=1e-4)
+    check_perplexity(samples, model)
 
 
 def test_generated_answers_are_the_targets(samples: Samples, model: EagleFSD) -> None:
-    for sample in samples["answers"]:
-        answer = greedy_answer(model, sample["doc"]["question"])
-        assert sample["resps"] == [[answer.partition(STOP)[0]]]
+    check_answers(samples, model)

@@ -1,0 +1,86 @@
+"""``eagle-fsd tune``: find the fastest draft trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from eagle_fsd.cli.console import err, out, print_json, print_table, progress
+from eagle_fsd.cli.evaluate import Questions
+from eagle_fsd.cli.options import (
+    AcceptanceOptions,
+    Json,
+    SettingsFile,
+    SettingsOptions,
+    given_settings,
+)
+from eagle_fsd.cli.parsing import options
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
+from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+
+#: Options of an evaluation that have no meaning here: nothing is scored.
+UNUSED = (
+    *("questions", "grader", "baseline", "assistant", "execute_code", "unsafe"),
+    *("judge_base_url", "judge_model", "judge_parallel", "judge_mode"),
+)
+
+if TYPE_CHECKING:
+    from eagle_fsd.evaluation.tuning.tune import Tuning
+
+
+def tune(
+    questions: Questions = "bundled",
+    /,
+    *,
+    install: Annotated[
+        bool, Parameter(help="Write fsd.json beside the head, where every command reads it.")
+    ] = False,
+    as_json: Json = False,
+    request: Annotated[
+        EvaluationRequest, options("Evaluation", exclude=UNUSED)
+    ] = EvaluationRequest(),
+    file: SettingsOptions = SettingsFile(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    config: Annotated[
+        EvaluationConfig, options("Decoding", exclude=("samples", "seeds"))
+    ] = EvaluationConfig(),
+) -> None:
+    """Find the fastest draft trees for this pair on this machine; write them to fsd.json.
+
+    One tree is for lossless decoding, the other for the acceptance settings of the pair or of the
+    command line. Calibrate again afterwards: a bound on the loss holds for one tree only.
+
+    Args:
+        questions: The question set that the prompts come from.
+        install: Also write ``fsd.json`` beside the head.
+        as_json: Print the result as JSON.
+        request: What is tuned, and where the results go.
+        file: An ``fsd.json`` file.
+        acceptance: What verification accepts.
+        config: How answers are decoded.
+    """
+    from eagle_fsd.evaluation.tuning.tune import tune as run
+
+    request = request.model_copy(update={"questions": questions})
+
+    def show(tuning: Tuning) -> None:
+        if as_json:
+            print_json(tuning.as_dict())
+            return
+        for headers, cells in tuning.tables():
+            print_table(headers, cells)
+            out.print()
+        for sentence in tuning.conclusions():
+            out.print(sentence, soft_wrap=True)
+        state = "The result is" if tuning.complete else "Interrupted; what was measured is"
+        err.print(f"{state} in {request.output_folder('tune')}.", style="dim", soft_wrap=True)
+
+    run(
+        request,
+        config,
+        settings=given_settings(file.settings, TreeConfig(), acceptance),
+        install=install,
+        progress=progress,
+        on_result=show,
+    )

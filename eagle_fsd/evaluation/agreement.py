@@ -1,0 +1,368 @@
+"""Compare answers with exact decoding's without references: what changed, where, and at what price.
+
+:func:`agreement` and :func:`regret_summary` summarize one method for its row of a report.
+:func:`compare_answers` prepares the changed answers to be shown side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.statistics import Mean
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+
+#: Length of the token sequences whose repetition is counted.
+REPEATED_TOKENS = 4
+#: Maximum number of changed answers that a report shows.
+MAX_SHOWN_ANSWERS = 20
+
+
+def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
+    """Compare a method's answers with exact decoding's, token by token.
+
+    Only greedy answers are meant to agree: sampled ones differ even if both methods are lossless.
+
+    Args:
+        exact: The answers of exact decoding.
+        other: The method's answers; answers to other questions are ignored.
+
+    Returns:
+        ``answers`` (number of compared answers) and ``identical``; ``changed_limit``, an upper 95%
+        confidence limit on the share of changed answers (Clopper and Pearson's, one-sided);
+        ``first_difference``, the quartiles over changed answers of the tokens before the first
+        difference; ``length_change``, the mean difference in tokens; ``repetition`` and
+        ``repetition_change``, see :func:`repetition`, and the mean difference. The changes also
+        have 95% intervals, ``length_change_interval`` and ``repetition_change_interval``. Values
+        that cannot be computed are None.
+    """
+    by_id = {record["question_id"]: _turns(record) for record in exact}
+    pairs = [
+        (by_id[record["question_id"]], _turns(record))
+        for record in other
+        if any(by_id.get(record["question_id"], ()))
+    ]
+    differences = [_first_difference(*pair) for pair in pairs]
+    found = [item for item in differences if item is not None]
+    count, changed = len(pairs), len(found)
+    limit = stats.binomtest(changed, count, alternative="less") if count else None
+    lengths = Mean.of([sum(map(len, b)) - sum(map(len, a)) for a, b in pairs])
+    before, after = ([repetition(pair[side]) for pair in pairs] for side in (0, 1))
+    repeated = Mean.of([b - a for a, b in zip(before, after, strict=True)])
+    return {
+        "answers": count,
+        "identical": count - changed,
+        "changed_limit": limit and float(limit.proportion_ci(0.95, method="exact").high),
+        "first_difference": np.quantile(found, (0.25, 0.5, 0.75)).tolist() if found else None,
+        "length_change": lengths.value if count else None,
+        "length_change_interval": lengths.interval,
+        "repetition": float(np.mean(after)) if count else None,
+        "repetition_change": repeated.value if count else None,
+        "repetition_change_interval": repeated.interval,
+    }
+
+
+def _turns(record: Record) -> list[list[int]]:
+    turns: list[list[int]] = record["choices"][0]["token_ids"]
+    return turns
+
+
+def _first_difference(
+    first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]
+) -> int | None:
+    """Return the number of equal tokens before the first difference, over all turns."""
+    equal = 0
+    for own, other in zip(first, second, strict=True):
+        for a, b in zip(own, other, strict=False):
+            if a != b:
+                return equal
+            equal += 1
+        if len(own) != len(other):
+            return equal
+    return None
+
+
+def repetition(turns: Sequence[Sequence[int]]) -> float:
+    """Return the share of an answer's 4-grams that occurred before in the same turn.
+
+    This is ``1 - distinct / all``, as "seq-rep-4" in Welleck et al., "Neural Text Generation with
+    Unlikelihood Training" (arXiv 1908.04319).
+
+    Args:
+        turns: The token ids of each turn.
+
+    Returns:
+        The share over all turns; 0 for answers that are too short.
+    """
+    total = distinct = 0
+    for tokens in turns:
+        shifted = (tokens[start:] for start in range(REPEATED_TOKENS))
+        grams = list(zip(*shifted, strict=False))
+        total, distinct = total + len(grams), distinct + len(set(grams))
+    return 1 - distinct / total if total else 0.0
+
+
+def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Summarize the log-probability that fuzzy tokens give up.
+
+    The regret of a token is ``max log p - log p(x)``, with ``p`` the target's distribution before
+    sampling options.
+
+    Args:
+        records: The answers of one method.
+
+    Returns:
+        ``fuzzy_tokens`` (their number), ``mean``, ``p95`` and ``max`` over fuzzy tokens, and
+        ``per_token``, the sum of all regrets divided by the number of all tokens, with its 95%
+        interval (``per_token_interval``); in nats. None without fuzzy tokens.
+    """
+    choices = [choice for record in records for choice in record["choices"]]
+    regrets = np.array([value for choice in choices for value in chain(*choice["regrets"])])
+    if not len(regrets):
+        return None
+    sums = np.array([sum(chain(*choice["regrets"])) for choice in choices])
+    tokens = np.array([sum(choice["new_tokens"]) for choice in choices])
+    per_token = float(sums.sum() / tokens.sum())
+    # The ratio of two sums over answers, linearized.
+    interval = Mean.of(((sums - per_token * tokens) / tokens.mean()).tolist()).interval
+    return {
+        "fuzzy_tokens": len(regrets),
+        "mean": float(regrets.mean()),
+        "p95": float(np.quantile(regrets, 0.95)),
+        "max": float(regrets.max()),
+        "per_token": per_token,
+        "per_token_interval": [per_token + end for end in interval] if interval else None,
+    }
+
+
+def fuzzy_divergences(
+    model: EagleFSD, method: Method, record: Record
+) -> list[list[float | None]] | None:
+    """Decode an answer again to learn the divergence at each of its fuzzy tokens.
+
+    Args:
+        model: The pair.
+        method: The method that gave the answer, greedily.
+        record: The answer.
+
+    Returns:
+        For each turn, the divergences at its fuzzy tokens, by the divergence that the method
+        selects; None at tokens without one. None in total if the answer is not the same again, as
+        with drafters that learn from earlier answers.
+    """
+    choice = record["choices"][0]
+    pair = method.pair_for(model)
+    pair.drafter = model.drafter.fresh().attach(pair.target)
+    found = []
+    for prompt, tokens in zip(choice["prompt_ids"], choice["token_ids"], strict=True):
+        turn: list[float | None] = []
+        emitted: list[int] = []
+        if tokens:
+            ids = torch.tensor([prompt], device=pair.target.device)
+            stream = pair.stream(
+                ids,
+                torch.ones_like(ids),
+                len(tokens),
+                temperature=0.0,
+                rule=method.rule_for(pair),
+                details=0,
+            )
+            for chunk in stream:
+                emitted += chunk.tokens
+                turn += [
+                    detail.divergence
+                    for detail, origin in zip(chunk.details or (), chunk.origins, strict=True)
+                    if origin == Origin.FUZZY
+                ]
+        if emitted != tokens:
+            return None
+        found.append(turn)
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an answer's text.
+
+    Attributes:
+        text: The text.
+        changed: Whether the other answer lacks it.
+        fuzzy: Whether it is a fuzzy token.
+        regret: Log-probability that the fuzzy token gave up, in nats.
+        divergence: Divergence between target and draft at the fuzzy token.
+    """
+
+    text: str
+    changed: bool = False
+    fuzzy: bool = False
+    regret: float | None = None
+    divergence: float | None = None
+
+
+def compare_answers(
+    model: EagleFSD,
+    method: Method,
+    questions: Sequence[Question],
+    records: Mapping[str, Sequence[Record]],
+    scores: Mapping[str, Mapping[int | str, bool]],
+    greedy: bool = True,
+    decoded: int = MAX_SHOWN_ANSWERS,
+) -> dict[str, Any]:
+    """Prepare the changed answers of a method for a report.
+
+    Answers that became wrong come first, then those that became right, then the others, each group
+    by decreasing regret.
+
+    Args:
+        model: The pair.
+        method: The method to compare with exact decoding.
+        questions: The questions.
+        records: The answers by method.
+        scores: Whether each answer is correct, by method and question.
+        greedy: Whether the answers were decoded greedily; divergences are known only then.
+        decoded: Maximum number of answers that are decoded again for the divergences of their fuzzy
+            tokens, those shown first.
+
+    Returns:
+        JSON values: ``method`` (its name); ``changed``, the number of changed answers; ``answers``,
+        the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``, ``turns``
+        (the user's messages), ``outcome`` (``"lost"``, ``"gained"`` or ``"changed"``), and for both
+        methods, as ``exact`` and ``other``, a list of pieces for each turn (see :class:`Piece`;
+        values that equal their default are omitted); ``tokens``, the divergence and regret of the
+        fuzzy tokens of the answers that were decoded again.
+    """
+    exact = {record["question_id"]: record for record in records["exact"]}
+    by_id = {question.question_id: question for question in questions}
+    pairs = [
+        (exact[record["question_id"]], record)
+        for record in records[method.name]
+        if record["question_id"] in exact
+    ]
+    changed = [pair for pair in pairs if _turns(pair[0]) != _turns(pair[1])]
+    unchanged = [pair for pair in pairs if _turns(pair[0]) == _turns(pair[1])]
+
+    def outcome(record: Record) -> str:
+        key = record["question_id"]
+        before, after = (scores.get(name, {}).get(key) for name in ("exact", method.name))
+        if before is None or after is None or before == after:
+            return "changed"
+        return "gained" if after else "lost"
+
+    def regret(record: Record) -> float:
+        return sum(chain(*record["choices"][0]["regrets"]))
+
+    ranks = ["lost", "gained", "changed"]
+    changed.sort(key=lambda pair: (ranks.index(outcome(pair[1])), -regret(pair[1])))
+    divergences = {
+        record["question_id"]: fuzzy_divergences(model, method, record)
+        for _, record in [*changed, *unchanged][: decoded if greedy else 0]
+    }
+    answers = []
+    for before, after in changed[:MAX_SHOWN_ANSWERS]:
+        key = after["question_id"]
+        left, right = _pieces(model.tokenizer, before, after, divergences.get(key))
+        answers.append(
+            {
+                "question_id": key,
+                "category": by_id[key].category,
+                "turns": list(by_id[key].turns),
+                "outcome": outcome(after),
+                "exact": left,
+                "other": right,
+            }
+        )
+    tokens = []
+    for _, record in pairs:
+        known = divergences.get(record["question_id"])
+        if known is not None:
+            regrets = chain(*record["choices"][0]["regrets"])
+            tokens += list(zip(chain(*known), regrets, strict=True))
+    return {
+        "method": method.name,
+        "changed": len(changed),
+        "answers": answers,
+        "tokens": [list(item) for item in tokens if item[0] is not None],
+    }
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    before: Record,
+    after: Record,
+    divergences: Sequence[Sequence[float | None]] | None,
+) -> tuple[list[list[dict[str, Any]]], list[list[dict[str, Any]]]]:
+    """Return the pieces of both answers, per turn, as JSON values without defaults."""
+    left, right = [], []
+    choice = after["choices"][0]
+    for turn, (own, other) in enumerate(zip(_turns(before), _turns(after), strict=True)):
+        regrets = choice["regrets"][turn]
+        known = divergences[turn] if divergences is not None else [None] * len(regrets)
+        places = [at for at, item in enumerate(choice["origins"][turn]) if item == Origin.FUZZY]
+        fuzzy = dict(zip(places, zip(regrets, known, strict=True), strict=True))
+        is_changed = [[True] * len(own), [True] * len(other)]
+        for a, b, size in SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks():
+            is_changed[0][a : a + size] = is_changed[1][b : b + size] = [False] * size
+        left.append(_merge(_answer_pieces(tokenizer, own, is_changed[0], {})))
+        right.append(_merge(_answer_pieces(tokenizer, other, is_changed[1], fuzzy)))
+    return left, right
+
+
+def _answer_pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    is_changed: Sequence[bool],
+    fuzzy: Mapping[int, tuple[float, float | None]],
+) -> list[Piece]:
+    """Return a piece per token; special tokens have no text unless they are changed or fuzzy.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        tokens: Token ids.
+        is_changed: Whether the other answer lacks each token.
+        fuzzy: Regret and divergence of the fuzzy tokens, by position.
+    """
+    detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.is_fast else None
+    special = set(tokenizer.all_special_ids)
+    pieces = []
+    for at, token in enumerate(tokens):
+        marked = is_changed[at] or at in fuzzy
+        if token in special:
+            text = str(tokenizer.decode([token])) if marked else ""
+        elif detokenizer is not None:
+            text = detokenizer.step(token)
+        else:
+            text = str(tokenizer.decode([token]))
+        regret, divergence = fuzzy.get(at, (None, None))
+        pieces.append(Piece(text, is_changed[at], at in fuzzy, regret, divergence))
+    return pieces
+
+
+def _merge(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Join neighbors that differ in their text only, and return JSON values without defaults."""
+    merged = []
+    for (fuzzy, changed), group in groupby(pieces, key=lambda piece: (piece.fuzzy, piece.changed)):
+        items = list(group)
+        if not fuzzy:
+            items = [Piece("".join(item.text for item in items), changed)]
+        for item in items:
+            values = {
+                name: value
+                for name, value in asdict(item).items()
+                if value is not None and value is not False
+            }
+            if item.text:
+                merged.append(values)
+    return merged

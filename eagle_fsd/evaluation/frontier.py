@@ -1,0 +1,154 @@
+"""Speed and quality of a report's methods as points with intervals, and their Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from eagle_fsd.evaluation.analysis import comparable_rows, quality
+from eagle_fsd.evaluation.statistics import Interval, loss_bound
+from eagle_fsd.evaluation.tables import Row
+
+#: One-sided confidence of each limit of a 95% interval.
+ONE_SIDED = 0.975
+#: How far intervals extend the range of a plot, as a fraction of the range of the points.
+MAX_EXTENSION = 0.3
+#: Part of the qualities below the best one that a plot shows in any case: nats per token without
+#: accuracies, percentage points with them.
+VISIBLE_LOSS = (0.1, 6.0)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Speed and quality of a method.
+
+    The intervals (95%) compare with exact decoding on the same questions, so that the difficulty of
+    the questions is no part of them. Exact decoding itself has none.
+
+    Attributes:
+        row: The method's row of the report.
+        speed: Tokens per second.
+        speed_interval: Interval of the speed.
+        quality: Accuracy in percent, or log-probability under the target in nats per token.
+        quality_interval: Interval of the quality.
+    """
+
+    row: Row
+    speed: float
+    speed_interval: Interval
+    quality: float
+    quality_interval: Interval
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return str(self.row["method"])
+
+    def dominates(self, other: Point) -> bool:
+        """Return whether this method is clearly better than another one.
+
+        It must be at least as fast and as good, and faster or better beyond both intervals.
+
+        Args:
+            other: The other method.
+        """
+        return (
+            self.speed >= other.speed
+            and self.quality >= other.quality
+            and (
+                self.speed_interval[0] > other.speed_interval[1]
+                or self.quality_interval[0] > other.quality_interval[1]
+            )
+        )
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Return the methods whose speed and quality can be compared with exact decoding's.
+
+    Speeds are comparable within a session only: a method's ratio to exact decoding is multiplied
+    by exact decoding's overall speed.
+
+    Args:
+        rows: Rows of a report.
+
+    Returns:
+        A point per method, in the order of the rows; none without exact decoding.
+    """
+    known = comparable_rows(rows)
+    exact = next((row for row in known if row["method"] == "exact"), None)
+    if exact is None:
+        return []
+    pace, scored = exact["tokens_per_second"], exact["accuracy"] is not None
+    found = []
+    for row in known:
+        if scored != (row["accuracy"] is not None):
+            continue
+        ratio = row["speed_over_exact"]
+        low, high = row["speed_over_exact_interval"] or (ratio, ratio)
+        level, interval = _quality(row, exact)
+        found.append(Point(row, pace * ratio, (pace * low, pace * high), level, interval))
+    return found
+
+
+def _quality(row: Row, exact: Row) -> tuple[float, Interval]:
+    """Return a method's quality and its interval."""
+    against, scale = row.get("against_exact", {}), 100 if exact["accuracy"] is not None else 1
+    level = scale * quality(exact)
+    if "lost" in against:
+        lost, gained, paired = (against[name] for name in ("lost", "gained", "paired"))
+        level += scale * (gained - lost) / paired
+        low = quality(exact) - loss_bound(lost, gained, paired, ONE_SIDED)
+        high = quality(exact) + loss_bound(gained, lost, paired, ONE_SIDED)
+        return level, (scale * max(0.0, low), scale * min(1.0, high))
+    change = against.get("log_likelihood_change", 0.0)
+    low, high = against.get("log_likelihood_change_interval") or (change, change)
+    return level + change, (level + low, level + high)
+
+
+def pareto_front(candidates: Sequence[Point]) -> list[Point]:
+    """Select the methods that no other method clearly beats.
+
+    Args:
+        candidates: The methods.
+
+    Returns:
+        The methods that no other one dominates, see :meth:`Point.dominates`; slowest first.
+    """
+    front = [item for item in candidates if not any(other.dominates(item) for other in candidates)]
+    return sorted(front, key=lambda item: (item.speed, -item.quality))
+
+
+def speed_range(found: Sequence[Point]) -> Interval:
+    """Return the range of speeds that a plot shows.
+
+    Args:
+        found: The methods, at least one. Their intervals are shown as far as they extend the range
+            of the speeds by at most :data:`MAX_EXTENSION`.
+    """
+    low, high = (limit(point.speed for point in found) for limit in (min, max))
+    room = MAX_EXTENSION * ((high - low) or high)
+    least = min(point.speed_interval[0] for point in found)
+    most = max(point.speed_interval[1] for point in found)
+    low, high = max(least, low - room), min(most, high + room)
+    room = 0.04 * (high - low) or 0.1 * high
+    return low - room, high + room
+
+
+def quality_range(found: Sequence[Point]) -> Interval:
+    """Return the range of qualities that a plot shows.
+
+    A few settings may be so bad that they would compress the rest: the range reaches down to
+    :data:`VISIBLE_LOSS` below the best method, or to the median method if that is worse.
+
+    Args:
+        found: The methods, at least one.
+    """
+    scored = found[0].row["accuracy"] is not None
+    best = max(point.quality for point in found)
+    high = max(point.quality_interval[1] for point in found if point.quality == best)
+    least = min(point.quality_interval[0] for point in found)
+    middle = median(point.quality_interval[0] for point in found)
+    low = max(least, min(best - VISIBLE_LOSS[scored], middle))
+    room = 0.06 * ((high - low) or 0.1 * VISIBLE_LOSS[scored])
+    return low - room, high + room

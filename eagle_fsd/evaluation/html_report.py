@@ -1,0 +1,116 @@
+"""Format a report as a self-contained web page, ``report.html``, from ``report.html.jinja``.
+
+The page loads nothing and runs no scripts. All text is escaped; control characters are replaced.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from eagle_fsd.evaluation.curve import curve_svg
+from eagle_fsd.evaluation.frontier import points
+from eagle_fsd.evaluation.markdown_report import OUTCOMES
+from eagle_fsd.evaluation.methods import BASELINES
+from eagle_fsd.evaluation.tables import footnote, tables
+from eagle_fsd.evaluation.verdict import main_row, method_text, verdict
+from eagle_fsd.utils.text import escape_control_chars
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+#: Sizes of the curve in pixels, on wide and narrow pages.
+CURVE_SIZES = {"wide": (860, 380), "narrow": (360, 330)}
+#: Number of methods above which the curve omits the baselines, which are much slower.
+MAX_WITH_BASELINES = 5
+
+
+def html_text(report: dict[str, Any]) -> str:
+    """Format a report as a web page.
+
+    Args:
+        report: The report.
+
+    Returns:
+        The page: verdict, curve, tables, changed answers, settings and provenance.
+    """
+    row, sentence = main_row(report), verdict(report)
+    found = points(report["rows"])
+    if len(found) > MAX_WITH_BASELINES:
+        found = [point for point in found if point.name not in BASELINES]
+    main = row["method"] if row is not None else None
+    return _template().render(
+        about=report["about"],
+        verdict=sentence,
+        conclusions=[item for item in report.get("conclusions", []) if item != sentence],
+        curves={name: curve_svg(found, main, *size) for name, size in CURVE_SIZES.items() if found},
+        scored=bool(found) and found[0].row["accuracy"] is not None,
+        main=main,
+        tables=[*report.get("tables", []), *tables(report)],
+        comparison=report.get("comparison"),
+        outcomes=OUTCOMES,
+        settings=_settings(report, row),
+        provenance=_provenance(report),
+        footnote=footnote(report),
+        written=report["written"],
+    )
+
+
+def _settings(report: dict[str, Any], row: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of the main method and of the run, by name."""
+    own = (row or {}).get("settings") or {}
+    run = {name: value for name, value in report["about"].items() if value is not None}
+    first = {"decoding": method_text(row)} if row is not None else {}
+    return {**first, **{name: own[name] for name in own if own[name] is not None}, **run}
+
+
+def _provenance(report: dict[str, Any]) -> dict[str, Any]:
+    """Return where and with what the answers were decoded, by name."""
+    environment = report["environment"]
+    return {
+        "date": environment["date"],
+        **environment["machine"],
+        "device": report["device"],
+        "dtype": str(report["dtype"]).removeprefix("torch."),
+        "python": environment["python"],
+        **environment["versions"],
+        "revision": environment["revision"] or "unknown",
+        "sessions": len(report["sessions"]),
+    }
+
+
+@cache
+def _template() -> Template:
+    """Load the page's template."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: escape_control_chars(value) if type(value) is str else value,
+    )
+    environment.filters["tip"] = _tip
+    environment.filters["price"] = _price
+    environment.filters["visible"] = _visible
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _tip(piece: dict[str, Any]) -> str:
+    """Describe a fuzzy token."""
+    text = f"fuzzy token, gave up {piece['regret']:.3g} nats"
+    if piece.get("divergence") is not None:
+        text += f", divergence {piece['divergence']:.3g}"
+    return text
+
+
+def _price(pieces: list[dict[str, Any]]) -> str:
+    """Count the fuzzy tokens of an answer, and sum what they gave up."""
+    regrets = [piece["regret"] for piece in pieces if piece.get("fuzzy")]
+    plural = "" if len(regrets) == 1 else "s"
+    return f": {len(regrets)} fuzzy token{plural}, {sum(regrets):.2f} nats" if regrets else ""
+
+
+def _visible(text: str) -> str:
+    """Make a token of spaces and newlines visible."""
+    return text if text.strip() else text.replace(" ", "\u2423").replace("\n", "\u21b5\n")

@@ -1,0 +1,304 @@
+"""The model ``eagle-fsd`` of lm-evaluation-harness; importing this module registers it.
+
+The harness (https://github.com/EleutherAI/lm-evaluation-harness) discovers no entry points of other
+packages, so :func:`run_harness` imports its command line after the registration.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.model.config import (
+    AcceptanceConfig,
+    PairOptions,
+    SamplingConfig,
+    TreeConfig,
+    settings_dict,
+)
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.utils.chat_templates import FastChatTemplate
+from eagle_fsd.utils.options import OptionsError
+
+#: Name of the model in the harness.
+NAME = "eagle-fsd"
+#: The tree's ``top_k`` in model arguments; ``top_k`` alone is an option of sampling.
+TREE_TOP_K = "tree_top_k"
+#: The device that the harness passes unless ``--device`` is given, also where there is no GPU.
+HARNESS_DEVICE = "cuda:0"
+#: Model arguments of the harness's ``hf`` that apply to a loaded model.
+HARNESS_OPTIONS = (
+    *("add_bos_token", "prefix_token_id", "truncation", "logits_cache", "softmax_dtype"),
+    *("think_end_token", "enable_thinking", "chat_template_args"),
+)
+
+log = logging.getLogger(f"lm_eval.models.{NAME}")  # the harness prints messages of its loggers
+
+
+class StopAtStrings(StoppingCriteria):
+    """End an answer at the token that completes one of several strings.
+
+    Unlike Hugging Face's ``StopStringCriteria``, a string that begins in the prompt does not count.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        strings: The strings.
+        prompt_length: Number of tokens before the answer, padding included.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int
+    ) -> None:
+        self.tokenizer, self.strings, self.prompt_length = tokenizer, strings, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
+        """Return whether each row has ended: ``[B]`` bool.
+
+        Args:
+            input_ids: ``[B, S]`` tokens so far.
+            scores: Not used.
+            **kwargs: Not used.
+        """
+        texts = self.tokenizer.batch_decode(
+            input_ids[:, self.prompt_length :], skip_special_tokens=True
+        )
+        ended = [any(item in text for item in self.strings) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+@register_model(NAME)
+class EagleFSDModel(HFLM):  # type: ignore[misc]
+    """A target and a drafter as a model of lm-evaluation-harness.
+
+    Log-likelihoods are computed by the harness's model ``hf``, from which this class inherits.
+    Answers are decoded with draft trees.
+
+    Args:
+        batch_size: Requests per batch, or ``auto``.
+        max_batch_size: Maximum number of requests per batch with ``batch_size="auto"``.
+        max_length: Maximum number of tokens of a prompt and its answer. Default: the target's
+            context length.
+        method: ``"fsd"``, or ``"ar"`` for plain decoding.
+        settings: An ``fsd.json`` file. Default: ``fsd.json`` beside the drafter.
+        pretrained: Another name of ``target``, after which the harness names a folder of results.
+        **options: Fields of :class:`PairOptions`, of :class:`TreeConfig` (with ``tree_top_k`` for
+            its ``top_k``) and of :class:`AcceptanceConfig`; and of ``hf``:
+            :data:`HARNESS_OPTIONS`. The end tokens and stop strings of a ``chat_template`` from
+            FastChat end every answer.
+
+    Raises:
+        OptionsError: An option is unknown, of the wrong type, or out of its bounds.
+        ValueError: See :meth:`EagleFSD.from_pretrained`.
+
+    Attributes:
+        pair: The target and the drafter.
+        stats: Statistics of all answers so far.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | str = 1,
+        max_batch_size: int = 64,
+        max_length: int | None = None,
+        method: str = "fsd",
+        settings: str | None = None,
+        pretrained: str | None = None,
+        **options: Any,
+    ) -> None:
+        harness = _take(options, HARNESS_OPTIONS)
+        tree = _take(options, TreeConfig.model_fields.keys() - {"top_k"})
+        if TREE_TOP_K in options:
+            tree["top_k"] = options.pop(TREE_TOP_K)
+        acceptance = _take(options, AcceptanceConfig.model_fields)
+        if options.get("device") == HARNESS_DEVICE:  # None is the first GPU, or else the CPU
+            del options["device"]
+        loaded = PairOptions.from_dict({"target": pretrained, **options})
+        self.pair = EagleFSD.from_pretrained(
+            loaded.target,
+            loaded.drafter,
+            dtype=loaded.dtype,
+            device_map=loaded.device,
+            settings=settings,
+        )
+        self.pair.tree = self.pair.tree.updated(**tree)
+        self.pair.acceptance = self.pair.acceptance.updated(**acceptance)
+        self.method, self.stats = method, DecodeStats.empty(0)
+        self._template_name, self._template = loaded.chat_template, None
+        if loaded.chat_template is not None:
+            self._template = FastChatTemplate(loaded.chat_template)
+        super().__init__(
+            self.pair.model,
+            tokenizer=self.pair.tokenizer,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            max_length=max_length or self.pair.target.context_length,
+            **harness,
+        )
+        self.pretrained = loaded.target or str(BUNDLED_TARGET)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answer prompts.
+
+        Args:
+            requests: Prompts with generation arguments: ``until`` (stop strings), ``max_gen_toks``,
+                ``do_sample``, fields of :class:`SamplingConfig`, and ``fsd``, a dictionary of
+                acceptance options that override the model's.
+            disable_tqdm: Whether to hide the progress bar.
+
+        Returns:
+            The answers, each up to its first stop string.
+
+        Raises:
+            OptionsError: A generation argument is not supported.
+        """
+        answers: list[str] = super().generate_until(requests, disable_tqdm)
+        for stop in self._template.stop if self._template else ():
+            answers = [answer.split(stop)[0] for answer in answers]
+        stats = self.stats
+        log.info(
+            "%d tokens, tau %.2f, %.1f tokens/s", stats.tokens, stats.tau, stats.tokens_per_second
+        )
+        return answers
+
+    def _model_generate(
+        self,
+        context: Tensor,
+        max_length: int,
+        stop: Sequence[str],
+        attention_mask: Tensor,
+        **generation_kwargs: Any,
+    ) -> Tensor:
+        """Decode a batch; the harness calls this, and cuts the answers at the stop strings."""
+        pair, length = self.pair, context.shape[1]
+        fsd = generation_kwargs.pop("fsd", {})
+        eos = pair.eos_token_ids
+        strings = set(stop) - {self.tok_decode(self.eot_token_id, skip_special_tokens=False), ""}
+        if self._template is not None:
+            eos = [*eos, *self._template.stop_token_ids]
+            strings |= set(self._template.stop)
+        out = pair.generate(
+            context.cpu(),  # the stopping criteria read it after every token
+            attention_mask.cpu(),
+            max_length - length,
+            sampling=_sampling(generation_kwargs),
+            acceptance=pair.acceptance.updated(**fsd),
+            method=self.method,
+            eos_token_id=eos,
+            stopping_criteria=[StopAtStrings(pair.tokenizer, sorted(strings), length)]
+            if strings
+            else [],
+        )
+        self.stats = _sum(self.stats, out.stats)
+        return out.sequences
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the chat template, which the harness writes to its results.
+
+        Args:
+            chat_template: Name of one of the tokenizer's templates; True selects its default.
+        """
+        if self._template is None:
+            template: str | None = super().chat_template(chat_template)
+            return template
+        return f"FastChat's {self._template_name}"
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Format a chat.
+
+        Args:
+            chat_history: The messages.
+            add_generation_prompt: Whether to end with the beginning of an assistant message;
+                otherwise, the text ends within the last message, which the target continues.
+        """
+        if self._template is None:
+            text: str = super().apply_chat_template(chat_history, add_generation_prompt)
+            return text
+        text = self._template.render(chat_history, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        return text[: text.rindex(last) + len(last)]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the harness writes to its results: settings, and statistics of answers."""
+        stats = self.stats.as_dict()
+        del stats["accepted"]
+        settings = settings_dict(self.pair.tree, self.pair.acceptance)
+        own = {"method": self.method, "settings": settings, "stats": stats}
+        return {**super().get_model_info(), "eagle_fsd": own}
+
+
+def run_harness(arguments: Sequence[str]) -> None:
+    """Run the harness's command line with the model :data:`NAME`.
+
+    Args:
+        arguments: Its arguments. ``--model eagle-fsd`` is added, except to its commands ``ls`` and
+            ``validate``.
+
+    Raises:
+        SystemExit: The arguments are invalid.
+    """
+    logging.getLogger("lm_eval.models.huggingface").addFilter(_is_relevant)
+    words = list(arguments)
+    if words[:1] == ["run"]:
+        del words[0]
+    if words and words[0] not in ("ls", "validate"):
+        words = ["run", "--model", NAME, *words]
+    before, sys.argv = sys.argv, ["lm-eval", *(words or ["run"])]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Whether a message of ``hf`` is not about models that are passed as objects."""
+    return "retrained`" not in record.getMessage()
+
+
+def _take(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Remove some options from a dictionary, and return them."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _sampling(arguments: dict[str, Any]) -> SamplingConfig:
+    """Convert Hugging Face's generation arguments.
+
+    Raises:
+        OptionsError: An argument is not supported.
+    """
+    values = dict(arguments)
+    if (beams := values.pop("num_beams", 1)) != 1:
+        raise OptionsError(
+            f"num_beams must be 1; got {beams} (pass --gen_kwargs num_beams=1 to sample or decode"
+            " greedily)"
+        )
+    sampled = values.pop("do_sample", False)
+    temperature = values.pop("temperature", 1.0)
+    return SamplingConfig.from_dict({**values, "temperature": temperature if sampled else 0.0})
+
+
+def _sum(first: DecodeStats, second: DecodeStats) -> DecodeStats:
+    """Add up the statistics of two calls."""
+    return DecodeStats(
+        first.accepted + second.accepted,
+        first.origins + second.origins,
+        dict(Counter(first.seconds) + Counter(second.seconds)),
+        first.passes + second.passes,
+        first.prefilled + second.prefilled,
+    )

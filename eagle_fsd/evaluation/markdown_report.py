@@ -1,0 +1,88 @@
+"""Format a report as Markdown: ``report.md``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from eagle_fsd.evaluation.tables import footnote, markdown, tables
+from eagle_fsd.evaluation.verdict import verdict
+from eagle_fsd.utils.text import escape_control_chars
+
+#: Maximum number of changed answers.
+MAX_ANSWERS = 5
+#: What became of a changed answer.
+OUTCOMES = {
+    "lost": "right with exact decoding, wrong here",
+    "gained": "wrong with exact decoding, right here",
+    "changed": "changed",
+}
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """Format a report as Markdown.
+
+    Args:
+        report: The report.
+
+    Returns:
+        The verdict, figures, tables, changed answers, and how it was measured.
+    """
+    sentence = verdict(report)
+    others = [item for item in report.get("conclusions", []) if item != sentence]
+    found = [*report.get("tables", []), *tables(report)]
+    parts = [
+        f"# Evaluation on {_escape(report['about']['questions'])}",
+        *([f"**{_escape(sentence)}**"] if sentence else []),
+        *map(_escape, others),
+        *(f"![{name}]({name})" for name in report.get("figures", [])),
+        *(markdown(*table) for table in found),
+        *_changed_answers(report.get("comparison")),
+        footnote(report),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _changed_answers(comparison: dict[str, Any] | None) -> list[str]:
+    """Format the first changed answers, each as a table with exact decoding's at the left."""
+    if not comparison or not comparison["answers"]:
+        return []
+    shown = comparison["answers"][:MAX_ANSWERS]
+    parts = [
+        f"## Changed answers of {comparison['method']}",
+        f"{len(shown)} of {comparison['changed']}; fuzzy tokens are bold.",
+    ]
+    for answer in shown:
+        name = _escape(str(answer["question_id"]))
+        parts.append(f"### Question {name}: {OUTCOMES[answer['outcome']]}")
+        sides = zip(answer["turns"], answer["exact"], answer["other"], strict=True)
+        for turn, exact, other in sides:
+            parts.append("\n".join(f"> {_escape(line)}" for line in turn.splitlines()))
+            cells = [[_cell(exact), _cell(other)]]
+            parts.append(_table(["exact", comparison["method"]], cells))
+    return parts
+
+
+def _table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Format a table whose cells are Markdown."""
+    lines = [headers, ["---"] * len(headers), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(pieces: Sequence[dict[str, Any]]) -> str:
+    """Format an answer as one line of Markdown."""
+    texts = []
+    for piece in pieces:
+        text = _escape(piece["text"])
+        word = text.strip()
+        if piece.get("fuzzy") and word:
+            text = text.replace(word, f"<b>{word}</b>", 1)
+        texts.append(text)
+    return "".join(texts).strip().replace("\n", "<br>")
+
+
+def _escape(text: str) -> str:
+    """Escape control characters and Markdown's punctuation."""
+    text = escape_control_chars(text).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)

@@ -1,0 +1,143 @@
+"""Measure the time of a few steps, and predict that of any tree.
+
+A step over ``N`` nodes, drafted in ``D`` levels of ``K`` nodes, takes ``nodes(N) + draft(K) +
+D * level(K)`` seconds: the target's pass with the rest of the step, and the drafter's passes. The
+first term is measured for several ``N`` and interpolated, the others for every ``K`` with two
+depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
+from eagle_fsd.evaluation.tuning.lengths import capacity
+from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.utils.progress import Progress
+
+#: Children of each node, ``K``.
+WIDTHS = (1, 2, 4, 8)
+#: Nodes of the trees that show the cost of ``N``: all have one level of the largest width.
+NODES = (4, 8, 16, 32, 48, 64)
+#: Nodes of the trees that show the cost of a level, and their two depths.
+LEVEL_NODES, DEPTHS = 16, (14, 46)
+#: Least number of steps and seconds of every measurement, without its first step. Measurements of
+#: equal length are interrupted by other processes equally often, whatever the length of a step.
+STEPS, SECONDS = 5, 0.05
+#: Every measurement is repeated; the median counts.
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of the parts of a step.
+
+    Attributes:
+        nodes: Seconds of a step without drafting, by the number of nodes. One node is plain
+            decoding.
+        draft: Further seconds of drafting, by the number of nodes per level; they do not depend on
+            the number of levels.
+        level: Seconds of each level, by its number of nodes.
+    """
+
+    nodes: Mapping[int, float]
+    draft: Mapping[int, float]
+    level: Mapping[int, float]
+
+    @classmethod
+    def fit(cls, plain: float, measured: Mapping[TreeConfig, float]) -> StepCosts:
+        """Fit the costs to measured steps.
+
+        Args:
+            plain: Seconds of a step of plain decoding.
+            measured: Seconds of a step, for every tree of :func:`measured_trees`.
+        """
+        low, high = DEPTHS
+        by_shape = {(t.total_tokens, t.depth, t.top_k): seconds for t, seconds in measured.items()}
+        level = {
+            width: max(
+                0.0,
+                (by_shape[LEVEL_NODES, high, width] - by_shape[LEVEL_NODES, low, width])
+                / (high - low),
+            )
+            for width in WIDTHS
+        }
+        widest = WIDTHS[-1]
+        nodes = {count: max(plain, by_shape[count, 1, widest] - level[widest]) for count in NODES}
+        draft = {
+            width: by_shape[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
+            for width in WIDTHS
+        }
+        return cls({1: plain, **nodes}, draft, level)
+
+    def seconds(self, tree: TreeConfig) -> float:
+        """Predict the seconds of a step.
+
+        Args:
+            tree: The tree; its ``top_k`` is one of :data:`WIDTHS`.
+        """
+        sizes = sorted(self.nodes)
+        count = capacity(tree)
+        seconds = float(np.interp(count, sizes, [self.nodes[size] for size in sizes]))
+        if count > sizes[-1]:
+            last, before = sizes[-1], sizes[-2]
+            slope = (self.nodes[last] - self.nodes[before]) / (last - before)
+            seconds += max(0.0, slope) * (count - last)
+        return seconds + self.draft[tree.top_k] + tree.depth * self.level[tree.top_k]
+
+
+def measured_trees() -> list[TreeConfig]:
+    """Return the trees whose steps :func:`measure_costs` measures."""
+    shapes = [(nodes, 1, WIDTHS[-1]) for nodes in NODES]
+    shapes += [(LEVEL_NODES, depth, width) for width in WIDTHS for depth in DEPTHS]
+    return [TreeConfig(total_tokens=n, depth=depth, top_k=width) for n, depth, width in shapes]
+
+
+def measure_costs(workload: Workload, progress: Progress) -> StepCosts:
+    """Measure the costs of a step, at the batch size of the workload.
+
+    The measurements rotate, so that changes in the machine's speed affect all of them alike.
+
+    Args:
+        workload: The prompts.
+        progress: Called with the number of measurements so far and the total.
+    """
+    trees = measured_trees()
+    methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
+    seconds: list[list[float]] = [[] for _ in methods]
+    for round_ in range(ROUNDS):
+        for at, method in enumerate(methods):
+            seconds[at].append(step_seconds(workload, method, round_))
+            progress(round_ * len(methods) + at + 1, ROUNDS * len(methods))
+    plain, *others = map(median, seconds)
+    return StepCosts.fit(plain, dict(zip(trees, others, strict=True)))
+
+
+def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
+    """Return the mean seconds of a few steps.
+
+    Args:
+        workload: The prompts.
+        method: The method.
+        prompt: Index of the first prompt.
+    """
+    ids, mask = workload.batch(prompt, workload.config.batch)
+    pair = method.pair_for(workload.pair())
+    room = workload.model.target.context_length - ids.shape[1]
+    decoder = "ar" if method.decoder == "ar" else "fsd"
+    with pair.stream(ids, mask, min(room, 4096), eos_token_id=[], method=decoder) as generation:
+        stats = generation.stats
+        spent: list[float] = []
+        for _ in generation:
+            if stats.passes > len(spent):  # the first row's part of a step
+                parts = (value for phase, value in stats.seconds.items() if phase != "prefill")
+                spent.append(sum(parts))
+            if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
+                break
+    first, last, steps = spent[0], spent[-1], len(spent) - 1
+    return (last - first) / steps if steps else first

@@ -1,0 +1,154 @@
+"""Measure candidates on the same prompts, and drop the slower half after each round.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round doubles the number of
+prompts. Candidates take turns prompt by prompt, or batch by batch, so that changes in the machine's
+speed affect all of them alike; their speeds are compared on the prompts that all of them answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.statistics import Ratio
+from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.progress import Progress
+
+#: Groups of prompts in the first round.
+FIRST_ROUND = 4
+#: Candidates that remain in the last round, apart from those that are always kept.
+FINALISTS = 2
+
+
+@dataclass
+class Runner:
+    """A candidate in a race.
+
+    Attributes:
+        method: The method, with its own tree.
+        workload: The prompts, with the pair that decodes them.
+        timings: Seconds and tokens for each group of prompts so far.
+        steps: Target passes so far.
+    """
+
+    method: Method
+    workload: Workload
+    timings: list[tuple[float, int]] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._pair: EagleFSD = self.workload.pair()
+
+    def warm_up(self) -> None:
+        """Decode one prompt untimed, and forget what the drafter learned from it."""
+        self.answer(0)
+        self.timings.clear()
+        self.steps = 0
+        self._pair = self.workload.pair()
+
+    def answer(self, group: int) -> None:
+        """Decode a group of prompts, timed.
+
+        Args:
+            group: Its index.
+        """
+        size = self.workload.config.batch
+        out, seconds = self.workload.decode(self._pair, self.method, group * size, size)
+        self.timings.append((seconds, sum(map(len, out.tokens))))
+        self.steps += out.stats.steps if out.stats else 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed so far, including the prefill."""
+        seconds, tokens = np.sum(self.timings, axis=0)
+        return float(tokens / seconds)
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per target pass so far; None if the method does not report passes."""
+        tokens = sum(count for _, count in self.timings)
+        return tokens / self.steps if self.steps else None
+
+    def over(self, other: Runner) -> Ratio:
+        """Compare speeds on the prompts that both have answered.
+
+        Args:
+            other: The candidate in the denominator.
+        """
+        shared = min(len(self.timings), len(other.timings))
+        own, theirs = (np.asarray(item.timings[:shared], dtype=float) for item in (self, other))
+        return Ratio.of_speeds(own.reshape(-1, 2), theirs.reshape(-1, 2))
+
+
+def race(
+    runners: Sequence[Runner],
+    progress: Progress,
+    *,
+    keep: Collection[Runner] = (),
+) -> list[Runner]:
+    """Find the fastest candidate.
+
+    Args:
+        runners: The candidates. Their timings are extended.
+        progress: Called with the number of answers so far and the total.
+        keep: Candidates that no round drops, such as plain decoding.
+
+    Returns:
+        The candidates that answered all prompts, fastest first.
+    """
+    total = runners[0].workload.groups
+    kept = [id(runner) for runner in keep]
+    active = list(runners)
+    sizes = round_sizes(len(active) - len(kept), total)
+    work = _answers(len(active), len(kept), sizes)
+    done = 0
+    for runner in active:
+        runner.warm_up()
+    first = 0
+    for size in sizes:
+        for group in range(first, size):
+            turn = group % len(active)
+            for runner in active[turn:] + active[:turn]:
+                runner.answer(group)
+                done += 1
+                progress(done, work)
+        first = size
+        active.sort(key=lambda runner: -runner.tokens_per_second)
+        if size < total:
+            others = [runner for runner in active if id(runner) not in kept]
+            dropped = {id(runner) for runner in others[_survivors(len(others)) :]}
+            active = [runner for runner in active if id(runner) not in dropped]
+    return active
+
+
+def round_sizes(candidates: int, total: int) -> list[int]:
+    """Return the number of groups that have been answered after each round.
+
+    Args:
+        candidates: Number of candidates that may be dropped.
+        total: Number of groups.
+    """
+    sizes = []
+    size = min(FIRST_ROUND, total)
+    while size < total and candidates > FINALISTS:
+        sizes.append(size)
+        size, candidates = min(2 * size, total), _survivors(candidates)
+    return [*sizes, total]
+
+
+def _survivors(candidates: int) -> int:
+    """Return how many candidates a round keeps."""
+    return max(min(FINALISTS, candidates), (candidates + 1) // 2)
+
+
+def _answers(active: int, kept: int, sizes: Sequence[int]) -> int:
+    """Return the number of answers of all rounds."""
+    total, first = 0, 0
+    for size in sizes:
+        total += active * (size - first)
+        active, first = kept + _survivors(active - kept), size
+    return total

@@ -1,0 +1,134 @@
+"""State the result of a report in one sentence, with its bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle_fsd.evaluation.analysis import MARGINS, comparable_rows, is_faster
+from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
+from eagle_fsd.evaluation.tables import Row, tree_text
+
+#: Estimated loss of accuracy up to which a method may be shown where no bound is small enough.
+MAX_SHOWN_LOSS = 0.01
+
+
+def main_row(report: dict[str, Any]) -> Row | None:
+    """Return the method that a report is about.
+
+    This is FSD with the settings of the command line or of ``fsd.json``; where these were not
+    measured, the method that the first of the
+    :func:`~eagle_fsd.evaluation.analysis.conclusions` names; where they name none, the fastest
+    method that is estimated to lose at most one point of accuracy.
+
+    Args:
+        report: The report.
+
+    Returns:
+        The method's row; None if nothing was compared with exact decoding.
+    """
+    rows = [
+        row
+        for row in comparable_rows(report["rows"])
+        if "against_exact" in row and row["method"] not in (*BASELINES, EXACT.name)
+    ]
+    for row in rows:
+        if row["method"] == FSD.name:
+            return row
+    groups = [
+        [row for row in rows if is_faster(row) and _compared(row, "loss_limit", 1.0) <= margin]
+        for margin in MARGINS
+    ]
+    likely = [row for row in rows if _compared(row, "accuracy_change", 0.0) >= -MAX_SHOWN_LOSS]
+    found = next((group for group in [*groups, likely] if group), rows)
+    return max(found, key=lambda row: row["speed_over_exact"], default=None)
+
+
+def _compared(row: Row, name: str, default: float) -> float:
+    """Return a value of the comparison with exact decoding."""
+    return float(row["against_exact"].get(name, default))
+
+
+def verdict(report: dict[str, Any]) -> str | None:
+    """Return the result of a report in one sentence that states its bound.
+
+    Args:
+        report: The report.
+
+    Returns:
+        The first of the report's conclusions if it has any; else a sentence on :func:`main_row`.
+        None if nothing was compared with exact decoding.
+    """
+    if report.get("conclusions"):
+        return str(report["conclusions"][0])
+    row = main_row(report)
+    if row is None:
+        return None
+    return f"{_speed(row)}; {_quality(row, bool(report['about']['temperature']))}."
+
+
+def _speed(row: Row) -> str:
+    """Compare a method's speed with exact and plain decoding."""
+    name, ratio = method_text(row), row["speed_over_exact"]
+    interval = row["speed_over_exact_interval"]
+    between = f"95% interval {interval[0]:.2f} to {interval[1]:.2f}" if interval else "no interval"
+    if not is_faster(row):
+        return f"{name} is not measurably faster than exact decoding ({ratio:.2f} times; {between})"
+    plain = f" and {row['speedup']:.2f} times as fast as plain decoding" if row["speedup"] else ""
+    return f"{name} decodes {ratio:.2f} times as fast as exact decoding ({between}){plain}"
+
+
+def _quality(row: Row, sampled: bool) -> str:
+    """Compare a method's answers with exact decoding's, and bound the difference."""
+    against = row["against_exact"]
+    pairs = (row.get("judge") or {}).get("pairs")
+    if "loss_limit" in against:
+        limit = 100 * max(0.0, against["loss_limit"])
+        return (
+            f"of {against['paired']} questions it loses {against['lost']} and gains"
+            f" {against['gained']}, so that with 95% confidence its loss of accuracy is at most"
+            f" {limit:.1f} points"
+        )
+    if pairs:
+        limit = 100 * max(0.0, pairs["loss_limit"])
+        return (
+            f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
+            f" {pairs['won']} better, so that with 95% confidence the share of worse answers"
+            f" exceeds that of better ones by at most {limit:.1f} points"
+        )
+    found = against["agreement"]
+    if sampled or not found["answers"]:
+        return (
+            "nothing bounds its loss of quality, because there are no references and sampled"
+            " answers cannot be compared one by one; use a judge"
+        )
+    regret, change = row["regret"], against.get("log_likelihood_change")
+    price = f" (its fuzzy tokens give up {regret['mean']:.2f} nats on average)" if regret else ""
+    likelihood = ""
+    if change is not None:
+        likelihood = (
+            f"; their log-probability under the target changes by {change:+.3f} nats per token"
+        )
+        if interval := against["log_likelihood_change_interval"]:
+            likelihood += f" (95% interval {interval[0]:+.3f} to {interval[1]:+.3f})"
+    return (
+        f"{found['identical']} of {found['answers']} answers are exact decoding's{price}, so that"
+        f" with 95% confidence at most {100 * found['changed_limit']:.0f}% of the answers to such"
+        f" prompts change{likelihood}"
+    )
+
+
+def method_text(row: Row) -> str:
+    """Return a method's name with its settings.
+
+    Args:
+        row: The method's row of a report.
+    """
+    settings = row.get("settings") or {}
+    parts = []
+    if settings.get("method") == "fsd" and row["method"] == FSD.name:
+        parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
+        if settings["min_ratio"]:
+            parts.append(f"r={settings['min_ratio']:g}")
+    if tree := tree_text(row):
+        parts.append(f"tree {tree}")
+    return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])

@@ -1,0 +1,192 @@
+"""Agreement with exact decoding, the price of fuzzy tokens, and changed answers side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.evaluation.agreement import (
+    MAX_SHOWN_ANSWERS,
+    agreement,
+    compare_answers,
+    fuzzy_divergences,
+    regret_summary,
+    repetition,
+)
+from eagle_fsd.evaluation.answer_store import Record, Session
+from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.config import EvaluationConfig
+from eagle_fsd.evaluation.methods import EXACT, Method, fsd_method
+from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.model.verify import Origin
+from eagle_fsd.utils.chat_templates import load_chat_template
+
+THRESHOLD = 0.1
+FUZZY = fsd_method(THRESHOLD, 0.1)
+COUNT = 3
+
+
+def record_of(number: int, *turns: list[int], regrets: list[float] | None = None) -> Record:
+    choice = {
+        "token_ids": list(turns),
+        "new_tokens": [len(turn) for turn in turns],
+        "regrets": [regrets or []],
+    }
+    return {"question_id": number, "choices": [choice]}
+
+
+# -- summaries -------------------------------------------------------------------------------------
+
+
+def test_agreement_of_known_answers() -> None:
+    exact = [record_of(0, [5, 6]), record_of(1, [5, 6, 7]), record_of(2, [1], [2, 3])]
+    other = [record_of(0, [5, 6]), record_of(1, [5, 6]), record_of(2, [1], [2, 4, 5])]
+    found = agreement(exact, [*other, record_of(9, [1])])
+    assert (found["answers"], found["identical"]) == (3, 1)
+    assert found["first_difference"] == [2.0, 2.0, 2.0]  # the first turn counts
+    assert found["length_change"] == pytest.approx(0.0)
+    low, high = found["length_change_interval"]
+    assert low == pytest.approx(-high)
+    # With two of three changed, the limit solves P(at most two changes) = 0.05: 1 - p^3 = 0.05.
+    assert found["changed_limit"] == pytest.approx(0.95 ** (1 / 3))
+
+
+def test_agreement_without_a_change_still_has_a_limit() -> None:
+    answers = [record_of(number, [1, 2]) for number in range(30)]
+    found = agreement(answers, answers)
+    assert (found["identical"], found["first_difference"]) == (30, None)
+    assert found["changed_limit"] == pytest.approx(1 - 0.05 ** (1 / 30))
+
+
+def test_agreement_ignores_questions_that_exact_decoding_could_not_answer() -> None:
+    found = agreement([record_of(0, [])], [record_of(0, [])])
+    assert (found["answers"], found["changed_limit"], found["length_change"]) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([[1, 2, 3]], 0.0),
+        ([[1, 2, 3, 4, 5]], 0.0),
+        ([[7] * 13], 0.9),  # ten 4-grams, one distinct
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], 0.0),  # another turn is no repetition
+    ],
+)
+def test_repetition(turns: list[list[int]], expected: float) -> None:
+    assert repetition(turns) == pytest.approx(expected)
+
+
+def test_regrets_are_summed_over_all_tokens() -> None:
+    records = [record_of(0, [1] * 10, regrets=[0.5, 1.5]), record_of(1, [1] * 30)]
+    found = regret_summary(records)
+    assert found is not None
+    assert (found["fuzzy_tokens"], found["mean"], found["max"]) == (2, 1.0, 1.5)
+    assert found["per_token"] == pytest.approx(2.0 / 40)
+    low, high = found["per_token_interval"]
+    assert low < 0.05 < high
+    assert regret_summary([record_of(0, [1])]) is None
+
+
+# -- the bundled pair ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def answers(model: EagleFSD, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Record]]:
+    folder: Path = tmp_path_factory.mktemp("answers")
+    template = load_chat_template(model.tokenizer)
+    config = EvaluationConfig(max_new_tokens=64)
+    answerer = Answerer(model, template, [], [], config, Session(folder, {}))
+    questions = list(enumerate(bundled_questions(COUNT)))
+    return {
+        method.name: [answerer.answer([question], method)[0] for question in questions]
+        for method in (EXACT, FUZZY)
+    }
+
+
+def test_divergences_of_fuzzy_tokens_are_below_the_threshold(
+    model: EagleFSD, answers: dict[str, list[Record]]
+) -> None:
+    for record in answers[FUZZY.name]:
+        found = fuzzy_divergences(model, FUZZY, record)
+        assert found is not None
+        choice = record["choices"][0]
+        assert [len(turn) for turn in found] == [len(turn) for turn in choice["regrets"]]
+        values = [value for turn in found for value in turn if value is not None]
+        assert values
+        assert all(0.0 <= value < THRESHOLD for value in values)
+    assert fuzzy_divergences(model, FUZZY, answers["exact"][0]) is None  # other tokens
+
+
+def compare(
+    model: EagleFSD, answers: dict[str, list[Record]], method: Method = FUZZY, **scores: Any
+) -> dict[str, Any]:
+    return compare_answers(model, method, bundled_questions(COUNT), answers, scores)
+
+
+def test_changed_answers_consist_of_the_answers_text(
+    model: EagleFSD, answers: dict[str, list[Record]]
+) -> None:
+    found = compare(model, answers)
+    assert 0 < len(found["answers"]) == found["changed"] <= MAX_SHOWN_ANSWERS
+    by_id = {
+        name: {record["question_id"]: record["choices"][0] for record in records}
+        for name, records in answers.items()
+    }
+    for answer in found["answers"]:
+        for side, name in (("exact", "exact"), ("other", FUZZY.name)):
+            choice = by_id[name][answer["question_id"]]
+            text = "".join(piece["text"] for piece in answer[side][0]).replace("</s>", "")
+            assert text.strip() == choice["turns"][0]
+        fuzzy = [piece for piece in answer["other"][0] if piece.get("fuzzy")]
+        count = choice["origins"][0].count(Origin.FUZZY)
+        assert len(fuzzy) == count > 0
+        assert [piece["regret"] for piece in fuzzy] == choice["regrets"][0]
+        assert all(piece["divergence"] < THRESHOLD for piece in fuzzy)
+        assert not any(piece.get("fuzzy") for piece in answer["exact"][0])
+        same = [
+            "".join(piece["text"] for piece in answer[side][0] if not piece.get("changed"))
+            for side in ("exact", "other")
+        ]
+        assert same[0] == same[1]
+    total = sum(len(choice["regrets"][0]) for choice in by_id[FUZZY.name].values())
+    assert len(found["tokens"]) == total
+
+
+def test_lost_answers_come_first(model: EagleFSD, answers: dict[str, list[Record]]) -> None:
+    shown = [answer["question_id"] for answer in compare(model, answers)["answers"]]
+    last = shown[-1]
+    right = dict.fromkeys(shown, True)
+    found = compare(model, answers, exact=right, **{FUZZY.name: {**right, last: False}})
+    assert [answer["outcome"] for answer in found["answers"]][:2] == ["lost", "changed"]
+    assert found["answers"][0]["question_id"] == last
+    found = compare(model, answers, exact={**right, last: False}, **{FUZZY.name: right})
+    assert found["answers"][0]["outcome"] == "gained"
+
+
+def test_equal_answers_are_not_shown(model: EagleFSD, answers: dict[str, list[Record]]) -> None:
+    same = {"exact": answers["exact"], FUZZY.name: answers["exact"]}
+    found = compare(model, same)
+    assert (found["changed"], found["answers"], found["tokens"]) == (0, [], [])
+
+
+def test_special_tokens_are_shown_where_they_changed(
+    model: EagleFSD, answers: dict[str, list[Record]]
+) -> None:
+    """An answer that ends where the other one continues."""
+    end = model.tokenizer.eos_token_id
+    short = [record_of(0, [40, 50, end], regrets=[])]
+    long = [record_of(0, [40, 50, 60, end], regrets=[])]
+    for record in (*short, *long):
+        record["choices"][0] |= {"origins": [[1] * 4], "prompt_ids": [[1, 3]]}
+    questions = [Question(0, "c", ("?",))]
+    records = {"exact": short, FUZZY.name: long}
+    (answer,) = compare_answers(model, FUZZY, questions, records, {}, greedy=False)["answers"]
+    assert not any(model.tokenizer.eos_token in piece["text"] for piece in answer["exact"][0])
+    records = {"exact": [record_of(0, [40, 50, end])], FUZZY.name: [record_of(0, [40, 50])]}
+    records[FUZZY.name][0]["choices"][0] |= {"origins": [[1] * 2], "prompt_ids": [[1, 3]]}
+    (answer,) = compare_answers(model, FUZZY, questions, records, {}, greedy=False)["answers"]
+    assert answer["exact"][0][-1] == {"text": model.tokenizer.eos_token, "changed": True}

@@ -1,0 +1,255 @@
+"""The page, the Markdown and the verdict of a report."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_report import make_report, make_row
+
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation.agreement import Piece
+from eagle_fsd.evaluation.html_report import html_text
+from eagle_fsd.evaluation.markdown_report import report_text
+from eagle_fsd.evaluation.methods import fsd_method
+from eagle_fsd.evaluation.tables import tables
+from eagle_fsd.evaluation.verdict import main_row, verdict
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m"
+VOID = {"meta", "circle", "line"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def comparison(text: str = "plain", token: str = " fuzzy") -> dict[str, Any]:
+    """Return a changed answer as reports hold it."""
+    fuzzy = {"text": token, "changed": True, "fuzzy": True, "regret": 0.5, "divergence": 0.01}
+    answer = {
+        "question_id": text,
+        "category": "c",
+        "turns": [text],
+        "outcome": "lost",
+        "exact": [[{"text": text}]],
+        "other": [[{"text": text}, fuzzy, {"text": text, "changed": True}]],
+    }
+    return {"method": "fsd", "changed": 3, "answers": [answer], "tokens": [[0.01, 0.5]]}
+
+
+def report_of(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return make_report([make_row("plain", 0.4), make_row("exact", 1.0), *rows], **values)
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_page_of_a_report() -> None:
+    page = Page(html_text(report_of(make_row("fsd", 1.5, lost=1), comparison=comparison())))
+    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
+    for words in ("Quality against speed", "Changed answers", "Settings", "Provenance", "2.0"):
+        assert words in page.text
+    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
+    assert "1 fuzzy token, 0.50 nats" in page.text
+    assert "right with exact decoding, wrong here" in page.text
+    assert page.tags.count("svg") == 2  # wide and narrow
+    assert page.tags.count("mark") == 2  # the legend and the token
+
+
+def test_page_loads_nothing() -> None:
+    text = html_text(report_of(make_row("fsd", 1.5), comparison=comparison()))
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {name for name, _ in page.attributes} & {"src", "href", "srcset"}
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = next(value for _, value in page.attributes if value and "default-src" in value)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_page_escapes_everything() -> None:
+    report = report_of(
+        make_row(HOSTILE, 1.5),
+        comparison={**comparison(HOSTILE, HOSTILE), "method": HOSTILE},
+        conclusions=[HOSTILE, HOSTILE + "2"],
+        tables=[([HOSTILE], [[HOSTILE]])],
+    )
+    report["about"] |= {"questions": HOSTILE, "target": HOSTILE}
+    report["environment"]["machine"]["cpu"] = HOSTILE
+    text = html_text(report)
+    page = Page(text)
+    assert not {"script", "img"} & set(page.tags)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert page.text.count("<script>alert(1)</script>") >= 10
+    assert "\x1b" not in text
+
+
+def test_page_keeps_the_answers_spaces() -> None:
+    """Nothing but the pieces' text is inside an answer, whose spaces are shown as they are."""
+    text = html_text(report_of(make_row("fsd", 1.5), comparison=comparison("a\n b", "\n")))
+    sides = re.findall(r'<div class="side" dir="auto">(.*?)</div>', text, re.DOTALL)
+    plain = [re.sub(r"<[^>]*>", "", side) for side in sides]
+    assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [make_row("plain", 0.4)],
+        [make_row("exact", 1.0)],
+        [make_row("exact", 1.0, scored=False), make_row("fsd", 1.2, scored=False)],
+    ],
+    ids=["no exact", "only exact", "no scores"],
+)
+def test_pages_of_small_reports(rows: list[dict[str, Any]]) -> None:
+    report = make_report(rows)
+    assert "Measurements" in Page(html_text(report)).text
+    assert report_text(report).startswith("# Evaluation on bundled\n")
+
+
+def test_unchanged_answers_are_stated() -> None:
+    same = {"method": "fsd", "changed": 0, "answers": [], "tokens": []}
+    page = Page(html_text(report_of(make_row("fsd", 1.5), comparison=same)))
+    assert "All answers of fsd are exact decoding's." in page.text
+
+
+def test_piece_defaults_are_those_of_the_page() -> None:
+    """The page treats a missing value as the default of Piece."""
+    piece = Piece("x")
+    assert (piece.changed, piece.fuzzy, piece.divergence) == (False, False, None)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Tom has 12 <b>red</b> pens and 7 blue pens. How many pens?\n")
+    config = EvaluationConfig(max_new_tokens=48)
+    request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
+    report = evaluate(request, config, ["exact", fsd_method(0.4)])
+    assert report is not None
+    (answer,) = report["comparison"]["answers"]
+    fuzzy = [piece for piece in answer["other"][0] if piece.get("fuzzy")]
+    assert fuzzy
+    assert all(piece["divergence"] < 0.4 for piece in fuzzy)
+    text = (tmp_path / "out" / "report.html").read_text()
+    page = Page(text)
+    assert page.tags.count("mark") == 1 + len(fuzzy)
+    assert "<b>red</b> pens" in page.text
+    assert "b" not in page.tags
+    assert text == html_text(json.loads((tmp_path / "out" / "report.json").read_text()))
+
+
+# -- Markdown and terminal -------------------------------------------------------------------------
+
+
+def test_markdown_shows_changed_answers_and_figures() -> None:
+    report = report_of(
+        make_row("fsd", 1.5), comparison=comparison("a|b\n*c*"), figures=["tradeoff.png"]
+    )
+    text = report_text(report)
+    assert "![tradeoff.png](tradeoff.png)" in text
+    assert r"| a\|b<br>\*c\* <b>fuzzy</b>a\|b<br>\*c\* |" in text
+    assert "<script>" not in report_text(report_of(comparison=comparison(HOSTILE)))
+
+
+def test_tables_fit_a_terminal() -> None:
+    """Every table fits 100 columns, which two spaces separate."""
+    rows = [
+        make_row("plain", 0.4),
+        make_row("exact", 1.0),
+        make_row("js T=0.003 r=0.1", 1.5, 12, 3),
+    ]
+    for row in rows:
+        row["tau_by_category"] = {f"category {at}": 2.0 for at in range(8)}
+        row["speed_over_hf"] = 1.5
+    found = tables(make_report(rows))
+    assert len(found) >= 5
+    for headers, cells in found:
+        widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+        assert sum(widths) + 2 * (len(widths) - 1) <= 100, headers
+
+
+# -- the verdict -----------------------------------------------------------------------------------
+
+
+def test_verdict_states_speed_and_bound() -> None:
+    assert verdict(report_of(make_row("fsd", 1.5, lost=1))) == (
+        "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
+        " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
+        " loses 1 and gains 0, so that with 95% confidence its loss of accuracy is at most 3.1"
+        " points."
+    )
+
+
+def test_verdict_of_a_slow_method() -> None:
+    sentence = verdict(report_of(make_row("fsd", 1.005)))
+    assert sentence is not None
+    assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in sentence
+
+
+def test_verdict_without_references() -> None:
+    rows = [make_row("exact", 1.0, scored=False), make_row("fsd", 1.5, scored=False)]
+    sentence = verdict(make_report(rows))
+    assert sentence is not None
+    assert "60 of 100 answers are exact decoding's (its fuzzy tokens give up 0.25 nats" in sentence
+    assert sentence.endswith(
+        "at most 48% of the answers to such prompts change; their log-probability under the target"
+        " changes by -0.100 nats per token (95% interval -0.150 to -0.050)."
+    )
+    sampled = make_report(rows)
+    sampled["about"]["temperature"] = 1.0
+    assert "nothing bounds its loss of quality" in str(verdict(sampled))
+    pairs = {"questions": 100, "won": 5, "tied": 88, "lost": 7, "loss_limit": 0.081}
+    rows[1]["judge"] = {"pairs": pairs}
+    sentence = verdict(sampled)
+    assert sentence is not None
+    assert "the judge finds 7 of 100 answers worse and 5 better" in sentence
+    assert "exceeds that of better ones by at most 8.1 points." in sentence
+
+
+def test_verdict_repeats_the_first_conclusion() -> None:
+    assert verdict(report_of(make_row("a", 1.5), conclusions=["One.", "Two."])) == "One."
+    assert verdict(make_report([make_row("plain", 0.4)])) is None
+
+
+def test_main_row_prefers_fsd_then_a_bound() -> None:
+    fsd, fast = make_row("fsd", 1.1), make_row("fast", 2.0)
+    assert main_row(report_of(fast, fsd)) == fsd
+    safe = make_row("safe", 1.2)
+    safe["against_exact"]["loss_limit"] = 0.009
+    assert main_row(report_of(fast, safe)) == safe
+    lossy = make_row("lossy", 3.0, lost=20)
+    assert main_row(report_of(lossy, fast)) == fast
+    assert main_row(report_of(lossy)) == lossy
+    assert main_row(report_of()) is None

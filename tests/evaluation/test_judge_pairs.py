@@ -1,0 +1,214 @@
+"""Comparing answers with exact decoding's in both orders; a local server is the judge."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_judge import QUESTIONS, StubJudge, read_lines, records_of
+
+from eagle_fsd import OptionsError
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.judge.pairwise import (
+    Comparison,
+    comparison_file,
+    judge_pairs,
+    pair_summary,
+)
+from eagle_fsd.evaluation.judge.prompts import JudgePrompts, Prompt, parse_winner
+from eagle_fsd.evaluation.judge.tasks import Reply
+from eagle_fsd.evaluation.methods import fsd_method
+from eagle_fsd.evaluation.statistics import loss_bound
+
+pytestmark = pytest.mark.usefixtures("judge_data")
+
+#: Turns of all questions.
+TURNS = 7
+
+
+def reply_with(judge: StubJudge, text: str) -> None:
+    """Let the judge answer every prompt with the same text."""
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    body = {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    judge.intercept = lambda prompt: (200, body)
+
+
+def prefer(judge: StubJudge, word: str) -> None:
+    """Let the judge prefer the answer that contains a word, wherever it stands."""
+
+    def choose(prompt: str) -> tuple[int, Any]:
+        mark = "A" if prompt.index(word) < prompt.index(" B ") else "B"
+        message = {"role": "assistant", "content": f"Hm. [[{mark}]]"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return 200, {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+
+    judge.intercept = choose
+
+
+@pytest.fixture
+def answers() -> dict[str, list[Record]]:
+    """Answers of exact decoding and FSD; plain decoding's are those of exact decoding."""
+    plain = [
+        {**record, "answer_id": f"plain-{at}"} for at, record in enumerate(records_of("exact"))
+    ]
+    return {"plain": plain, "exact": records_of("exact"), "fsd": records_of("fsd")}
+
+
+@pytest.mark.parametrize(
+    ("reply", "winner"),
+    [
+        ("A is better. [[A]]", "A"),
+        ("[[B]]", "B"),
+        ("[[C]]", "tie"),
+        ("[A]", "error"),
+        ("", "error"),
+    ],
+)
+def test_parse_winner(reply: str, winner: str) -> None:
+    assert parse_winner(reply) == winner
+
+
+def test_prompts_of_pairs() -> None:
+    prompts = JudgePrompts.load(QUESTIONS)
+    first, second = ["one {x}", "two"], ["three", "four"]
+    filled = [prompts.fill_pair(QUESTIONS[0], first, second, turn) for turn in (1, 2)]
+    filled += [prompts.fill_pair(QUESTIONS[1], first, second, turn) for turn in (1, 2)]
+    assert [(prompt.name, prompt.user) for prompt in filled] == [
+        ("pair-v2", "Q write A one {x} B three"),
+        ("pair-v2-multi-turn", "Q write A one {x} B three Q again A two B four"),
+        ("pair-math-v1", "Q add R right {1} A one {x} B three"),
+        (
+            "pair-math-v1-multi-turn",
+            "R right {1} R right 2 Q add A one {x} B three Q subtract A two B four",
+        ),
+    ]
+
+
+def test_every_answer_is_compared_in_both_orders(
+    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    prefer(stub, "fsd")
+    seen: list[tuple[int, int]] = []
+    found = judge_pairs(
+        stub.endpoint(), QUESTIONS, answers, tmp_path, 1, lambda *numbers: seen.append(numbers)
+    )
+    assert seen == [(done, 2 * TURNS) for done in range(1, 2 * TURNS + 1)]
+    assert len(stub.requests) == 2 * TURNS  # identical answers need none
+    lines = read_lines(comparison_file(tmp_path, "a/b"))
+    assert lines == [item.as_record() for item in found]
+    assert [line["model_1"] for line in lines] == ["plain"] * TURNS + ["fsd"] * TURNS
+    first = lines[TURNS]
+    assert first["model_2"] == "exact"
+    assert first["g1_user_prompt"] == "Q write A fsd write B exact write"
+    assert first["g2_user_prompt"] == "Q write A exact write B fsd write"
+    assert (first["g1_winner"], first["g2_winner"]) == ("model_1", "model_1")
+    summary = pair_summary(found)
+    assert summary["plain"] | {"loss_limit": None} == {
+        **{"questions": 4, "won": 0, "tied": 4, "lost": 0, "unclear": 0, "loss_limit": None}
+    }
+    assert (summary["fsd"]["won"], summary["fsd"]["lost"]) == (4, 0)
+    assert summary["fsd"]["loss_limit"] == loss_bound(0, 4, 4)
+
+
+def test_a_judge_that_prefers_the_first_answer_gives_ties(
+    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    reply_with(stub, "[[A]]")
+    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    assert {item.winners for item in found if item.model == "fsd"} == {("model_1", "model_2")}
+    assert {item.outcome for item in found} == {0}
+
+
+def test_unclear_replies_are_counted(
+    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    reply_with(stub, "Both are fine.")
+    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    assert {item.outcome for item in found if item.model == "fsd"} == {None}
+    assert "fsd" not in pair_summary(found)  # nothing to bound
+
+
+def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
+    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    prefer(stub, "exact")
+    judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    asked = len(stub.requests)
+    lines = read_lines(comparison_file(tmp_path, "a/b"))
+    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    assert [item.as_record() for item in again] == lines
+    assert len(stub.requests) == asked
+    answers["fsd"][3]["choices"][0]["turns"] = ["hello"]
+    again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    assert len(stub.requests) == asked + 2
+    assert read_lines(comparison_file(tmp_path, "a/b"))[:-1] == lines[:-1]
+    assert again[-1].prompts[0].user == "Q greet A hello B exact greet"
+
+
+def comparison(question: int, turn: int, *replies: str) -> Comparison:
+    both = (Prompt("pair-v2", "", "a"), Prompt("pair-v2", "", "b"))
+    found = (Reply(f"[[{replies[0]}]]", 0.0), Reply(f"[[{replies[1]}]]", 0.0))
+    return Comparison(question, "fsd", "exact", turn, "m", both, found, ("1", "2"))
+
+
+def test_the_turns_of_a_question_count_as_one() -> None:
+    found = [
+        *(comparison(1, turn, "A", "B") for turn in (1, 2)),  # won twice
+        comparison(2, 1, "A", "B"),  # won, then lost
+        comparison(2, 2, "B", "A"),
+        comparison(3, 1, "C", "C"),  # tied, then lost
+        comparison(3, 2, "B", "A"),
+    ]
+    summary = pair_summary(found)["fsd"]
+    assert [summary[name] for name in ("questions", "won", "tied", "lost")] == [3, 1, 1, 1]
+    assert summary["loss_limit"] == loss_bound(1, 1, 3)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None:
+    reply_with(stub, "[[C]]")
+    request = EvaluationRequest(
+        questions=write_prompts(tmp_path / "prompts.txt", ["Hello!", "What is 2 + 3?"]),
+        out=tmp_path / "out",
+        judge_base_url=stub.url,
+        judge_model="a/b",
+        judge_mode="pair",
+    )
+    config = EvaluationConfig(max_new_tokens=24)
+    report = evaluate(request, config, ["exact", fsd_method(0.4)])
+    assert report is not None
+    exact, fuzzy = report["rows"]
+    assert exact["judge"] is None
+    assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 2
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "the judge finds 0 of 2 answers worse and 0 better" in page
+    assert "better/equal/worse" in page
+    with pytest.raises(OptionsError, match="--judge-mode pair compares with exact decoding"):
+        evaluate(request, config, ["fsd"])
+
+
+def write_prompts(path: Path, prompts: list[str]) -> str:
+    path.write_text("".join(f"{prompt}\n" for prompt in prompts))
+    return str(path)
+
+
+def test_fastchat_reads_the_comparisons(
+    stub: StubJudge,
+    answers: dict[str, list[Record]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fastchat.llm_judge.show_result import display_result_pairwise
+
+    prefer(stub, "fsd")
+    judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
+    file = str(comparison_file(tmp_path, "a/b"))
+    options = argparse.Namespace(input_file=file, model_list=None, baseline_model="exact")
+    display_result_pairwise(options)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:4] == ["fsd", str(TURNS), "0", "0"] for line in lines)
+    assert any(line.split()[:4] == ["plain", "0", "0", str(TURNS)] for line in lines)

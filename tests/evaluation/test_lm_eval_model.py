@@ -1,0 +1,140 @@
+"""``eagle-fsd lm-eval``: the model of lm-evaluation-harness, on tasks in local files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    ANSWER_LENGTH,
+    ANSWERS,
+    LM_EVAL,
+    TASKS,
+    Samples,
+    check_answers,
+    check_choices,
+    check_perplexity,
+    greedy_answer,
+    requires_harness,
+    run_harness,
+)
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.utils.chat_templates import FastChatTemplate
+
+Run = Callable[..., tuple[int, str, str]]
+
+PROGRAM = [sys.executable, "-m", "eagle_fsd.cli", "lm-eval"]
+TREE = {"total_tokens": 12, "depth": 5, "tree_top_k": 2}
+
+
+def answers(**arguments: object) -> dict[str, Any]:
+    """Return a task that generates answers with some generation arguments."""
+    return {**ANSWERS, "generation_kwargs": {"max_gen_toks": ANSWER_LENGTH, **arguments}}
+
+
+#: Stop strings: of several tokens, ending within a token, beginning in a prompt.
+STOPS = ["8 - 2", "n the en", "gives 1"]
+MORE_TASKS = {
+    "stops": answers(until=STOPS, max_gen_toks=80),
+    "whole": answers(until=[]),
+    "sampled": answers(until=[], do_sample=True, temperature=1.0, top_p=0.9, seed=3),
+    "fuzzy": answers(until=[], fsd={"threshold": 10.0, "min_ratio": 0.0}),
+}
+
+
+def model_args(**options: object) -> list[str]:
+    return ["--model_args", ",".join(f"{name}={value}" for name, value in options.items())]
+
+
+@pytest.fixture(scope="module")
+def results(
+    model: EagleFSD, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Samples, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("lm-eval")
+    options = model_args(pretrained=BUNDLED_TARGET, drafter=BUNDLED_HEAD, threshold=0.0, **TREE)
+    return run_harness(PROGRAM, folder, model, [*options, "--batch_size", "3"], TASKS | MORE_TASKS)
+
+
+@pytest.fixture
+def samples(results: tuple[Samples, dict[str, Any]]) -> Samples:
+    return results[0]
+
+
+@pytest.mark.slow
+@requires_harness
+@pytest.mark.xdist_group("lm-eval")
+class TestHarness:
+    def test_choices_have_the_targets_log_likelihoods(
+        self, samples: Samples, model: EagleFSD
+    ) -> None:
+        check_choices(samples, model)
+
+    def test_log_likelihoods_of_whole_texts_are_the_targets(
+        self, samples: Samples, model: EagleFSD
+    ) -> None:
+        check_perplexity(samples, model)
+
+    def test_generated_answers_are_the_targets(self, samples: Samples, model: EagleFSD) -> None:
+        check_answers(samples, model)
+        for sample in samples["whole"]:
+            assert sample["resps"] == [[greedy_answer(model, sample["doc"]["question"])]]
+
+    def test_answers_end_at_the_first_stop_string(self, samples: Samples, model: EagleFSD) -> None:
+        found = set()
+        for sample in samples["stops"]:
+            answer = greedy_answer(model, sample["doc"]["question"], 80)
+            ends = {answer.find(stop): stop for stop in STOPS if stop in answer}
+            assert sample["resps"] == [[answer[: min(ends, default=len(answer))]]]
+            found.add(ends[min(ends)] if ends else None)
+        assert found == {"8 - 2", "n the en", None}
+
+    def test_options_take_effect(self, results: tuple[Samples, dict[str, Any]]) -> None:
+        samples, file = results
+        texts = {name: [item["resps"] for item in samples[name]] for name in MORE_TASKS}
+        assert texts["sampled"] != texts["whole"]
+        found = file["config"]["eagle_fsd"]
+        assert found["settings"]["total_tokens"] == TREE["total_tokens"]
+        assert found["settings"]["top_k"] == TREE["tree_top_k"]
+        assert found["settings"]["threshold"] == 0.0
+        origins = found["stats"]["origins"]
+        assert origins["fuzzy"]
+        assert sum(origins.values()) == found["stats"]["tokens"]
+        assert found["stats"]["tau"] > 2.0
+
+    def test_fastchat_template_and_plain_decoding(self, model: EagleFSD, tmp_path: Path) -> None:
+        options = model_args(chat_template="falcon", method="ar")
+        tasks = {"whole": answers(until=[])}
+        samples, file = run_harness(
+            PROGRAM, tmp_path, model, [*options, "--apply_chat_template"], tasks
+        )
+        assert file["config"]["eagle_fsd"]["stats"]["tau"] == 1.0
+        assert file["chat_template"] == "FastChat's falcon"
+        template = FastChatTemplate("falcon")
+        for sample in samples["whole"]:
+            prompt = sample["arguments"]["gen_args_0"]["arg_0"]
+            chat = [{"role": "user", "content": sample["doc"]["question"]}]
+            assert prompt == template.render(chat, add_generation_prompt=True)
+            assert sample["resps"] == [[greedy_answer(model, prompt)]]
+
+    def test_unknown_options_are_usage_errors(self) -> None:
+        command = [*PROGRAM, "--tasks", "gsm8k", "--model_args", "thresold=0.1"]
+        environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert run.returncode == 2
+        assert "unknown option thresold" in run.stderr.splitlines()[-1]
+
+
+def test_missing_harness(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "eagle_fsd.evaluation.lm_eval_model", raising=False)
+    status, _, errors = run("lm-eval", "--tasks", "gsm8k")
+    assert status == 1
+    assert errors.startswith("error: lm-evaluation-harness is missing")
+    assert "pip install 'eagle_fsd[lm-eval]'" in errors

@@ -1,0 +1,454 @@
+"""Users' own question files: formats, graders, system prompts and worked examples."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_fsd import EagleFSD, OptionsError
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation.answer_store import Session
+from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.completion import CompletionTemplate, evaluation_template
+from eagle_fsd.evaluation.graders import GRADERS, GraderError, default_grader, find_grader
+from eagle_fsd.evaluation.methods import EXACT
+from eagle_fsd.evaluation.questions.formats import FORMATS, QuestionError, read_questions
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import (
+    QuestionSetError,
+    bundled_questions,
+    requested_questions,
+)
+from eagle_fsd.evaluation.scoring import score
+from eagle_fsd.utils.chat_templates import (
+    FastChatTemplate,
+    TokenizerTemplate,
+    encode_prompt,
+    load_chat_template,
+)
+from eagle_fsd.utils.files import read_jsonl
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "Name a river."},
+]
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def request(path: Path | str, **options: Any) -> EvaluationRequest:
+    return EvaluationRequest.from_dict({"questions": str(path), **options})
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def test_prompts_and_questions_are_read_with_their_ids(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "id": "a", "category": "c", "answer": 4}, {"prompt": "q", "id": "b"}]
+    first, second = read_questions(write(tmp_path / "q.jsonl", *rows))
+    assert (first.question_id, first.category, first.turns) == ("a", "c", ("p",))
+    assert (first.scored_by, first.answer) == ("number", "4")
+    assert (second.category, second.scored_by, second.answer) == ("general", "", None)
+    rows = [{"question": "q", "answer": "Lima"}, {"question": "r", "answer": "1/2"}]
+    found = read_questions(write(tmp_path / "q.jsonl", *rows))
+    assert [item.question_id for item in found] == [0, 1]
+    assert [item.scored_by for item in found] == ["exact", "number"]
+    assert found[0].extra == rows[0]
+
+
+def test_the_last_message_is_answered(tmp_path: Path) -> None:
+    (found,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
+    assert found.turns == ("Name a river.",)
+    assert found.opening() == CHAT[:-1]
+    assert found.first_chat() == CHAT
+    assert found.scored_by == "exact"
+
+
+@pytest.mark.parametrize("name", ["q.txt", "q.txt.gz"])
+def test_every_line_of_a_text_file_is_a_prompt(name: str, tmp_path: Path) -> None:
+    content = b"Name a river.\n\n[1] is a list. \r\n{x} is not JSON"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    found = read_questions(tmp_path / name)
+    assert [item.turns for item in found] == [
+        ("Name a river.",),
+        ("[1] is a list. ",),
+        ("{x} is not JSON",),
+    ]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_read_like_json_lines(indent: int | None, tmp_path: Path) -> None:
+    rows = [{"prompt": 'two\n "lines], [', "answer": 4}, {"prompt": "q"}]
+    (tmp_path / "q.json").write_text("\n" + json.dumps(rows, indent=indent))
+    assert read_questions(tmp_path / "q.json") == read_questions(write(tmp_path / "q", *rows))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('[\n {"prompt": "p"},\n {"prompt": ""}\n]', 'line 3: "prompt" must not be blank'),
+        ('[\n {\n"prompt":\n"p"},\n 5]', "line 5: not a JSON object"),
+        ('[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ',' delimiter)"),
+        ('[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
+        ("[]", "contains no questions"),
+        ("[" * 100_000, "line 1: not JSON"),
+    ],
+)
+def test_errors_in_an_array_name_the_line(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "q.json").write_text(content)
+    with pytest.raises(QuestionError) as error:
+        read_questions(tmp_path / "q.json")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": " "}, '"prompt" must not be blank'),
+        ({"prompt": 5}, '"prompt" must be a string'),
+        ({"prompt": "p", "answer": ["4"]}, '"answer" must be a number or a string'),
+        ({"prompt": "p", "answer": " "}, '"answer" must be a number or a string'),
+        ({"prompt": "p", "answer": True}, '"answer" must be a number or a string'),
+        ({"prompt": "p", "id": 1.5}, '"id" must be an integer or a string'),
+        ({"prompt": "p", "category": 5}, '"category" must be a string'),
+        ({"question": "q"}, "'answer' is missing"),
+        ({"question": "q", "answer": None}, '"answer" must be a number or a string'),
+        ({"messages": []}, 'the last of "messages" must be a user\'s'),
+        ({"messages": CHAT[:3]}, 'the last of "messages" must be a user\'s'),
+        ({"messages": [{"role": "user", "content": " "}]}, "and not blank"),
+        ({"messages": ["hi"]}, '"messages" must be a list of objects'),
+        ({"messages": {"role": "user"}}, '"messages" must be a list of objects'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 'must have a "role"'),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, 'a string "content"'),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+    ],
+)
+def test_an_invalid_row_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", row)
+    with pytest.raises(QuestionError) as error:
+        read_questions(path)
+    assert str(error.value).startswith(f"{path}, line 1: ")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "reason"),
+    [
+        ("q.jsonl", ['{"prompt": "p"}', "Name a river."], "not JSON; if every line is a prompt"),
+        ("q.txt", ["Name a river.", '{"prompt": "p"}'], "a JSON object; rename the file to"),
+        (
+            "q.jsonl",
+            ['{"prompt": "p"}', json.dumps({"messages": CHAT})],
+            "the row has the format 'messages', but the rows before it have 'prompt'",
+        ),
+        (
+            "q.jsonl",
+            ['{"question": "q", "answer": "4"}', '{"question": "q", "answer": "#### 4"}'],
+            "the row has the format 'GSM8K', but the rows before it have 'question'",
+        ),
+        ("q.jsonl", ['{"prompt": "p", "id": 1}', '{"prompt": "p", "id": 1}'], "duplicate"),
+    ],
+)
+def test_mixed_lines_are_rejected(name: str, lines: list[str], reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("\n".join(lines))
+    with pytest.raises(QuestionError, match=f"{name}, line 2: {reason}"):
+        read_questions(tmp_path / name)
+
+
+def test_every_format_reads_its_own_example(tmp_path: Path) -> None:
+    for item in FORMATS:
+        (tmp_path / "q.jsonl").write_text(item.example)
+        assert len(read_questions(tmp_path / "q.jsonl")) == 1
+
+
+def test_formats_are_listed(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, text, _ = run("evaluate", "--formats")
+    assert status == 0
+    assert all(item.name in text and item.example in text for item in FORMATS)
+    assert all(name in text for name in GRADERS)
+    status, text, _ = run("evaluate", "--formats", "--json")
+    assert status == 0
+    assert [item["name"] for item in json.loads(text)["formats"]] == [item.name for item in FORMATS]
+
+
+# -- graders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "right", "wrong"),
+    [
+        ("exact", "Lima", ["Lima", " Lima\n", "<think>Rome</think>\nLima"], ["lima", "Lima.", ""]),
+        ("exact", "4", ["4"], ["The answer is 4.", "4.0"]),
+        ("regex", r"(?i)\blima\b", ["It is LIMA.", "lima"], ["limas", "", "lima</think>Rome"]),
+        ("number", "1/2", ["The answer is 0.5.", "#### 1/2"], ["It is 2.", ""]),
+    ],
+)
+def test_built_in_graders(grader: str, answer: str, right: list[str], wrong: list[str]) -> None:
+    question = find_grader(grader).apply(Question(0, "c", ("q",), answer=answer))
+    assert [score(question, text) for text in right] == [True] * len(right)
+    assert [score(question, text) for text in wrong] == [False] * len(wrong)
+
+
+def test_a_grader_replaces_the_default_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "p", "answer": "4"}, {"prompt": "q"})
+    for name in GRADERS:
+        found = requested_questions(request(path, grader=name))
+        assert [item.scored_by for item in found] == [name, ""]
+    assert default_grader("4").kind == "number"
+    assert default_grader("four").kind == "exact"
+    (bundled,) = requested_questions(request("bundled", count=1, grader="exact"))
+    assert bundled.scored_by == "exact"
+
+
+@pytest.mark.parametrize(
+    ("grader", "row", "reason"),
+    [
+        ("regex", {"prompt": "p", "answer": "("}, 'line 1: "answer" is not a regular expression'),
+        ("number", {"prompt": "p", "answer": "four"}, 'line 1: "answer" must be a number; got'),
+        (
+            "exact",
+            {"task_id": "t", "prompt": "def f():", "entry_point": "f", "test": "x"},
+            "line 1: answers with code cannot be graded by exact",
+        ),
+    ],
+)
+def test_answers_that_do_not_suit_the_grader_are_named(
+    grader: str, row: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "q.jsonl", row)
+    with pytest.raises(QuestionError, match=reason):
+        requested_questions(request(path, grader=grader))
+
+
+GRADER = """
+def contains(answer, question):
+    return question["answer"].lower() in answer.lower()
+
+def unscored(answer, question):
+    return None if question["level"] > 1 else 1.0
+
+def fields(answer, question):
+    return sorted(question) == ["answer", "category", "level", "prompt", "question_id", "turns"]
+
+def half(answer, question):
+    return 0.5
+
+def fails(answer, question):
+    return question["missing"]
+
+def short(answer):
+    return True
+
+number = 5
+"""
+
+
+def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GRADER)
+    rows = [{"prompt": "p", "answer": "Lima", "level": 1}, {"prompt": "p", "level": 2}]
+    path = write(tmp_path / "q.jsonl", *rows)
+
+    def questions(name: str) -> list[Question]:
+        return requested_questions(request(path, grader=f"{tmp_path}/mine.py:{name}"))
+
+    first, second = questions("contains")
+    assert first.scored_by == "function"
+    assert [score(first, text) for text in ("It is LIMA", "Rome", "")] == [True, False, False]
+    assert [score(item, "") for item in questions("unscored")] == [True, None]
+    assert score(questions("fields")[0], "") is True
+    for name, reason in [
+        ("half", "must return True, False or None; got 0.5"),
+        ("fails", "KeyError: 'missing'"),
+        ("short", "TypeError"),
+    ]:
+        with pytest.raises(GraderError, match=f"{name} failed on question 0: .*{reason}"):
+            score(questions(name)[0], "")
+    with pytest.raises(GraderError, match="failed on question 1: AttributeError"):
+        score(second, "")
+
+
+def test_a_grader_may_be_in_an_installed_module() -> None:
+    question = find_grader("operator:eq").apply(Question(0, "c", ("q",)))
+    assert score(question, "a") is False
+
+
+@pytest.mark.parametrize(
+    ("grader", "reason"),
+    [
+        ("nonsense", "--grader must be one of exact, regex, number, or FILE.py:FUNCTION; got 'non"),
+        ("missing.py:f", "cannot import 'missing.py'"),
+        ("no_such_module:f", "cannot import 'no_such_module' .ModuleNotFoundError"),
+        ("{folder}/mine.py:other", "mine.py has no function 'other'"),
+        ("{folder}/mine.py:number", "mine.py has no function 'number'"),
+        ("{folder}/broken.py:f", "cannot import .*broken.py' .SyntaxError"),
+    ],
+)
+def test_unusable_graders_are_named(grader: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GRADER)
+    (tmp_path / "broken.py").write_text("def f(:")
+    with pytest.raises(OptionsError, match=reason):
+        find_grader(grader.format(folder=tmp_path))
+
+
+# -- system prompt and worked examples -------------------------------------------------------------
+
+
+def test_the_system_prompt_precedes_chats_without_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": CHAT[1:]})
+    own, given = requested_questions(request(path, system="Be kind."))
+    assert own.first_chat() == CHAT
+    assert given.first_chat() == [{"role": "system", "content": "Be kind."}, *CHAT[1:]]
+    (bundled,) = requested_questions(request("bundled", count=1, system="Be kind."))
+    assert bundled.opening() == [{"role": "system", "content": "Be kind."}]
+
+
+def test_worked_examples_are_the_first_questions_and_are_not_asked(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": CHAT[-1:], "answer": str(n)} for n in range(5)]
+    del rows[0]["answer"]
+    rows[3]["messages"] = CHAT
+    found = requested_questions(request(write(tmp_path / "q.jsonl", *rows), few_shot=2))
+    assert [item.question_id for item in found] == [0, 3, 4]
+    shots = [
+        {"role": "user", "content": "Name a river."},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Name a river."},
+        {"role": "assistant", "content": "2"},
+    ]
+    assert found[0].opening() == shots
+    assert found[1].opening() == [CHAT[0], *shots, *CHAT[1:-1]]
+    assert found[1].turns == ("Name a river.",)
+
+
+def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n), "answer": n, "category": "ab"[n % 2]} for n in range(9)]
+    for name in (write(tmp_path / "q.jsonl", *rows), "bundled"):
+        few = requested_questions(request(name, few_shot=3, count=2))
+        more = requested_questions(request(name, few_shot=3, count=4))
+        assert (len(few), len(more)) == (2, 4)
+        by_id = {item.question_id: item for item in more}
+        assert all(by_id[item.question_id] == item for item in few)
+    solution = bundled_questions(1)[0]
+    assert few[0].opening()[0]["content"] == solution.turns[0]
+    assert few[0].opening()[1]["content"] == solution.answer
+
+
+@pytest.mark.parametrize(
+    ("rows", "few_shot", "words"),
+    [
+        ([{"prompt": "p", "answer": 1}] * 3, 3, "requires 4 questions, 3 of them .* has 3"),
+        ([{"prompt": "p"}] * 3, 1, "requires 2 questions, 1 of them .* has 0"),
+        ([{"question_id": 0, "turns": ["a", "b"]}], 1, "has 0"),
+    ],
+)
+def test_too_few_examples_are_rejected(
+    rows: list[dict[str, Any]], few_shot: int, words: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "q.jsonl", *rows)
+    with pytest.raises(QuestionSetError, match=words):
+        requested_questions(request(path, few_shot=few_shot))
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def run_own(path: Path, out: Path, methods: Sequence[str] = ("exact",), **options: Any) -> Any:
+    report = evaluate(
+        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), methods
+    )
+    assert report is not None
+    return report
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path: Path) -> None:
+    """A run with another system prompt is refused in the same folder."""
+    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": CHAT[-1:]})
+    report = run_own(path, tmp_path / "out", system="Be kind.")
+    (row,) = report["rows"]
+    assert (row["answers"], row["accuracy"], row["harness"]) == (2, None, None)
+    assert report["about"]["system"] == "Be kind."
+    template = load_chat_template(model.tokenizer)
+    chats = [CHAT, [{"role": "system", "content": "Be kind."}, CHAT[-1]]]
+    for record, chat in zip(read_jsonl(tmp_path / "out" / "exact.jsonl"), chats, strict=True):
+        prompt = encode_prompt(chat, model.tokenizer, template)[0].tolist()
+        assert record["choices"][0]["prompt_ids"] == [prompt]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "No accuracy: the questions come without correct answers." in text
+    assert "System prompt: 'Be kind.'." in text
+    with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
+        run_own(path, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_another_grader_scores_the_same_answers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def always(answer, question):\n    return True\n")
+    path = write(tmp_path / "q.jsonl", {"prompt": "Hello!", "answer": "no such text"})
+    assert run_own(path, tmp_path / "out")["rows"][0]["accuracy"] == 0.0
+    before = (tmp_path / "out" / "exact.jsonl").read_bytes()
+    report = run_own(path, tmp_path / "out", grader=f"{tmp_path}/mine.py:always")
+    assert report["rows"][0]["accuracy"] == 1.0
+    assert report["rows"][0]["harness"] is None
+    assert (tmp_path / "out" / "exact.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_failures_are_found_before_decoding(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def short(answer):\n    return True\n")
+    late = [CHAT[1], CHAT[2], CHAT[0], CHAT[3]]  # FastChat's templates begin with the system turn
+    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": late})
+    with pytest.raises(GraderError, match="short failed on question 0: TypeError"):
+        run_own(path, tmp_path / "out", grader=f"{tmp_path}/mine.py:short")
+    with pytest.raises(ValueError, match="question 1: a FastChat template has no place for"):
+        run_own(path, tmp_path / "out", chat_template="vicuna_v1.1")
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+# -- base models -----------------------------------------------------------------------------------
+
+
+def test_a_base_model_continues_examples_or_the_prompt_itself(model: EagleFSD) -> None:
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"has no chat template; .* --few-shot for a base"):
+        evaluation_template(tokenizer)
+    assert isinstance(evaluation_template(model.tokenizer, few_shot=3), TokenizerTemplate)
+    assert isinstance(evaluation_template(tokenizer, "vicuna_v1.1", 3), FastChatTemplate)
+    labeled = evaluation_template(tokenizer, few_shot=1)
+    assert labeled.render(CHAT, add_generation_prompt=True) == (
+        "Be brief.\n\nQuestion: Hello!\nAnswer: Hi.\n\nQuestion: Name a river.\nAnswer:"
+    )
+    assert labeled.stop == ("\nQuestion:",)
+    raw = evaluation_template(tokenizer, few_shot=0)
+    assert raw.render(CHAT[-1:], add_generation_prompt=True) == "Name a river."
+    assert raw.render(CHAT) == "Be brief.\nHello!\nHi.\nName a river."
+    assert (raw.stop, raw.adds_special_tokens) == ((), True)
+
+
+def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Path) -> None:
+    """The bundled target, prompted like a base model."""
+    question = Question(0, "c", ("What?",), context=(("user", "Who?"), ("assistant", "Tim")))
+    template = CompletionTemplate(1)
+
+    def answer() -> dict[str, Any]:
+        config, session = EvaluationConfig(max_new_tokens=32), Session(tmp_path, {})
+        asked = Answerer(model, template, [], [], config, session)
+        (record,) = asked.answer([(0, question)], EXACT)
+        return dict(record["choices"][0])
+
+    whole = answer()
+    (text,) = whole["turns"]
+    prompt = model.tokenizer("Question: Who?\nAnswer: Tim\n\nQuestion: What?\nAnswer:").input_ids
+    assert whole["prompt_ids"] == [prompt]
+    template.stop = (text.split()[2],)  # as "Question:" would
+    assert answer()["turns"] == [text[: text.index(template.stop[0])].strip()]

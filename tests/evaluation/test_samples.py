@@ -1,0 +1,163 @@
+"""Several samples of each answer: seeds, pass@k, and means over samples and seeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_fsd import EagleFSD, OptionsError
+from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
+from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
+from eagle_fsd.evaluation.answering import Answerer, answer_seed
+from eagle_fsd.evaluation.methods import FSD
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.samples import (
+    pass_at_k,
+    sample_records,
+    sample_table,
+    summarize_samples,
+)
+from eagle_fsd.utils.chat_templates import load_chat_template
+from eagle_fsd.utils.files import read_jsonl
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_pass_at_k_is_unbiased(count: int, chance: float) -> None:
+    """Its expectation over all outcomes is the probability that one of k samples is correct."""
+    for k in range(1, count + 1):
+        expected = sum(
+            math.comb(count, correct)
+            * chance**correct
+            * (1 - chance) ** (count - correct)
+            * pass_at_k(correct, count, k)
+            for correct in range(count + 1)
+        )
+        assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
+    assert pass_at_k(count, count, count) == 1.0
+    for k in (0, count + 1):
+        with pytest.raises(ValueError, match=rf"k must be in \[1, {count}\]; got {k}"):
+            pass_at_k(0, count, k)
+
+
+def test_samples_of_known_scores() -> None:
+    """Three questions, two seeds of two samples; one question has no score in one sample."""
+    scores = [
+        {0: True, 1: False, 2: True, 3: True},
+        {0: True, 1: False, 2: False, 3: True},
+        {0: True, 1: True, 2: False, 3: True},
+        {0: True, 1: False, 2: False},
+    ]
+    exact = [{0: True, 1: False, 2: True}] * 4
+    found = summarize_samples(scores, 2, exact)
+    assert found is not None
+    means = [1.0, 0.25, 0.25]
+    assert found["samples"] == 4
+    assert found["accuracy"] == pytest.approx(0.5)
+    half = 4.302653 * math.sqrt(0.1875 / 3)  # Student's t with two degrees of freedom
+    assert found["accuracy_interval"] == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    assert found["seed_accuracies"] == [pytest.approx(3 / 6), pytest.approx(3 / 6)]
+    assert found["seed_accuracies_interval"] == pytest.approx((0.5, 0.5))
+    assert found["pass_at"] == {"4": pytest.approx(1.0)}
+    change = [mean - other for mean, other in zip(means, (1.0, 0.0, 1.0), strict=True)]
+    assert found["accuracy_change"] == pytest.approx(sum(change) / 3)
+    headers, cells = sample_table([{"method": "fsd", "samples": found}, {"method": "plain"}])
+    assert headers == ["samples", "accuracy", "vs exact", "seeds", "pass@4"]
+    assert cells == [["fsd", "50.0% ± 107.6", "-16.7% ± 129.3", "50.0% ± 0.0", "100.0%"]]
+    assert summarize_samples([{}, {}], 1) is None
+    assert sample_table([{"method": "plain"}])[1] == []
+
+
+def test_pass_at_k_is_reported_for_round_numbers_and_all_samples() -> None:
+    found = summarize_samples([{0: True, 1: False}] * 12, 1)
+    assert found is not None
+    assert found["pass_at"] == {"5": 0.5, "10": 0.5, "12": 0.5}
+    assert found["seed_accuracies_interval"] is None
+
+
+def test_turns_of_all_samples_are_counted() -> None:
+    choices = [{"index": n, "turns": [f"a{n}", f"b{n}"], "new_tokens": [n, n]} for n in range(3)]
+    record = {"question_id": 7, "choices": choices}
+    assert all_turns(record) == {
+        "turns": ["a0", "b0", "a1", "b1", "a2", "b2"],
+        "new_tokens": [0, 0, 1, 1, 2, 2],
+    }
+    assert sample_records([record], 1) == [{"question_id": 7, "choices": [choices[1]]}]
+
+
+def test_every_answer_has_a_seed_of_its_own() -> None:
+    keys: list[tuple[int, int | str, int, int]] = [
+        *itertools.product((0, 1), (0, 1, "1"), (0, 1), (0, 1))
+    ]
+    seeds = [answer_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**56 for seed in seeds)
+    assert seeds == [answer_seed(*key) for key in keys]
+
+
+@pytest.mark.parametrize("name", ["samples", "seeds"])
+def test_greedy_answers_are_not_repeated(name: str) -> None:
+    with pytest.raises(OptionsError, match=f"--{name} 2 requires a --temperature above 0"):
+        EvaluationConfig.from_dict({name: 2})
+    EvaluationConfig.from_dict({name: 2, "temperature": 0.5})
+
+
+def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Path) -> None:
+    """Neither in a larger run, nor in one that grows, nor in batches of the same question."""
+    questions = [Question(n, "c", (f"Ann has {n} pens. How many?",)) for n in range(4)]
+
+    def answers(out: str, count: int, samples: int, **options: Any) -> dict[int, list[str]]:
+        some = questions[:count][::-1]  # neither does the order matter
+        store = AnswerStore(tmp_path / out, "fsd", {}, {item.question_id: "" for item in some})
+        config = EvaluationConfig(temperature=1.0, max_new_tokens=10, samples=samples, **options)
+        session = Session(tmp_path / out, {})
+        template = load_chat_template(model.tokenizer)
+        Answerer(model, template, [FSD], [store.open()], config, session).run(some)
+        return {
+            record["question_id"]: [choice["turns"][0] for choice in record["choices"]]
+            for record in store.merge()
+        }
+
+    few = answers("grown", 2, 2)
+    grown = answers("grown", 4, 2)
+    assert grown.keys() == {0, 1, 2, 3}
+    assert grown.items() >= few.items()
+    assert answers("whole", 4, 2) == grown
+    one = answers("one", 2, 1)
+    assert one == {key: texts[:1] for key, texts in few.items()}
+    repeated = answers("seeds", 2, 1, seeds=2)
+    assert {key: texts[:1] for key, texts in repeated.items()} == one
+    assert {key: texts[1:] for key, texts in repeated.items()} == answers("next", 2, 1, seed=1)
+    batched = answers("batched", 1, 4, batch=2)
+    assert batched.items() <= answers("more", 2, 4, batch=2).items()
+    assert all(len(set(texts)) > 1 for texts in batched.values())
+    record = read_jsonl(tmp_path / "batched" / "fsd.jsonl")[0]
+    places = [(choice["index"], choice["batch"]) for choice in record["choices"]]
+    assert places == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_samples_are_reported(tmp_path: Path) -> None:
+    report = evaluate(
+        EvaluationRequest(count=2, out=tmp_path),
+        EvaluationConfig(temperature=1.0, max_new_tokens=160, samples=2, seeds=2),
+        ["exact", "fsd"],
+    )
+    assert report is not None
+    records = read_jsonl(tmp_path / "fsd.jsonl")
+    assert [len(record["choices"]) for record in records] == [4, 4]
+    exact, fuzzy = report["rows"]
+    turns = [all_turns(record)["new_tokens"] for record in records]
+    assert fuzzy["tokens"] == sum(map(sum, turns))
+    assert "accuracy_change" not in exact["samples"]
+    assert fuzzy["accuracy"] == fuzzy["samples"]["accuracy"]
+    assert len(fuzzy["samples"]["seed_accuracies"]) == 2
+    assert fuzzy["samples"]["pass_at"]["4"] >= fuzzy["accuracy"]
+    change = fuzzy["accuracy"] - exact["accuracy"]
+    assert fuzzy["samples"]["accuracy_change"] == pytest.approx(change)
+    text = (tmp_path / "report.md").read_text()
+    assert "seeds 0 to 1, 2 samples of each answer" in text

@@ -1,0 +1,413 @@
+"""Tuning draft trees: predicted costs and lengths, races, and the files that are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle_fsd import EagleFSD, OptionsError, TreeConfig
+from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
+from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.tuning import search
+from eagle_fsd.evaluation.tuning import tune as tune_module
+from eagle_fsd.evaluation.tuning.candidates import (
+    PLAIN_TREE,
+    candidate_trees,
+    rank,
+    recorded_trees,
+    shortlist,
+)
+from eagle_fsd.evaluation.tuning.costs import (
+    StepCosts,
+    measure_costs,
+    measured_trees,
+    step_seconds,
+)
+from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
+from eagle_fsd.evaluation.tuning.race import Runner, race, round_sizes
+from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, open_workload
+from eagle_fsd.evaluation.tuning.tune import _product_speedup, tries_bfloat16, tune
+from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.utils.files import read_jsonl
+from eagle_fsd.utils.progress import no_progress
+
+
+def tree(nodes: int, depth: int, top_k: int) -> TreeConfig:
+    return TreeConfig(total_tokens=nodes, depth=depth, top_k=top_k)
+
+
+def workload(model: EagleFSD, count: int = 4, **options: Any) -> Workload:
+    config = EvaluationConfig(**{"max_new_tokens": 48, **options})
+    return open_workload(model, bundled_questions(count, 3), EvaluationRequest(), config)
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def linear_seconds(shape: TreeConfig) -> float:
+    """A machine whose steps cost 1 ms, 0.1 ms per node, and 0.2 ms and 0.05 ms K per level."""
+    nodes = 0.0001 * (capacity(shape) - 1)
+    return 0.001 + nodes + shape.depth * (0.0002 + 0.00005 * shape.top_k)
+
+
+def linear_costs() -> StepCosts:
+    return StepCosts.fit(0.001, {shape: linear_seconds(shape) for shape in measured_trees()})
+
+
+def test_costs_predict_the_steps_of_other_trees() -> None:
+    costs = linear_costs()
+    assert costs.nodes[1] == 0.001
+    assert costs.level[4] == pytest.approx(0.0004)
+    for shape in (*candidate_trees(), tree(100, 20, 8)):
+        assert costs.seconds(shape) == pytest.approx(linear_seconds(shape))
+
+
+def test_noise_does_not_make_levels_or_nodes_cheaper_than_nothing() -> None:
+    seconds = {shape: linear_seconds(shape) / shape.depth**2 for shape in measured_trees()}
+    costs = StepCosts.fit(0.001, seconds)
+    assert min(costs.level.values()) == 0.0
+    assert min(costs.nodes.values()) == 0.001
+
+
+def test_steps_are_measured_without_the_prefill(model: EagleFSD) -> None:
+    """Also those of a batch, whose rows share a step."""
+    single, pairs = workload(model), workload(model, batch=2)
+    for prompts in (single, pairs):
+        seconds = step_seconds(prompts, replace(EXACT, tree=tree(8, 2, 2)), 0)
+        assert 0.0 < seconds < 10.0
+
+
+@pytest.mark.slow
+def test_measured_costs_increase_with_the_tree(model: EagleFSD) -> None:
+    done: list[tuple[int, int]] = []
+    costs = measure_costs(workload(model), lambda *at: done.append(at))
+    assert done[-1][0] == done[-1][1] == len(done)
+    assert costs.nodes[64] > costs.nodes[1]
+    assert costs.seconds(tree(62, 60, 1)) > costs.seconds(tree(10, 8, 1)) > costs.nodes[1]
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+
+
+def test_tau_of_a_chain_divides_long_runs() -> None:
+    """Of runs of 12, 5 and 3 tokens, steps of at most 5 tokens need 3, 1 and 1."""
+    lengths = Lengths({tree(64, 62, 1): [[12, 5], [3]]})
+    assert lengths.tau(tree(64, 62, 1)) == pytest.approx(20 / 3)
+    assert lengths.tau(tree(5, 3, 1)) == pytest.approx(20 / 5)
+    assert lengths.tau(tree(20, 3, 1)) == pytest.approx(20 / 5)
+
+
+def test_tau_of_a_bushy_tree_is_cut_at_its_depth_and_interpolated() -> None:
+    lengths = Lengths({tree(8, 6, 2): [[2, 4]], tree(32, 20, 2): [[4, 12]]})
+    assert lengths.tau(tree(8, 6, 2)) == 3.0
+    assert lengths.tau(tree(32, 20, 2)) == 8.0
+    assert lengths.tau(tree(16, 14, 2)) == pytest.approx((3.0 + 8.0) / 2)
+    assert lengths.tau(tree(32, 6, 2)) == (4 + 8) / 2
+
+
+@pytest.mark.parametrize("shape", [(64, 30, 2), (4, 2, 2), (32, 21, 2), (16, 4, 4), (16, 14, 1)])
+def test_trees_that_no_recording_covers_have_no_tau(shape: tuple[int, int, int]) -> None:
+    lengths = Lengths({tree(8, 6, 2): [[2]], tree(32, 20, 2): [[4]], tree(8, 6, 1): [[4]]})
+    assert lengths.tau(tree(*shape)) is None
+
+
+def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
+    """They belong to the prompts and the options that they were made with."""
+    path, method = tmp_path / "lengths.jsonl", replace(EXACT, tree=tree(8, 2, 2))
+    prompts = workload(model)
+    found = LengthRecorder(prompts, path).record(method)
+    assert [sum(answer) for answer in found] == [48] * 4
+    for other, lines in (
+        (prompts, 1),
+        (workload(model, max_new_tokens=8), 2),
+        (prompts.subset(1), 3),
+    ):
+        recorder = LengthRecorder(other, path)
+        recorder.record(method)
+        assert len(read_jsonl(path)) == lines
+    with path.open("a") as file:
+        file.write('{"key": "ab')  # an interrupted run
+    assert LengthRecorder(prompts, path).record(method) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [EXACT, fsd_method(0.1, 0.3)], ids=["exact", "fsd"])
+def test_predicted_lengths_agree_with_measured_ones(
+    method: Method, model: EagleFSD, tmp_path: Path
+) -> None:
+    """With 12 answers, the standard error of tau is about 4%."""
+    prompts = workload(model, 12, max_new_tokens=128)
+    recorder = LengthRecorder(prompts, tmp_path / "lengths.jsonl")
+    trees = recorded_trees(quick=True)
+    lengths = Lengths({item: recorder.record(replace(method, tree=item)) for item in trees})
+    for shape in (tree(12, 10, 1), tree(20, 18, 1), tree(16, 8, 2), tree(24, 6, 2)):
+        measured = recorder.record(replace(method, tree=shape))
+        tau = sum(map(sum, measured)) / sum(map(len, measured))
+        assert lengths.tau(shape) == pytest.approx(tau, rel=0.15)
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def test_candidates_are_different_complete_trees() -> None:
+    trees = candidate_trees()
+    assert len(set(trees)) == len(trees) > 100
+    assert all(capacity(item) == item.total_tokens for item in trees)
+    assert all(max_emitted(item) == item.depth + 2 for item in trees)
+    assert max(item.depth for item in trees) == 62
+
+
+@pytest.mark.parametrize(("length", "expected"), [(3, 8), (40, 48)])
+def test_ranking_weighs_lengths_against_costs(length: int, expected: int) -> None:
+    """Short runs need no long chain."""
+    lengths = Lengths({tree(64, 62, 1): [[length] * 10]})
+    ranked = rank(linear_costs(), lengths)
+    speeds = [item.tokens_per_second for item in ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    assert ranked[0].tree.total_tokens <= expected
+    assert ranked[0].tau == length or length == 40
+    assert ranked[0].tokens_per_second == pytest.approx(
+        ranked[0].tau / linear_seconds(ranked[0].tree)
+    )
+
+
+def test_shortlist_holds_every_width_and_the_current_tree() -> None:
+    lengths = Lengths(
+        {
+            tree(64, 62, 1): [[60] * 10],
+            tree(6, 4, 2): [[2]],
+            tree(64, 30, 2): [[3]],
+            tree(12, 10, 4): [[2]],
+            tree(64, 16, 4): [[3]],
+        }
+    )
+    current = tree(17, 5, 3)
+    trees = shortlist(rank(linear_costs(), lengths), current)
+    assert {item.top_k for item in trees} == {1, 2, 3, 4}
+    assert trees[-1] == current
+    assert len(set(trees)) == len(trees) <= 12
+
+
+# -- races -----------------------------------------------------------------------------------------
+
+
+class TimedRunner(Runner):
+    """A candidate that takes a given time per token, the same on every prompt but for noise."""
+
+    def __init__(self, name: str, seconds: float, groups: int = 32) -> None:
+        self.seconds, self.random = seconds, np.random.default_rng(len(name))
+        shape = None if name == "plain" else tree(8, 6, 1)
+        prompts: Any = SimpleNamespace(groups=groups, pair=lambda: None)
+        super().__init__(Method(name, tree=shape), prompts)
+
+    def warm_up(self) -> None:
+        assert not self.timings
+
+    def answer(self, group: int) -> None:
+        assert group == len(self.timings)
+        self.timings.append((self.seconds * self.random.uniform(0.95, 1.05), 1))
+
+
+def test_race_finds_the_fastest_and_keeps_references() -> None:
+    runners = [TimedRunner(f"{at}", 1.0 + 0.1 * ((5 * at) % 9)) for at in range(9)]
+    plain = TimedRunner("plain", 5.0)
+    done: list[tuple[int, int]] = []
+    finalists = race([*runners, plain], lambda *at: done.append(at), keep=[plain])
+    assert [item.method.name for item in finalists][::2] == ["0", "plain"]
+    assert len(finalists) == 3
+    assert all(len(item.timings) == 32 for item in finalists)
+    # 10 candidates on 4 prompts, 6 on the next 4, 4 on the next 8, and 3 on the other 16.
+    assert done[-1] == (len(done), len(done)) == (40 + 24 + 32 + 48,) * 2
+    ratio = finalists[0].over(plain)
+    assert ratio.interval is not None
+    assert ratio.interval[0] < 5.0 < ratio.interval[1]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "total", "sizes"),
+    [(9, 32, [4, 8, 16, 32]), (2, 32, [32]), (9, 3, [3]), (5, 6, [4, 6]), (0, 4, [4])],
+)
+def test_rounds_double_until_two_candidates_remain(
+    candidates: int, total: int, sizes: list[int]
+) -> None:
+    assert round_sizes(candidates, total) == sizes
+
+
+def finished_race(plain: float, best: float, next_best: float) -> TreeRace:
+    runners = [TimedRunner("exact", best), TimedRunner("exact", next_best)]
+    references = {"plain": TimedRunner("plain", plain)}
+    found = TreeRace(EXACT, references=references)
+    kept = list(references.values())
+    found.finalists = race([*runners, *kept], lambda *_: None, keep=kept)
+    return found
+
+
+def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
+    lost = finished_race(1.0, 1.5, 2.0)
+    assert lost.tree == PLAIN_TREE
+    assert lost.sentence().startswith("exact: plain decoding; the best tree, 8/6/1, is 0.6")
+    assert lost.as_dict()["tree"]["total_tokens"] == 1
+    won = finished_race(2.0, 1.0, 1.5)
+    assert won.tree == tree(8, 6, 1)
+    assert won.sentence().startswith("exact: tree 8/6/1, 2.0")
+    rows = won.as_dict()["finalists"]
+    assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
+    assert set(rows[0]["over"]) == {"plain", "next"}
+    assert json.dumps(won.as_dict())
+
+
+def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
+    prompts = workload(model, 1, max_new_tokens=12)
+    pair = prompts.pair()
+    alone, _ = prompts.decode(pair, replace(EXACT, tree=PLAIN_TREE), 0, 1)
+    plain, _ = prompts.decode(pair, PLAIN, 0, 1)
+    assert alone.stats is not None
+    assert alone.stats.accepted == [[1] * 12]
+    assert alone.tokens[0].equal(plain.tokens[0])
+
+
+def test_a_plan_is_resumed(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same methods; the trees of others are found anew."""
+    prompts = workload(model, 2, max_new_tokens=8)
+    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
+    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [tree(8, 6, 1)])
+    arguments = tmp_path / "trees.json", no_progress
+    plan = TreePlan.make(prompts, [fsd_method(0.1)], *arguments)
+    assert set(plan.candidates) == {"exact", "T=0.1"}
+    assert plan.exact in candidate_trees() or plan.exact in (PLAIN_TREE, model.exact_tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "measure_costs", None)
+        assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan
+    other = TreePlan.make(prompts, [fsd_method(0.2)], *arguments)
+    assert set(other.candidates) == {"exact", "T=0.2"}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bundled_copy(tmp_path: Path) -> Path:
+    """A copy of the bundled head."""
+    shutil.copytree(BUNDLED_HEAD, tmp_path / "head")
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing, and predict from two recordings."""
+    monkeypatch.setattr(tune_module, "measure_costs", lambda *_: linear_costs())
+    monkeypatch.setattr(tune_module, "recorded_trees", lambda: [tree(12, 10, 1)])
+    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: False)
+
+
+CONFIG = EvaluationConfig(max_new_tokens=16)
+
+
+@pytest.mark.usefixtures("quick")
+def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path, bundled_copy: Path) -> None:
+    request = EvaluationRequest(count=2, out=tmp_path / "out", drafter=str(bundled_copy))
+    shown: list[Any] = []
+    tuning = tune(request, CONFIG, install=True, on_result=shown.append)
+    assert shown == [tuning]
+    assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
+    written = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert written["complete"]
+    assert len(written["conclusions"]) == 2
+    assert next(len(cells) for _, cells in tuning.tables()) == 11
+    settings = read_settings(bundled_copy / "fsd.json")
+    assert settings == read_settings(tmp_path / "out" / "fsd.json")
+    pair = EagleFSD.from_pretrained(drafter=bundled_copy)
+    exact, fsd = tuning.methods
+    assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
+    assert pair.acceptance == EagleFSD.from_pretrained().acceptance
+    assert settings.about["made_by"] == "eagle-fsd tune"
+
+
+@pytest.mark.usefixtures("quick")
+def test_bfloat16_is_reported_but_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: True)
+    settings = Settings(threshold=0.0)
+    tuning = tune(EvaluationRequest(count=2, out=tmp_path), CONFIG, settings=settings)
+    ((own,), (found,)) = tuning.methods, tuning.bfloat16
+    assert own.trees[0].workload.model.target.dtype == torch.float32
+    assert {item.workload.model.target.dtype for item in found.trees} == {torch.bfloat16}
+    assert found.references["float32"].method.tree in (None, own.tree)
+    *_, sentence, advice = tuning.conclusions()
+    assert sentence.startswith("In bfloat16, exact: tree ")
+    assert "as fast as float32" in sentence
+    assert "--dtype bfloat16" in advice
+    assert read_settings(tmp_path / "fsd.json").target.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("speedups", "dtype", "expected"),
+    [
+        ((1.0, 1.5), torch.float32, True),
+        ((1.1, 1.1), torch.float32, False),
+        ((2.0, 2.0), torch.bfloat16, False),
+    ],
+)
+def test_bfloat16_is_tried_where_products_are_faster(
+    speedups: tuple[float, float],
+    dtype: torch.dtype,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair: Any = SimpleNamespace(
+        target=SimpleNamespace(device=torch.device("cpu"), dtype=dtype),
+        model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)),
+    )
+    found = dict(zip((1, 16), speedups, strict=True))
+    assert _product_speedup(1, (8, 4)) > 0
+
+    def speedup(rows: int, size: tuple[int, ...]) -> float:
+        assert size == (8, 4)
+        return found[rows]
+
+    monkeypatch.setattr(tune_module, "_product_speedup", speedup)
+    assert tries_bfloat16(pair) == expected
+
+
+@pytest.mark.usefixtures("quick")
+def test_interrupted_tuning_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = EvaluationRequest(count=2, out=tmp_path)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    shown: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeRace, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tune(request, CONFIG, on_result=shown.append)
+    written = json.loads((tmp_path / "tune.json").read_text())
+    assert not written["complete"]
+    assert written["costs"]["nodes"]["1"] == 0.001
+    assert written["methods"]["exact"]["predicted"]
+    assert shown[0].conclusions() == []
+    assert not (tmp_path / "fsd.json").exists()
+    recorded = (tmp_path / "lengths.jsonl").read_bytes()
+    assert tune(request, CONFIG).complete
+    assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
+
+
+def test_install_requires_a_local_head() -> None:
+    with pytest.raises(OptionsError, match="--install requires a drafter in a local folder"):
+        tune(EvaluationRequest(drafter="nowhere"), install=True)
