@@ -48,7 +48,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with folded query groups if the mask is folded, else as transformers does.
 
-    Layers that pass any of :data:`OWN_TERMS` also get the attention of transformers.
+    Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get the attention of
+    transformers.
 
     Args:
         module: The attention layer.
@@ -69,7 +70,8 @@ def tree_attention(
         groups = heads // key.shape[1]
         # A layer with fewer query heads per key head than others needs fewer copies of the mask.
         attention_mask = attention_mask[:, :, : groups * queries]
-        if groups > 1 and all(options.get(name) is None for name in OWN_TERMS):
+        shared = attention_mask.shape[1] == 1  # by all heads
+        if groups > 1 and shared and all(options.get(name) is None for name in OWN_TERMS):
             output = nn.functional.scaled_dot_product_attention(
                 query.reshape(batch, heads // groups, groups * queries, -1),
                 key,

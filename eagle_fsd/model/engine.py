@@ -159,7 +159,6 @@ class Engine:
         self.rule = rule or rule_for(acceptance)
         self.clock = clock or PhaseClock(target.device)
         self.details, self.compiled, self.capture = details, compiled, capture
-        self._groups = query_groups(target.model)
         self._nodes = drafter.max_nodes(tree)
         self._width = tree.depth + 2  # the most tokens that a step emits
         self._graphs: StepGraphs | None = None
@@ -190,6 +189,7 @@ class Engine:
             ValueError: The prefix cache belongs to another model.
         """
         self.clock.enter("prefill")
+        self._groups = query_groups(self.target.model)  # the check of its first use decides
         device = self.target.device
         self.history, self._prefix_cache = history, prefix_cache
         self.rule_state = self.rule.start(prompts).clone()

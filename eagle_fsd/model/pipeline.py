@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
 #: Prompt tokens and new tokens per row with which the gain of a compilation is measured.
-TRIAL_PROMPT, TRIAL_TOKENS = 32, 128
+TRIAL_PROMPT, TRIAL_TOKENS = 32, 48
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 

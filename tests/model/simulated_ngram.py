@@ -51,9 +51,10 @@ def test_step(
     drafted.drafter, drafted.tree = with_known_prompts(kind, repeats), pair().tree
     drafted.drafter.attach(drafted.target)
     for selection in ("longest", "sample"):
-        engine, (kept, *_) = run_steps(
+        engine, launched = run_steps(
             drafted, sampling, rows=rows, threshold=0.2, selection=selection
         )
-        assert (kept.tokens.device, kept.tokens.shape[0]) == (torch.device(DEVICES[0]), rows)
-        assert kept.tokens.shape[1] == (drafted.tree.depth + 2 if repeats else 1)
+        tokens = launched.tokens
+        assert (tokens.device, tokens.shape[0]) == (torch.device(DEVICES[0]), rows)
+        assert tokens.shape[1] == (drafted.tree.depth + 2 if repeats else 1)
         assert engine.draft.rows[0].tokens

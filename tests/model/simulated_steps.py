@@ -138,9 +138,9 @@ def test_step_with_every_way_to_choose(
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_step_on_one_device_and_on_two(rows: int, drafted: bool, split: bool) -> None:
-    engine, (kept, broken, _) = run_steps(pair(split), threshold=0.2, rows=rows, drafted=drafted)
+    engine, launched = run_steps(pair(split), threshold=0.2, rows=rows, drafted=drafted)
     home = torch.device(DEVICES[split])
-    for item in (kept.tokens, kept.count, kept.origins, broken, engine.roots, engine.lengths):
+    for item in (launched._packed, launched.tokens, engine.roots, engine.lengths):
         assert (item.device, item.shape[0]) == (home, rows)
     devices = {store.device for store in engine.cache._stores}
     assert devices == {torch.device(name) for name in DEVICES[: 1 + split]}

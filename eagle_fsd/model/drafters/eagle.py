@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from typing_extensions import Self
 
+from eagle_fsd.model.attention import config_groups, fold_mask
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
 from eagle_fsd.model.target import LAST, Target
@@ -51,6 +52,11 @@ class EagleHead(DraftHead):
         super().__init__(config)
         try:
             self._build(bias, dtype)
+            if self.groups > 1:
+                try:
+                    self._try_layer()
+                except Exception:  # the layer may handle masks itself
+                    self.groups = 1
             self._try_layer()
         except Exception as error:
             raise ValueError(
@@ -61,22 +67,23 @@ class EagleHead(DraftHead):
     def _build(self, bias: bool, dtype: torch.dtype) -> None:
         size = self.config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=bias, dtype=dtype)
-        self.layers, self.rotary, self.layer_config = decoder_layers(self.config, 1, dtype)
+        self.layers, self.rotary, layer_config = decoder_layers(self.config, 1, dtype)
+        self.groups = config_groups(layer_config)
         self.layers[0].input_layernorm = nn.Identity()
         # Families with a RoPE per layer type select it by name.
         per_type = len(inspect.signature(self.rotary.forward).parameters) > 2
         self._rotary_options = {"layer_type": "full_attention"} if per_type else {}
         # Without a mask, eager attention is not causal.
-        self._needs_mask = self.layer_config._attn_implementation == "eager"
+        self._needs_mask = layer_config._attn_implementation == "eager"
 
     @torch.no_grad()
     def _try_layer(self) -> None:
         """Run the layer once, so that a family whose layers need other inputs is rejected."""
-        hidden = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache = self.new_cache(1, 1)
-        cache.place(positions, cache.keys(1, self.device))
-        mask = hidden.new_zeros(1, 1, 1, 1)
+        hidden = torch.zeros(1, 2, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
+        cache = self.new_cache(1, 2)
+        cache.place(positions, cache.keys(2, self.device))
+        mask = fold_mask(hidden.new_zeros(1, 1, 2, 2), self.groups)
         self._run_layer(hidden, positions, mask, cache, self.rotate(positions))
 
     @property
@@ -137,10 +144,9 @@ class EagleHead(DraftHead):
 
     def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
         like = self.fc.weight  # of which the rotary embedding takes dtype and device
-        found: tuple[Tensor, ...] = self.rotary(
-            like, position_ids=positions, **self._rotary_options
-        )
-        return found
+        found = self.rotary(like, position_ids=positions, **self._rotary_options)
+        # Some families represent rotations as complex numbers.
+        return found if isinstance(found, tuple) else (found,)
 
     def _run_layer(
         self,
@@ -156,6 +162,6 @@ class EagleHead(DraftHead):
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
-            position_embeddings=rotary,
+            position_embeddings=rotary if len(rotary) > 1 else rotary[0],
         )
         return predicted

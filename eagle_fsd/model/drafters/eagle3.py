@@ -32,6 +32,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import Self
 
+from eagle_fsd.model.attention import config_groups
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
 from eagle_fsd.model.target import Target
@@ -120,7 +121,8 @@ class Eagle3Head(DraftHead):
         self.flags = flags = flags or Eagle3Flags()
         size, fused = config.hidden_size, len(reads) * target_hidden_size
         count = config.num_hidden_layers
-        self.layers, self.rotary, self.layer_config = decoder_layers(config, count, dtype)
+        self.layers, self.rotary, layers_config = decoder_layers(config, count, dtype)
+        self.groups = config_groups(layers_config)
         first = _FirstLayer(self.layers[0], size, flags.norm_before_residual)
         self.layers[0] = first
         norm_type: Any = type(first.hidden_norm)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 from typing_extensions import Self
 
-from eagle_fsd.model.attention import TREE_ATTENTION, config_groups, fold_mask
+from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.target import Target
@@ -37,7 +37,7 @@ class DraftHead(nn.Module, LevelDrafter):
 
     fc: nn.Linear
     layers: nn.ModuleList
-    layer_config: PreTrainedConfig
+    groups: int  # of query heads that masks are folded for, see tree_attention
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class DraftHead(nn.Module, LevelDrafter):
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=lengths.device)
         seen = keys <= positions[:, :, None]
         cache.place(positions, keys)
-        mask = fold_mask(additive_mask(seen, self.dtype), config_groups(self.layer_config))
+        mask = fold_mask(additive_mask(seen, self.dtype), self.groups)
         return self.forward(self.fuse(features), tokens, positions, mask, cache)
 
     @abstractmethod
@@ -193,7 +193,7 @@ class DraftHead(nn.Module, LevelDrafter):
         mask: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        mask = fold_mask(mask, config_groups(self.layer_config))
+        mask = fold_mask(mask, self.groups)
         return self.forward(self.carry(hidden), tokens, positions, mask, cache, rotary)
 
 
