@@ -111,7 +111,11 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
 
     settings = given_settings(pair.settings, tree, acceptance)
     model = EagleFSD.from_pretrained(
-        pair.target, pair.drafter, dtype=pair.dtype, device_map=pair.device
+        pair.target,
+        pair.drafter,
+        dtype=pair.dtype,
+        device_map=pair.device,
+        draft_vocabulary=pair.draft_vocabulary,
     )
     model.configure(settings)
     model.compiled = bool(pair.compiled)

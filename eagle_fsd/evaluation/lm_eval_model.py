@@ -131,8 +131,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             loaded.drafter,
             dtype=loaded.dtype,
             device_map=loaded.device,
+            draft_vocabulary=loaded.draft_vocabulary,
             settings=settings,
         )
+        self.pair.compiled = bool(loaded.compiled)
         self.pair.tree = self.pair.tree.updated(**tree)
         self.pair.acceptance = self.pair.acceptance.updated(**acceptance)
         self.method, self.stats = method, DecodeStats.empty(0)

@@ -118,6 +118,7 @@ class Evaluation:
             "count": len(questions),
             "target": request.target or "bundled",
             "drafter": request.drafter or "bundled",
+            "draft_vocabulary": request.draft_vocabulary,
             **config.model_dump(),
             "template": request.chat_template,
             "system": request.system,
@@ -501,7 +502,11 @@ def load_pair(
         settings: Tree and acceptance options that override the head's ``fsd.json``.
     """
     model = EagleFSD.from_pretrained(
-        request.target, request.drafter, dtype=request.dtype, device_map=device
+        request.target,
+        request.drafter,
+        dtype=request.dtype,
+        device_map=device,
+        draft_vocabulary=request.draft_vocabulary,
     )
     if settings is not None:
         model.configure(settings)

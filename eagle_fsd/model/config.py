@@ -234,6 +234,12 @@ class PairOptions(TargetOptions):
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
     )
+    draft_vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of most frequent tokens that an EAGLE-1/2 head drafts (FR-Spec), ranked"
+        " by eagle-fsd train ranks; default: all.",
+    )
     compiled: bool | None = Field(
         default=None,
         description="Compile the models' passes with torch.compile; default: in serve, and in long"

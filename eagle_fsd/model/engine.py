@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -337,15 +338,16 @@ class Engine:
     def _score_tree(self, draft_keys: Tensor | None, keys: Tensor) -> tuple[DraftTree, TargetPass]:
         """Draft a tree for every row, and run the target on it."""
         self.clock.enter("draft")
-        draft, score = type(self.draft).draft, Target.forward_tree
-        if self.compiled:
-            draft = compiled(draft) if self.draft.on_device else draft
-            score = compiled(score)
-        tree = draft(self.draft, self.roots, draft_keys)
+        draft, score = self.draft.draft, self.target.forward_tree
+        if self.compiled:  # compiled functions are shared by all objects
+            if self.draft.on_device:
+                draft = partial(compiled(type(self.draft).draft), self.draft)
+            score = partial(compiled(Target.forward_tree), self.target)
+        tree = draft(self.roots, draft_keys)
         self.clock.enter("target")
         with folded_queries(self.target.model, self._groups):
             return tree, score(
-                self.target, tree, self.lengths, keys, self.cache, self.drafter.reads, self._groups
+                tree, self.lengths, keys, self.cache, self.drafter.reads, self._groups
             )
 
     def _judge(self, tree: DraftTree, logits: Tensor) -> tuple[Verification, VerificationInputs]:

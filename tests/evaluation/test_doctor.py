@@ -62,8 +62,11 @@ class ReducedHead(EagleHead):
     def vocab_size(self) -> int:
         return len(self.kept)
 
+    def restrict_vocabulary(self, token_ids: Tensor | None) -> None:
+        self.token_ids = token_ids  # which may be wrong
+
     def log_probs(self, hidden: Tensor) -> Tensor:
-        return super().log_probs(hidden)[..., self.kept].log_softmax(-1)
+        return self.target.project(hidden)[..., self.kept].log_softmax(-1)
 
 
 def measured_with(

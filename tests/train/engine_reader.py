@@ -98,7 +98,9 @@ class Layer(nn.Module):
             key, value = past_key_values.update(key, value, 0)
         key, value = (item.repeat_interleave(self.heads // self.groups, 1) for item in (key, value))
         scores = query @ key.transpose(2, 3) / math.sqrt(self.size)
-        if attention_mask is None:
+        if attention_mask is not None:  # folded: the same rows for every query head of a group
+            attention_mask = attention_mask[:, :, :length]
+        else:
             attention_mask = torch.full((length, length), -math.inf).triu(1)
         weights = (scores + attention_mask).softmax(-1)
         mixed = (weights @ value).transpose(1, 2).reshape(rows, length, -1)

@@ -84,12 +84,13 @@ def test_unrolled_runs_match_decoding(architecture: str) -> None:
             cache = head.new_cache(CHATS, LENGTH + RUNS)
             lengths = torch.zeros(CHATS, dtype=torch.long)
             context = features[:, : root + 1], tokens[:, : root + 1]
-            drafted = head.append(*context, lengths, 0, cache)[:, -1:]
+            keys = cache.keys(LENGTH + RUNS, lengths.device)
+            drafted = head.append(*context, lengths, keys, cache)[:, -1:]
             torch.testing.assert_close(outputs[0][:, root], drafted[:, 0], rtol=1e-6, atol=1e-8)
             for run in range(1, min(RUNS, tokens.shape[1] - root)):
                 pair = root + run
                 drafted = head.append(
-                    drafted, tokens[:, pair : pair + 1], lengths + pair, pair, cache
+                    drafted, tokens[:, pair : pair + 1], lengths + pair, keys, cache
                 )
                 ours = outputs[run][:, pair]
                 torch.testing.assert_close(ours, drafted[:, 0], rtol=1e-6, atol=1e-8)
