@@ -16,7 +16,7 @@ from prompts import reference
 
 from eagle_fsd import EagleFSD
 
-pytestmark = pytest.mark.xdist_group("servers")
+pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

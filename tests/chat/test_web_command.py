@@ -66,6 +66,7 @@ def test_unreachable_controller_fails(run: Run) -> None:
     assert err.startswith("error: no worker can be reached through http://127.0.0.1:9: ")
 
 
+@pytest.mark.slow
 @needs_gradio
 def test_demo_listens_on_localhost_and_stops_on_sigint() -> None:
     with socket.socket() as probe:

@@ -405,6 +405,7 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     assert settings.drafter.name == str(head)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_exact_decoding_is_saved_if_nothing_is_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -421,6 +422,7 @@ def test_exact_decoding_is_saved_if_nothing_is_selected(
     assert found.conclusion in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_settings_for_another_engine_are_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

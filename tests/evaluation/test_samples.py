@@ -106,6 +106,7 @@ def test_greedy_answers_are_not_repeated(name: str) -> None:
     EvaluationConfig.from_dict({name: 2, "temperature": 0.5})
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Path) -> None:
     """Neither in a larger run, nor in one that grows, nor in batches of the same question."""
     questions = [Question(n, "c", (f"Ann has {n} pens. How many?",)) for n in range(4)]

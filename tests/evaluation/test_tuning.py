@@ -336,6 +336,7 @@ def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path, bundled_copy: Pat
     assert settings.about["made_by"] == "eagle-fsd tune"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_bfloat16_is_reported_but_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -383,6 +384,7 @@ def test_bfloat16_is_tried_where_products_are_faster(
     assert tries_bfloat16(pair) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_interrupted_tuning_keeps_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,7 +72,11 @@ def both(pair: EagleFSD, ids: Tensor, mask: Tensor | None = None, **options: Any
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
-        pytest.param(name, temperature, marks=() if name == "eagle" else pytest.mark.slow)
+        pytest.param(
+            name,
+            temperature,
+            marks=() if (name, temperature) == ("eagle", 0.8) else pytest.mark.slow,
+        )
         for name in pairs()
         for temperature in (0.0, 0.8)
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.demo import EXAMPLES
@@ -18,7 +20,7 @@ from .browsing import (
     PageObject,
 )
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 def test_inspector_describes_tokens(page: PageObject) -> None:

@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import httpx
+import pytest
 
 from eagle_fsd.chat.backend import Token
 
 from .browsing import MARKS, TIMEOUT, ControlledBackend
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 def event_ids(client: httpx.Client) -> tuple[int, int]:
