@@ -418,10 +418,11 @@ def run_evaluation(
         hooks.on_questions(questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compiled = bool(request.compiled)
-    if request.compiled is None and len(methods) <= MAX_COMPILED_METHODS:
+    # A batch shrinks as its rows end, and every number of rows would take compilations, too.
+    if request.compiled is None and config.batch == 1 and len(methods) <= MAX_COMPILED_METHODS:
         with hooks.progress("compiling"):
             per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
-            model.compile_if_faster(per_method * len(methods), min(config.batch, len(questions)))
+            model.compile_if_faster(per_method * len(methods))
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,

@@ -116,11 +116,11 @@ def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> N
 
 @pytest.mark.slow
 def test_batches_of_any_size(graphs: list[torch.fx.GraphModule]) -> None:
-    """Rows of different lengths that end one by one: one row, the first number, and all others."""
+    """Rows of different lengths that end one by one: at most one version per number of rows."""
     ids, mask = left_padded(*[prompt(length) for length in (30, 5, 17, 9, 2)])
     both(aligned_pair(), ids, mask, max_new_tokens=40)
     both(aligned_pair(), *batch(), max_new_tokens=30)
-    assert len(graphs) <= 9
+    assert len(graphs) <= 5 * 3
 
 
 @pytest.mark.slow
