@@ -217,7 +217,7 @@ class Timing:
 
     Attributes:
         warm_up: Steps before the first timed one.
-        block: Steps that a call advances in its turn.
+        block: Number of steps that each call takes before the next one continues.
         blocks: Turns of each call.
     """
 

@@ -218,7 +218,8 @@ class Engine:
         self.sampler.reserve(len(prompts) * drawn, device)
         on_cuda = device.type == "cuda"
         fixed = history is None and not self.draft.waits
-        self._overlaps = on_cuda and fixed
+        # Details are read from the device after the tokens, when the next step has replaced them.
+        self._overlaps = on_cuda and fixed and self.details is None
         self._graphs = None
         if self.capture and on_cuda and fixed and self.rule.capturable and self.target.one_device:
             self._graphs = StepGraphs()
@@ -233,7 +234,7 @@ class Engine:
             FloatingPointError: The target produced NaN or infinite logits.
         """
         launched = self._ahead or self._launch()
-        # The device goes on with the next step while the host reads this one's tokens.
+        # The device runs the next step while the host reads the tokens of this one.
         self._ahead = self._launch(unread=1) if self._overlaps else None
         return self._read(launched)
 
@@ -271,6 +272,7 @@ class Engine:
             What the host reads (``[B, 2 + 2 A]``: count, whether the logits are broken, tokens and
             origins), the emitted tokens, and the result of :meth:`_describe`.
         """
+        self.sampler.used = 0  # again if the step is repeated, because it cannot be captured
         tree, scored = self._score_tree(draft_keys, keys)
         self.clock.enter("verify")
         kept, inputs = self._judge(tree, scored.logits)

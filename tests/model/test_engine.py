@@ -92,6 +92,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[TreeCac
 
     aligned_pair().generate(prompt(3), max_new_tokens=2)  # the target's self-check has caches, too
     monkeypatch.setattr(TreeCache, "__init__", record)
+    gc.collect()  # what earlier tests left, so that none of it is freed during this one
     gc.disable()
     yield found
     gc.enable()

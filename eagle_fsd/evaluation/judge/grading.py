@@ -26,7 +26,7 @@ class Judgment:
     Attributes:
         question_id: The question.
         category: The question's category.
-        model: The method, which takes the place of FastChat's model.
+        model: Name of the method; FastChat calls this field the model.
         answer_id: The answer.
         turn: The turn, from 1.
         judge: The judge's name.

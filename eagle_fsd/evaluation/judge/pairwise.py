@@ -34,7 +34,7 @@ class Comparison:
 
     Attributes:
         question_id: The question.
-        model: The method, which takes the place of FastChat's model.
+        model: Name of the method; FastChat calls this field the model.
         baseline: The method to compare with.
         turn: The turn, from 1.
         judge: The judge's name.
