@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, verify
@@ -45,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logits = SPREAD * torch.randn(1, tree.size, size, device=options.device)
 
     def verification(rule: AcceptanceRule, sampling: SamplingConfig) -> Callable[[], object]:
-        generator = torch.Generator(options.device).manual_seed(0)
-        sampler = Sampler(sampling, generator=generator)
-        return lambda: verify(sampler(tree, logits, None), rule)
+        sampler, random = Sampler(sampling), RandomNumbers.seeded(0, 1).to(options.device)
+        return lambda: verify(sampler(tree, logits, random), rule)
 
     exact, greedy = ExactRule(), SamplingConfig()
     cases: dict[str, Callable[[], object]] = {

@@ -1,9 +1,10 @@
 """Fuzzy Speculative Decoding (FSD) on EAGLE-2 draft trees.
 
-Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and a drafter, ``generate`` and
-``stream`` decode. ``model`` holds the decoder, ``train`` trains draft heads, ``evaluation``
-measures speed and quality, ``chat`` holds the terminal chat, the web page and the servers, ``cli``
-is the command line, ``bundled`` a small pair that needs no download, and ``utils`` shared helpers.
+Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and a drafter, ``generate``,
+``stream`` and ``generate_many`` decode. ``model`` holds the decoder, ``train`` trains draft heads,
+``evaluation`` measures speed and quality, ``chat`` holds the terminal chat, the web page and the
+servers, ``cli`` is the command line, ``bundled`` a small pair that needs no download, and ``utils``
+shared helpers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from eagle_fsd.model.drafters.interface import Drafter
     from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
     from eagle_fsd.model.engine import TokenDetail
-    from eagle_fsd.model.generation import GenerateOutput, Generation, StreamChunk
+    from eagle_fsd.model.generation import Batch, GenerateOutput, Generation, StreamChunk
     from eagle_fsd.model.loading import LoadError
-    from eagle_fsd.model.pipeline import DecodeOptions, EagleFSD
+    from eagle_fsd.model.pipeline import Completion, DecodeOptions, EagleFSD, Prompt
     from eagle_fsd.model.prefix_cache import PrefixCache
     from eagle_fsd.model.stats import DecodeStats
     from eagle_fsd.model.verify import AcceptanceRule, Origin
@@ -37,8 +38,10 @@ _MODULES = {
     "AcceptanceConfig": "model.config",
     "AcceptanceRule": "model.verify",
     "AdaptiveNGramDrafter": "model.drafters.ngram",
+    "Batch": "model.generation",
     "BeamSearchOutput": "model.beam_search",
     "CheckpointError": "model.checkpoint",
+    "Completion": "model.pipeline",
     "DecodeOptions": "model.pipeline",
     "DecodeStats": "model.stats",
     "DraftModel": "model.drafters.draft_model",
@@ -53,6 +56,7 @@ _MODULES = {
     "OptionsError": "utils.options",
     "Origin": "model.verify",
     "PrefixCache": "model.prefix_cache",
+    "Prompt": "model.pipeline",
     "SamplingConfig": "model.config",
     "StreamChunk": "model.generation",
     "TokenDetail": "model.engine",
@@ -62,8 +66,10 @@ __all__ = [
     "AcceptanceConfig",
     "AcceptanceRule",
     "AdaptiveNGramDrafter",
+    "Batch",
     "BeamSearchOutput",
     "CheckpointError",
+    "Completion",
     "DecodeOptions",
     "DecodeStats",
     "DraftModel",
@@ -78,6 +84,7 @@ __all__ = [
     "OptionsError",
     "Origin",
     "PrefixCache",
+    "Prompt",
     "SamplingConfig",
     "StreamChunk",
     "TokenDetail",

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.model.config import BeamSearchConfig
-from eagle_fsd.model.engine import BROKEN_LOGITS, Engine
-from eagle_fsd.model.generation import EndConditions
+from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Origin, Verification
@@ -227,7 +226,7 @@ class BeamEngine(Engine):
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        tree, scored = self._score_tree(*self._keys())
+        tree, scored = self._score_tree(*self._views())
         self.clock.enter("verify")
         best = F.log_softmax(scored.logits, -1).topk(count)
         self.clock.enter("host")
@@ -263,14 +262,14 @@ class BeamEngine(Engine):
         for search in live:
             search.renumber(rows)
             for source, target in search.settle():
-                self._move_row(source, target)
+                self.copy_row(source, target)
                 order[target] = order[source]
         beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
         tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
         kept = _kept(tree, [beam.path for beam in beams], tokens)
         self._commit(tree, features[order], kept)
         for row, (beam, new) in enumerate(zip(beams, tokens, strict=True)):
-            self.host_lengths[row] += len(new)
+            self.rows[row].length += len(new)
             beam.path, beam.node = [], 0
         self.draft.observe(tokens)
         return live
@@ -307,33 +306,41 @@ def _origins(steps: int) -> list[int]:
 def beam_search(
     engine: BeamEngine,
     input_ids: Tensor,
-    prompts: list[Tensor],
+    prompts: list[list[int]],
     config: BeamSearchConfig,
-    ends: EndConditions,
+    max_new_tokens: Sequence[int],
+    eos: frozenset[int],
+    pad_token_id: int,
 ) -> BeamSearchOutput:
     """Run beam search for every prompt.
 
     Args:
         engine: The engine, before its prefill.
         input_ids: ``[B, S]`` token ids as the caller passed them, padding included.
-        prompts: For each prompt, ``[S]`` token ids without padding, on the target's device.
+        prompts: The token ids of each prompt, without padding.
         config: Options of beam search.
-        ends: When a hypothesis ends; stopping criteria are not checked.
+        max_new_tokens: For each prompt, the number of tokens after which its hypotheses end.
+        eos: Tokens that end a hypothesis.
+        pad_token_id: Pads the answers on the right.
 
     Raises:
         FloatingPointError: The target produced NaN or infinite logits.
     """
-    width, eos = config.num_beams, ends.eos_token_ids
+    width = config.num_beams
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, limit, eos)
-        for index, limit in enumerate(ends.max_new_tokens)
+        for index, limit in enumerate(max_new_tokens)
     ]
-    engine.prefill(
-        [prompt for prompt in prompts for _ in range(width)],
-        [limit for limit in ends.max_new_tokens for _ in range(width)],
-    )
+    rows = [
+        Row(prompt, limit, Decision.of())
+        for prompt, limit in zip(prompts, max_new_tokens, strict=True)
+        for _ in range(width)
+    ]
+    engine.admit(rows)
+    while engine.joining:
+        engine.prefill()
     stats = DecodeStats.empty(len(prompts))
-    stats.seconds, stats.prefilled = engine.clock.seconds, engine.prefilled
+    stats.seconds, stats.prefilled = engine.clock.seconds, sum(row.prefilled for row in rows)
     live = searches
     while live:
         # A step takes at most `width` continuations of a beam, and skips those that end.
@@ -349,7 +356,7 @@ def beam_search(
     ]
     longest = max(len(tokens) for _, tokens in best)
     new = torch.tensor(
-        [tokens + [ends.pad_token_id] * (longest - len(tokens)) for _, tokens in best],
+        [tokens + [pad_token_id] * (longest - len(tokens)) for _, tokens in best],
         dtype=input_ids.dtype,
         device=input_ids.device,
     )

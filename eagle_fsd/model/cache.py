@@ -8,6 +8,8 @@ slots that verification kept, whatever the number of layers.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -74,6 +76,7 @@ class TreeCache(Cache):
         self._used = Layout()
         self._keys: dict[int, Tensor] = {}
         self._rows: Tensor | None = None  # [rows, 1]
+        self._first = 0  # row that the first sequence of a pass belongs to
         self._view: Tensor
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows and slots to write
 
@@ -81,6 +84,19 @@ class TreeCache(Cache):
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(store.nbytes for store in self._stores)
+
+    @contextmanager
+    def from_row(self, first: int) -> Iterator[None]:
+        """Let passes write and read rows ``first`` and after it, instead of row 0 and after it.
+
+        Args:
+            first: Index of a row.
+        """
+        self._first = first
+        try:
+            yield
+        finally:
+            self._first = 0
 
     def keys(self, needed: int, device: torch.device) -> Tensor:
         """Return the slots that a pass reads.
@@ -112,7 +128,7 @@ class TreeCache(Cache):
         self._view = keys
         if self._rows is None:
             self._rows = torch.arange(self.rows, device=slots.device)[:, None]
-        self._slots = {slots.device: (self._rows[: slots.shape[0]], slots)}
+        self._slots = {slots.device: (self._rows[self._first :][: slots.shape[0]], slots)}
 
     def update(
         self,
@@ -147,7 +163,8 @@ class TreeCache(Cache):
     def _write(self, plane: Tensor, states: Tensor) -> Tensor:
         """Write ``[B, heads, S, head size]``, and return ``[B, heads, L, head size]``."""
         plane.index_put_(self._slots[states.device], states.transpose(1, 2))
-        return plane[: states.shape[0], : self._view.shape[0]].transpose(1, 2)
+        rows = slice(self._first, self._first + states.shape[0])
+        return plane[rows, : self._view.shape[0]].transpose(1, 2)
 
     def _allocate(self, kind: PlaneKind) -> Tensor:
         """Return an unused plane."""
@@ -178,29 +195,30 @@ class TreeCache(Cache):
             slots = flat.index_select(1, read.to(store.device))
             flat.index_copy_(1, written.to(store.device), slots)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Overwrite a row with another, in every layer.
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Overwrite rows, in every layer. All rows are read before any is written.
 
         Args:
-            source: Index of the row to copy.
-            target: Index of the row to overwrite.
+            source: Indices of the rows to read.
+            target: Indices of the rows to write.
+            length: Number of slots to copy.
         """
         for store in self._stores:
-            store[:, target].copy_(store[:, source])
+            store[:, list(target), :length] = store[:, list(source), :length]
 
-    def enlarged(self, length: int, kept: int) -> TreeCache:
-        """Return a longer cache that starts with the first slots of this one.
+    def enlarged(self, rows: int, length: int) -> TreeCache:
+        """Return a larger cache that starts with the contents of this one.
 
         Args:
-            length: Slots per sequence.
-            kept: Number of slots to copy.
+            rows: Number of sequences, at least as many as now.
+            length: Slots per sequence, at least as many as now.
         """
-        larger = TreeCache(self.rows, length, self.layout)
+        larger = TreeCache(rows, length, self.layout)
         for layer, planes in self._planes.items():
             keys, values = (larger._allocate(_kind(plane, 2)) for plane in planes)
             larger._planes[layer] = keys, values
             for new, old in zip((keys, values), planes, strict=True):
-                new[:, :kept] = old[:, :kept]
+                new[: self.rows, : self.length] = old
         return larger
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -9,26 +9,29 @@ number of tokens that one step can emit.
 from __future__ import annotations
 
 import math
-import operator
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessor
 
-from eagle_fsd.model.acceptance import FuzzyRule, rule_for
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, rule_for
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.compilation import StepGraphs, compiled
-from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
-from eagle_fsd.model.drafters.interface import Drafter, DraftState
-from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.sampling import History, Sampler
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.prefix_cache import SPARE, PrefixCache
+from eagle_fsd.model.random_numbers import RandomNumbers
+from eagle_fsd.model.sampling import Prefix, Sampler
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target, TargetPass
-from eagle_fsd.model.tree import DraftTree
+from eagle_fsd.model.tree import DraftTree, Draw
 from eagle_fsd.model.verify import (
     AcceptanceRule,
     Verification,
@@ -39,6 +42,8 @@ from eagle_fsd.model.verify import (
 
 #: Prompt tokens that the target processes in one pass.
 PREFILL_CHUNK = 512
+#: Tokens below which moving or separating cached rows does not pay.
+MIN_REUSED = 32
 #: Message of the error that NaN or infinite logits raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
@@ -68,14 +73,162 @@ class StepResult:
     """The tokens that a step emitted, on the host.
 
     Attributes:
-        tokens: For each row, the emitted tokens, at least one.
+        tokens: For each row, the emitted tokens, at least one; none for a row that joined during
+            the step.
         origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
+        broken: For each row, whether the target produced NaN or infinite logits.
         details: The details of each token; None unless requested.
     """
 
     tokens: list[list[int]]
     origins: list[list[int]]
-    details: list[list[TokenDetail]] | None = None
+    broken: list[bool]
+    details: list[list[TokenDetail] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the tokens of a row are decided. Rows with equal decisions are verified together.
+
+    Attributes:
+        sampling: Sampling options; the seed does not count.
+        acceptance: Acceptance options.
+        rule: The acceptance rule.
+        processors: See :class:`Sampler`.
+        warpers: See :class:`Sampler`.
+        details: Number of most likely tokens in the :class:`TokenDetail` of every token; None for
+            no details.
+
+    Raises:
+        ValueError: A processor or warper keeps state or combines rows.
+    """
+
+    sampling: SamplingConfig
+    acceptance: AcceptanceConfig
+    rule: AcceptanceRule
+    processors: tuple[LogitsProcessor, ...] = ()
+    warpers: tuple[LogitsProcessor, ...] | None = None
+    details: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingConfig | None = None,
+        acceptance: AcceptanceConfig | None = None,
+        rule: AcceptanceRule | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        warpers: Sequence[LogitsProcessor] | None = None,
+        details: int | None = None,
+    ) -> Decision:
+        """Return the decision for options that may be missing.
+
+        Args:
+            sampling: Default: greedy.
+            acceptance: Default: lossless.
+            rule: Default: the one that ``acceptance`` selects.
+            processors: Default: none.
+            warpers: Default: those of ``sampling``.
+            details: Default: no details.
+        """
+        options = (sampling or SamplingConfig()).model_dump(exclude={"seed"})
+        acceptance = acceptance or AcceptanceConfig()
+        return cls(
+            SamplingConfig.from_dict(options),
+            acceptance,
+            rule or rule_for(acceptance),
+            tuple(processors),
+            None if warpers is None else tuple(warpers),
+            details,
+        )
+
+    def __post_init__(self) -> None:
+        self.sampler  # noqa: B018 - checks the processors
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Processes logits and samples."""
+        rule, acceptance = self.rule, self.acceptance
+        return Sampler(
+            self.sampling,
+            self.processors,
+            self.warpers,
+            draw_from_draft=acceptance.selection == "sample" or rule.needs_drawn,
+            # Details report the divergence that the acceptance options select, under any rule.
+            warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
+            draw_uniform=rule.needs_uniform,
+            block=isinstance(rule, ExactRule),
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether verification consists of tensor operations that never wait for the device."""
+        return self.sampler.on_device and self.rule.capturable
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt to be continued.
+
+    Attributes:
+        ids: Token ids of the prompt, at least one.
+        max_new_tokens: Maximum number of tokens added.
+        decision: How tokens are decided.
+        key: Key of the row's random numbers, see :mod:`~eagle_fsd.model.random_numbers`.
+        prefix: The row's tokens for processors that read them.
+        rule_state: The rule's state, of a row that goes on; default: that of a new row.
+        length: Number of tokens in the target's cache, once they have been processed.
+        root: The last token.
+        prefilled: Number of prompt tokens that have been processed, without those that were cached.
+    """
+
+    ids: list[int]
+    max_new_tokens: int
+    decision: Decision
+    key: int = 0
+    prefix: Prefix | None = None
+    rule_state: Tensor | None = None
+    length: int = 0
+    root: int = 0
+    prefilled: int = 0
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens in the target's cache."""
+        return len(self.ids) - 1 + self.max_new_tokens
+
+
+@dataclass
+class _Prompts:
+    """Prompts that are being processed.
+
+    Attributes:
+        first: Index of the first row; the others follow it.
+        rows: The rows.
+        start: Position up to which they have been processed.
+    """
+
+    first: int
+    rows: list[Row]
+    start: int
+
+
+@dataclass
+class _Group:
+    """Rows with equal decisions.
+
+    Attributes:
+        decision: Their decision.
+        places: Their indices.
+        index: ``[G]`` the indices on the device; None if these are all rows.
+    """
+
+    decision: Decision
+    places: list[int]
+    index: Tensor | None
+
+
+#: Indices of rows, and what :func:`_describe` returned for them.
+_Details = tuple[list[int], Tensor, Tensor]
 
 
 class _Launched:
@@ -84,17 +237,16 @@ class _Launched:
     Args:
         packed: ``[B, 2 + 2 A]``, see :meth:`Engine._step`.
         tokens: ``[B, A]`` emitted tokens.
-        details: Result of :meth:`Engine._describe`.
+        details: Results of :meth:`Engine._describe`, by group of rows.
 
     Attributes:
-        order: The row of these tensors for each row that is still being decoded.
+        order: The row of these tensors for each row that is being decoded now; None for rows that
+            have joined since.
     """
 
-    def __init__(
-        self, packed: Tensor, tokens: Tensor, details: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def __init__(self, packed: Tensor, tokens: Tensor, details: list[_Details]) -> None:
         self.tokens, self.details = tokens, details
-        self.order = list(range(len(packed)))
+        self.order: list[int | None] = list(range(len(packed)))
         self._packed, self._copied = packed, None
         if packed.is_cuda:  # the next step may overwrite the tensors
             self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
@@ -102,136 +254,323 @@ class _Launched:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
+    def read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None] | None:
+        """Return the details of every row's tokens.
+
+        Args:
+            tokens: The emitted tokens.
+        """
+        if not self.details:
+            return None
+        found: dict[int | None, tuple[list[list[float]], list[list[int]]]] = {}
+        for places, values, alternatives in self.details:
+            own = zip(values.tolist(), alternatives.tolist(), strict=True)
+            found.update(zip(places, own, strict=True))
+        return [
+            _token_details(*found[row], len(new)) if row in found else None
+            for row, new in zip(self.order, tokens, strict=True)
+        ]
+
     def read(self) -> list[list[int]]:
-        """Wait for the step, and return the remaining rows of what it emitted."""
+        """Wait for the step, and return what it emitted for every row."""
         if self._copied is not None:
             self._copied.synchronize()
         packed = self._packed.tolist()
-        return [packed[row] for row in self.order]
+        return [[0, 0] if row is None else packed[row] for row in self.order]
 
 
 class Engine:
-    """The rows of one call and their state on the device.
+    """Rows that are decoded together, and their state on the device.
 
-    Call :meth:`prefill` once, then :meth:`step` until every row has ended; :meth:`drop` removes
-    ended rows.
+    :meth:`admit` adds prompts, which :meth:`prefill` processes chunk by chunk; then they take part
+    in every :meth:`step` until :meth:`drop` removes them. Rows may be added and removed between any
+    two steps.
 
-    The target's cache holds all tokens of a row but the last, which is the root of the next tree.
+    The rows being decoded come first in all tensors, in the order of :attr:`rows`. The target's
+    cache holds all tokens of a row but the last, which is the root of the next tree.
 
     Args:
         target: The target.
         drafter: Proposes the trees.
-        sampler: Processes logits and samples.
-        tree: Shape of the draft tree.
-        acceptance: Acceptance options.
-        rule: Replaces the acceptance rule that ``acceptance`` selects.
+        tree: Shape of the draft trees.
+        draw: Samples the tokens of chains, see :meth:`Drafter.start`.
+        caches: Caches of earlier calls.
         clock: Measures the phases of a step.
-        details: Number of most likely tokens in the :class:`TokenDetail` of every token; default:
-            no details.
         compiled: Compile the passes of drafter and target, see
             :mod:`~eagle_fsd.model.compilation`.
         capture: On CUDA, capture steps in graphs and replay them where possible.
+
+    Attributes:
+        rows: The rows being decoded.
     """
 
     cache: TreeCache
-    draft: DraftState
     roots: Tensor  # [B] the last token of each row, not in the target's cache
     lengths: Tensor  # [B] tokens in the target's cache
-    host_lengths: list[int]  # `lengths` on the host
-    rule_state: Tensor  # [B, W] the acceptance rule's state
-    history: History | None
-    prefilled: int  # prompt tokens processed
+    rule_state: Tensor  # [B, W] the state of the rows' acceptance rules
+    keys: Tensor  # [B] keys of the rows' random numbers
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter,
-        sampler: Sampler,
         tree: TreeConfig,
-        acceptance: AcceptanceConfig,
-        rule: AcceptanceRule | None = None,
+        draw: Draw | None = None,
+        caches: PrefixCache | None = None,
         clock: PhaseClock | None = None,
-        details: int | None = None,
         compiled: bool = False,
         capture: bool = True,
     ) -> None:
-        self.target, self.drafter, self.sampler = target, drafter, sampler
-        self.tree, self.acceptance = tree, acceptance
-        self.rule = rule or rule_for(acceptance)
+        self.target, self.drafter, self.tree = target, drafter, tree
+        self.caches, self._spare = caches or PrefixCache(), SPARE if caches else 0
         self.clock = clock or PhaseClock(target.device)
-        self.details, self.compiled, self.capture = details, compiled, capture
+        self.compiled, self.capture = compiled, capture
+        self.rows: list[Row] = []
+        self.draft = drafter.start(tree, draw)
         self._nodes = drafter.max_nodes(tree)
         self._width = tree.depth + 2  # the most tokens that a step emits
-        self._graphs: StepGraphs | None = None
-        self._overlaps = False
+        self._reserved = 0, 0  # rows, and tokens in a row
+        self._state = _new_state(target.device, 0, 0)
+        self._prompts: deque[_Prompts] = deque()
+        self._groups: list[_Group] = []
+        self._graphs = StepGraphs()
+        self._decisions: list[Decision] = []  # those that graphs were captured for
+        self._captures = self._overlaps = False
         self._ahead: _Launched | None = None
 
     @property
-    def rows(self) -> int:
-        """Number of rows being decoded."""
-        return self.roots.shape[0]
+    def joining(self) -> int:
+        """Number of prompts that are being processed."""
+        return sum(len(prompts.rows) for prompts in self._prompts)
 
-    def prefill(
-        self,
-        prompts: list[Tensor],
-        max_new_tokens: Sequence[int],
-        history: History | None = None,
-        prefix_cache: PrefixCache | None = None,
-    ) -> None:
-        """Create the caches and process the prompts, all but the last token of each.
+    # -- rows ------------------------------------------------------------------------------------
+
+    def reserve(self, rows: int, max_length: int) -> None:
+        """Allocate memory.
 
         Args:
-            prompts: ``[S]`` token ids of each row, at least one, on the target's device.
-            max_new_tokens: Maximum number of tokens added to each row.
-            history: The tokens of every row, for processors that read previous tokens.
-            prefix_cache: Caches of earlier calls; for a single prompt only.
+            rows: Number of rows.
+            max_length: Maximum number of tokens in a row.
 
         Raises:
-            ValueError: The prefix cache belongs to another model.
+            ValueError: The caches belong to another model.
         """
-        self.clock.enter("prefill")
-        self._groups = query_groups(self.target.model)  # the check of its first use decides
-        device = self.target.device
-        self.history, self._prefix_cache = history, prefix_cache
-        self.rule_state = self.rule.start(prompts).clone()
-        self.host_lengths = [len(prompt) - 1 for prompt in prompts]
-        max_length = max(map(operator.add, self.host_lengths, max_new_tokens))
-        ahead = self._width if device.type == "cuda" else 0  # see `step`
-        draft_length = self.drafter.cache_length(max_length + ahead, self.tree)
+        rows, max_length = max(rows, self._reserved[0]), max(max_length, self._reserved[1])
+        if (rows, max_length) == self._reserved:
+            return
+        self._reserved = rows, max_length
+        self._folds = query_groups(self.target.model)  # the check of its first use decides
+        ahead = self._width if self.target.device.type == "cuda" else 0  # see `step`
+        caches, drafter = self.caches, self.drafter
+        draft_length = drafter.cache_length(max_length + ahead, self.tree)
         length = max_length + ahead + self._nodes
-        start, draft_cache = 0, None
-        if prefix_cache is None:
-            self.cache = self.target.new_cache(len(prompts), length)
-            if draft_length:
-                draft_cache = self.drafter.new_cache(len(prompts), draft_length)
-        else:
-            self._sequence: list[int] = prompts[0].tolist()
-            # After a prompt of one token, a head's pairs are shifted by one slot.
-            self._keeps_entries = bool(draft_length) and self.host_lengths[0] > 0
-            start = prefix_cache.resume(self.target, self.drafter, self._sequence, draft_length)
-            self.cache, draft_cache = prefix_cache.caches(
-                self.target, self.drafter, length, draft_length
-            )
-        self.draft = self.drafter.start(prompts, max_length, self.tree, self.sampler, draft_cache)
-        # Per row: a few at every node, and one where the drafter draws.
-        drawn = 6 * self._nodes + self.tree.depth * self.tree.top_k + 1
-        self.sampler.reserve(len(prompts) * drawn, device)
+        if caches.reserve(self.target, drafter, rows, length, draft_length, self._spare):
+            self._graphs = StepGraphs()  # the graphs read and write the old ones
+        assert caches.target_cache is not None
+        self.cache = caches.target_cache
+        self._drafts_from_cache = draft_length > 0
+        self._grow(rows, self._state[2].shape[1])
+        self.draft.reserve(rows, max_length, caches.draft_cache if draft_length else None)
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Add rows. What the caches hold of a prompt is not processed again.
+
+        Args:
+            rows: The rows.
+
+        Raises:
+            ValueError: The caches belong to another model.
+        """
+        first = len(self.rows)
+        for group in self._prompts:  # fill the gap that dropped rows left
+            for place in range(len(group.rows)):
+                self._swap(first + place, group.first + place)
+            group.first, first = first, first + len(group.rows)
+        self.reserve(first + len(rows), max(row.max_length for row in rows))
+        width = max(row.decision.rule.state_size for row in rows)
+        if width > self._state[2].shape[1]:
+            self._grow(self._reserved[0], width)
+        prompts = [torch.tensor(row.ids, device=self.target.device) for row in rows]
+        groups: list[_Prompts] = []
+        for place, row in enumerate(rows, first):
+            start = self._reuse(place, row.ids)
+            row.length, row.root = len(row.ids) - 1, row.ids[-1]
+            if groups and abs(groups[-1].start - start) < MIN_REUSED:
+                groups[-1].rows.append(row)
+                groups[-1].start = min(groups[-1].start, start)
+            else:
+                groups.append(_Prompts(place, [row], start))
+        self._prompts += groups
+        roots, lengths, states, keys = (tensor[first:] for tensor in self._state)
+        count = len(rows)
+        roots[:count] = torch.stack([prompt[-1] for prompt in prompts])
+        lengths[:count] = torch.tensor([row.length for row in rows])
+        keys[:count] = torch.tensor([row.key for row in rows])
+        for state, row, prompt in zip(states, rows, prompts, strict=False):
+            own = row.rule_state
+            if own is None:
+                own = row.decision.rule.start([prompt])[0]
+            state[: len(own)] = own
+        self.draft.admit(first, prompts)
+
+    def prefill(self) -> list[Row]:
+        """Process the next chunk of the prompts that were added first.
+
+        Returns:
+            The rows whose prompts are complete: the next step decodes them, too.
+        """
+        if not self._prompts:
+            return []
+        self.clock.enter("prefill")
+        group = self._prompts[0]
+        longest = max(row.length for row in group.rows)
+        stop = min(group.start + PREFILL_CHUNK, longest)
+        if group.start < stop:
+            prompts = [torch.tensor(row.ids) for row in group.rows]
+            ids = pad_sequence(prompts, batch_first=True).to(self.target.device)
+            chunk = ids[:, group.start : stop]
+            with self.cache.from_row(group.first):
+                features = self.target.prefill(chunk, group.start, self.cache, self.drafter.reads)
+            self.draft.prefill(group.first, ids, group.start, stop, features)
+            for place, row in enumerate(group.rows, group.first):
+                row.prefilled += max(0, min(stop, row.length) - group.start)
+                self.caches.tokens[place] = row.ids[: min(stop, row.length)]
+            group.start = stop
+        if stop < longest:
+            return []
+        self._prompts.popleft()
+        live = len(self.rows)
+        for place, row in enumerate(group.rows):
+            self._swap(live + place, group.first + place)
+            if self._drafts_from_cache and row.length:
+                self.caches.entries[live + place] = row.length - 1
+        self._set_rows([*self.rows, *group.rows])
+        if self._ahead:
+            self._ahead.order += [None] * len(group.rows)
+        return group.rows
+
+    def drop(self, rows: Sequence[int]) -> list[int]:
+        """Remove rows.
+
+        Args:
+            rows: Indices of the rows to remove.
+
+        Returns:
+            The previous index of every remaining row, in the new order.
+        """
+        order = list(range(len(self.rows)))
+        for row in sorted(rows, reverse=True):
+            self._swap(row, len(order) - 1)
+            order[row] = order[-1]
+            order.pop()
+        self._set_rows([self.rows[row] for row in order])
+        if self._ahead:
+            self._ahead.order = [self._ahead.order[row] for row in order]
+        return order
+
+    def abandon(self, rows: Sequence[Row]) -> None:
+        """Stop processing prompts whose rows are not needed any more.
+
+        Args:
+            rows: Rows that have been added.
+        """
+        kept = [group for group in self._prompts if not all(row in rows for row in group.rows)]
+        self._prompts = deque(kept)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite a row with another.
+
+        Args:
+            source: Index of the row to copy.
+            target: Index of the row to overwrite.
+        """
+        self._copy_rows([source], [target])
+        self.rows[target].length = self.rows[source].length
+
+    def _swap(self, one: int, other: int) -> None:
+        if one != other:
+            self._copy_rows([one, other], [other, one])
+
+    def _copy_rows(self, source: list[int], target: list[int]) -> None:
+        longest = max(len(self.caches.tokens[row]) for row in (*source, *target))
+        longest = max([longest, *(row.length for row in self.rows)])
+        self.caches.copy_rows(source, target, longest + self._nodes + self._width)
+        self.draft.copy_rows(source, target)
+        for tensor in self._state:
+            tensor[target] = tensor[source]
+
+    def _reuse(self, place: int, ids: list[int]) -> int:
+        """Move the row with the longest prefix of a prompt to a place; return its length."""
+        caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
+        shared = [caches.shared(row, ids, drafter) for row in range(place, caches.rows)]
+        best = max(range(len(shared)), key=shared.__getitem__)
+        if shared[best] < shared[0] + MIN_REUSED:
+            best = 0  # moving a row costs more than processing a few tokens
+        self._swap(place, place + best)
+        caches.truncate(place, shared[best])
+        return shared[best]
+
+    def _grow(self, rows: int, width: int) -> None:
+        """Resize the state: roots, lengths, rule states and keys."""
+        before = self._state
+        self._state = _new_state(self.target.device, rows, width)
+        for new, old in zip(self._state, before, strict=True):
+            new[tuple(map(slice, old.shape))] = old
+        self._show()
+
+    def _set_rows(self, rows: list[Row]) -> None:
+        """Set the rows that steps decode."""
+        self.rows = rows
+        self.draft.show(len(rows))
+        self._show()
+        groups: list[tuple[Decision, list[int]]] = []
+        for place, row in enumerate(rows):
+            for decision, places in groups:
+                if decision == row.decision:
+                    places.append(place)
+                    break
+            else:
+                groups.append((row.decision, [place]))
+        device = self.target.device
+        self._groups = [_Group(decision, places, None) for decision, places in groups]
+        if len(groups) > 1:
+            for group in self._groups:
+                group.index = torch.tensor(group.places, device=device)
+            order = [place for group in self._groups for place in group.places]
+            self._order = torch.tensor(order, device=device).argsort()
         on_cuda = device.type == "cuda"
-        fixed = history is None and not self.draft.waits
+        fixed = not self.draft.waits and not any(
+            decision.sampler.needs_prefix for decision, _ in groups
+        )
         # Details are read from the device after the tokens, when the next step has replaced them.
-        self._overlaps = on_cuda and fixed and self.details is None
-        self._graphs = None
-        if self.capture and on_cuda and fixed and self.rule.capturable and self.target.one_device:
-            self._graphs = StepGraphs()
-        self.prefilled = sum(self.host_lengths) - start
-        self._process_prompts(prompts, start)
-        self._update_prefix_cache(max(0, self.host_lengths[0] - 1))
+        details = any(decision.details is not None for decision, _ in groups)
+        self._overlaps = on_cuda and fixed and not details
+        self._captures = (
+            self.capture
+            and on_cuda
+            and fixed
+            and len(groups) == 1
+            and groups[0][0].rule.capturable
+            and self.target.one_device
+        )
+        if self._captures:
+            decision = groups[0][0]
+            if decision not in self._decisions:
+                self._decisions.append(decision)
+            self._captured = self._decisions.index(decision)
+
+    def _show(self) -> None:
+        self.roots, self.lengths, self.rule_state, self.keys = (
+            tensor[: len(self.rows)] for tensor in self._state
+        )
+
+    # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Emit at least one token for every row.
+        """Emit at least one token for every row, except for rows that joined during the step.
 
-        Raises:
-            FloatingPointError: The target produced NaN or infinite logits.
+        Returns:
+            The tokens of each of :attr:`rows`.
         """
         launched = self._ahead or self._launch()
         # The device runs the next step while the host reads the tokens of this one.
@@ -244,24 +583,23 @@ class Engine:
         Args:
             unread: Number of steps before this one whose tokens have not been read.
         """
-        draft_keys, keys = self._keys(unread)
-        self.sampler.refill()
-        self.clock.enter("graph" if self._graphs else "draft")
+        draft_keys, keys = self._views(unread)
+        self.clock.enter("graph" if self._captures else "draft")
 
-        def run() -> tuple[Tensor, Verification, tuple[Tensor, Tensor] | None]:
+        def run() -> tuple[Tensor, Tensor, list[_Details]]:
             return self._step(draft_keys, keys)
 
-        if self._graphs:
-            shapes = self.rows, len(keys), 0 if draft_keys is None else len(draft_keys)
-            packed, kept, details = self._graphs.run(shapes, run)
+        if self._captures:
+            shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
+            packed, tokens, details = self._graphs.run((*shapes, self._captured), run)
         else:
-            packed, kept, details = run()
+            packed, tokens, details = run()
         self.clock.enter("host")
-        return _Launched(packed, kept.tokens, details)
+        return _Launched(packed, tokens, details)
 
     def _step(
         self, draft_keys: Tensor | None, keys: Tensor
-    ) -> tuple[Tensor, Verification, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, Tensor, list[_Details]]:
         """Take a step on the device; its state changes in place.
 
         Args:
@@ -270,70 +608,23 @@ class Engine:
 
         Returns:
             What the host reads (``[B, 2 + 2 A]``: count, whether the logits are broken, tokens and
-            origins), the emitted tokens, and the result of :meth:`_describe`.
+            origins), the emitted tokens, and the results of :meth:`_describe`.
         """
-        self.sampler.used = 0  # again if the step is repeated, because it cannot be captured
         tree, scored = self._score_tree(draft_keys, keys)
         self.clock.enter("verify")
-        kept, inputs = self._judge(tree, scored.logits)
-        details = None if self.details is None else self._describe(inputs, kept, self.details)
+        kept, broken, details = self._judge(tree, scored.logits)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
-        parts = kept.count[:, None], inputs.broken[:, None].long(), kept.tokens, kept.origins
-        return torch.cat(parts, 1), kept, details
+        parts = kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins
+        return torch.cat(parts, 1), kept.tokens, details
 
-    def drop(self, rows: list[int]) -> list[int]:
-        """Remove rows.
-
-        Args:
-            rows: Indices of the rows to remove.
-
-        Returns:
-            The previous index of every remaining row, in the new order.
-        """
-        order = list(range(self.rows))
-        for row in sorted(rows, reverse=True):
-            last = len(order) - 1
-            if row != last:
-                self._move_row(last, row)
-                order[row] = order[last]
-            order.pop()
-        keep = len(order)
-        self.roots, self.lengths = self.roots[:keep], self.lengths[:keep]
-        self.rule_state = self.rule_state[:keep]
-        del self.host_lengths[keep:]
-        if self._ahead:
-            self._ahead.order = [self._ahead.order[row] for row in order]
-        self.draft.keep(keep)
-        if self.history is not None:
-            self.history.keep(keep)
-        return order
-
-    # -- prefill ---------------------------------------------------------------------------------
-
-    def _process_prompts(self, prompts: list[Tensor], first: int) -> None:
-        """Fill both caches chunk by chunk from position ``first`` on."""
-        device = self.target.device
-        self.roots = torch.stack([prompt[-1] for prompt in prompts])
-        self.lengths = torch.tensor(self.host_lengths, device=device)
-        longest = max(self.host_lengths)
-        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # right: [B, longest + 1]
-        for start in range(first, longest, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, longest)
-            features = self.target.prefill(
-                ids[:, start:stop], start, self.cache, self.drafter.reads
-            )
-            self.draft.prefill(ids, start, stop, features)
-
-    # -- parts of a step -------------------------------------------------------------------------
-
-    def _keys(self, unread: int = 0) -> tuple[Tensor | None, Tensor]:
+    def _views(self, unread: int = 0) -> tuple[Tensor | None, Tensor]:
         """Return the slots of both caches that a step reads.
 
         Args:
             unread: Number of earlier steps whose tokens have not been read.
         """
-        longest = max(self.host_lengths) + unread * self._width
+        longest = max(row.length for row in self.rows) + unread * self._width
         keys = self.cache.keys(longest + self._nodes, self.target.device)
         return self.draft.keys(longest), keys
 
@@ -345,23 +636,50 @@ class Engine:
             if self.draft.on_device:
                 draft = partial(compiled(type(self.draft).draft), self.draft)
             score = partial(compiled(Target.forward_tree), self.target)
-        tree = draft(self.roots, draft_keys)
+        tree = draft(self.roots, draft_keys, RandomNumbers(self.keys, self.lengths))
         self.clock.enter("target")
-        with folded_queries(self.target.model, self._groups):
+        with folded_queries(self.target.model, self._folds):
             return tree, score(
-                tree, self.lengths, keys, self.cache, self.drafter.reads, self._groups
+                tree, self.lengths, keys, self.cache, self.drafter.reads, self._folds
             )
 
-    def _judge(self, tree: DraftTree, logits: Tensor) -> tuple[Verification, VerificationInputs]:
-        """Sample at every node and keep a path of the tree."""
-        judge: Any = _judge
-        if self.compiled and self.sampler.on_device and self.rule.capturable:
-            judge = compiled(_judge)
-        kept, inputs, state = judge(
-            self.sampler, self.rule, self.acceptance, tree, logits, self.history, self.rule_state
-        )
-        self.rule_state.copy_(state)
-        return kept, inputs
+    def _judge(
+        self, tree: DraftTree, logits: Tensor
+    ) -> tuple[Verification, Tensor, list[_Details]]:
+        """Sample at every node and keep a path of the tree, group by group.
+
+        Returns:
+            The kept paths, ``[B]`` bool: whether the logits are broken, and the details.
+        """
+        random = RandomNumbers(self.keys, self.lengths)
+        results, broken, details = [], [], []
+        for group in self._groups:
+            decision, index = group.decision, group.index
+            part, state, numbers, scores = tree, self.rule_state, random, logits
+            if index is not None:
+                part, scores, state = tree.of_rows(index), logits[index], state[index]
+                numbers = RandomNumbers(random.keys[index], random.positions[index])
+            state = state[:, : decision.rule.state_size]
+            judge: Any = _judge
+            if self.compiled and decision.on_device:
+                judge = compiled(_judge)
+            prefixes = []
+            if decision.sampler.needs_prefix:
+                prefixes = [self.rows[place].prefix for place in group.places]
+            kept, inputs, keys, state = judge(decision, part, scores, numbers, prefixes, state)
+            if index is None:
+                self.keys.copy_(keys)
+                self.rule_state[:, : state.shape[1]] = state
+            else:
+                self.keys[index] = keys
+                self.rule_state[index, : state.shape[1]] = state
+            results.append(kept)
+            broken.append(inputs.broken)
+            if decision.details is not None:
+                details.append((group.places, *_describe(decision, inputs, kept)))
+        if len(results) == 1:
+            return results[0], broken[0], details
+        return Verification.joined(results, self._order), torch.cat(broken)[self._order], details
 
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
         """Compact the target's cache to the kept path."""
@@ -375,98 +693,89 @@ class Engine:
         self.roots.copy_(kept.tokens.gather(1, kept.count[:, None] - 1)[:, 0])
         self.draft.commit(features, kept)
 
-    def _describe(
-        self, inputs: VerificationInputs, kept: Verification, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Collect the details of every emitted token.
-
-        Returns:
-            ``[B, A, 2 + count]``: log-probability, divergence, and the largest log-probabilities;
-            ``[B, A, count]``: the tokens of the latter.
-        """
-        first = torch.arange(len(kept.path), device=kept.path.device)[:, None] * inputs.tree.size
-        rows = inputs.raw.rows((kept.path + first).flatten()).unflatten(0, kept.path.shape)
-        own = rows.gather(-1, kept.tokens[:, :, None])
-        rule = FuzzyRule(
-            0.0, self.acceptance.divergence, divergence_on=self.acceptance.divergence_on
-        )
-        divergence = rule.divergences(inputs).gather(1, kept.path)[:, :, None]
-        top = rows.topk(min(count, rows.shape[-1]), -1)
-        return torch.cat([own, divergence, top.values], -1), top.indices
-
     def _read(self, launched: _Launched) -> StepResult:
         """Read a step's tokens, which waits for the device."""
-        packed = launched.read()
-        if any(row[1] for row in packed):
-            raise FloatingPointError(BROKEN_LOGITS)
-        width = launched.tokens.shape[1]
-        tokens = [row[2 : 2 + row[0]] for row in packed]
-        origins = [row[2 + width : 2 + width + row[0]] for row in packed]
-        entries = self.host_lengths[0]  # the drafter has not processed the new tokens
-        for row, emitted in enumerate(tokens):
-            self.host_lengths[row] += len(emitted)
-            if self.history is not None:
-                self.history.append(row, launched.tokens[row], len(emitted))
+        packed, width = launched.read(), launched.tokens.shape[1]
+        tokens = [values[2 : 2 + values[0]] for values in packed]
+        origins = [values[2 + width : 2 + width + values[0]] for values in packed]
+        for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+            if not new:
+                continue
+            self.caches.tokens[place] += [row.root, *new[:-1]]
+            if self._drafts_from_cache and len(row.ids) > 1:
+                # The drafter has not processed the new tokens. After a prompt of one token, a
+                # head's pairs are shifted by one slot.
+                self.caches.entries[place] = row.length
+            row.length, row.root = row.length + len(new), new[-1]
+            if row.prefix is not None:
+                row.prefix.append(launched.tokens[launched.order[place], : len(new)])
         self.draft.observe(tokens)
-        if self._prefix_cache is not None:
-            self._sequence += tokens[0]
-            self._update_prefix_cache(entries)
-        return StepResult(tokens, origins, _token_details(tokens, launched.details))
-
-    def _update_prefix_cache(self, entries: int) -> None:
-        """Record the tokens that the caches hold now."""
-        if self._prefix_cache is None:
-            return
-        self._prefix_cache.tokens = self._sequence[: self.host_lengths[0]]
-        if self._keeps_entries:
-            self._prefix_cache.entries = entries
-
-    def _move_row(self, source: int, target: int) -> None:
-        self.cache.move_row(source, target)
-        self.draft.move_row(source, target)
-        self.host_lengths[target] = self.host_lengths[source]
-        for tensor in (self.roots, self.lengths, self.rule_state):
-            tensor[target] = tensor[source]
-        if self.history is not None:
-            self.history.move_row(source, target)
+        broken = [bool(values[1]) for values in packed]
+        return StepResult(tokens, origins, broken, launched.read_details(tokens))
 
 
 def _judge(
-    sampler: Sampler,
-    rule: AcceptanceRule,
-    options: AcceptanceConfig,
+    decision: Decision,
     tree: DraftTree,
     logits: Tensor,
-    history: History | None,
+    random: RandomNumbers,
+    prefixes: Sequence[Prefix],
     state: Tensor,
-) -> tuple[Verification, VerificationInputs, Tensor]:
-    """Sample at every node, keep a path, and advance the rule's state."""
-    inputs = sampler(tree, logits, history)
+) -> tuple[Verification, VerificationInputs, Tensor, Tensor]:
+    """Sample at every node and keep a path.
+
+    Returns:
+        The kept path, what it was chosen from, the next keys of random numbers, and the next state
+        of the rule.
+    """
+    inputs = decision.sampler(tree, logits, random, prefixes)
     inputs.state = state
     if tree.size == 1:
         kept = verify_root(inputs)
     else:
-        kept = verify(inputs, rule, options.fallback, options.selection, options.price)
-    return kept, inputs, rule.advance(inputs, kept)
+        options = decision.acceptance
+        kept = verify(inputs, decision.rule, options.fallback, options.selection, options.price)
+    keys = random.keys if decision.sampler.greedy else random.advanced(tree, kept)
+    return kept, inputs, keys, decision.rule.advance(inputs, kept)
+
+
+def _describe(
+    decision: Decision, inputs: VerificationInputs, kept: Verification
+) -> tuple[Tensor, Tensor]:
+    """Collect the details of every emitted token.
+
+    Returns:
+        ``[B, A, 2 + count]``: log-probability, divergence, and the largest log-probabilities;
+        ``[B, A, count]``: the tokens of the latter.
+    """
+    first = torch.arange(len(kept.path), device=kept.path.device)[:, None] * inputs.tree.size
+    rows = inputs.raw.rows((kept.path + first).flatten()).unflatten(0, kept.path.shape)
+    own = rows.gather(-1, kept.tokens[:, :, None])
+    options = decision.acceptance
+    rule = FuzzyRule(0.0, options.divergence, divergence_on=options.divergence_on)
+    divergence = rule.divergences(inputs).gather(1, kept.path)[:, :, None]
+    assert decision.details is not None
+    top = rows.topk(min(decision.details, rows.shape[-1]), -1)
+    return torch.cat([own, divergence, top.values], -1), top.indices
+
+
+def _new_state(device: torch.device, rows: int, width: int) -> tuple[Tensor, ...]:
+    """Allocate roots, lengths, rule states and keys."""
+    integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
+    return *integers[:2], torch.zeros(rows, width, device=device), integers[2]
 
 
 def _token_details(
-    tokens: list[list[int]], details: tuple[Tensor, Tensor] | None
-) -> list[list[TokenDetail]] | None:
-    """Convert the result of :meth:`Engine._describe` for the emitted tokens."""
-    if details is None:
-        return None
-    values, alternatives = (item.tolist() for item in details)
+    values: list[list[float]], alternatives: list[list[int]], count: int
+) -> list[TokenDetail]:
+    """Convert a row of the result of :func:`_describe`."""
     return [
-        [
-            TokenDetail(
-                log_prob,
-                None if math.isinf(divergence) else divergence,
-                list(zip(ids, top, strict=True)),
-            )
-            for (log_prob, divergence, *top), ids in zip(
-                row_values[: len(emitted)], row_ids, strict=False
-            )
-        ]
-        for emitted, row_values, row_ids in zip(tokens, values, alternatives, strict=True)
+        TokenDetail(
+            log_prob,
+            None if math.isinf(divergence) else divergence,
+            list(zip(tokens, top, strict=True)),
+        )
+        for (log_prob, divergence, *top), tokens in zip(
+            values[:count], alternatives[:count], strict=True
+        )
     ]

@@ -1,8 +1,14 @@
-"""The decoding loop of one call: run engine steps and decide where each row ends."""
+"""The decoding loop: requests join a batch, take part in its steps, and leave it.
+
+:class:`Batch` is the only place where several prompts are decoded at once. A call of ``generate``
+is a batch of its prompts; a server keeps one batch, which requests join as they arrive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,11 +17,15 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from eagle_fsd.model.engine import Engine, TokenDetail
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.sampling import History
+from eagle_fsd.model.random_numbers import token_keys
+from eagle_fsd.model.sampling import Prefix
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.verify import Origin
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,21 +62,313 @@ class StreamChunk:
     details: list[TokenDetail] | None = None
 
 
-@dataclass(frozen=True)
-class EndConditions:
-    """When a row ends.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt, and how it is to be continued.
 
     Attributes:
-        max_new_tokens: For each row, the number of tokens after which it ends.
-        eos_token_ids: Tokens that end a row.
-        pad_token_id: Token that fills rows which ended before others.
+        ids: ``[P]`` token ids as the caller passed them, padding included.
+        tokens: Token ids without padding.
+        max_new_tokens: Number of tokens after which the answer ends.
+        eos_token_ids: Tokens that end it.
         criteria: Hugging Face stopping criteria, checked after every token.
+        decision: How tokens are decided.
+        key: Key of its random numbers.
+        tree: Shape of its draft trees.
+        drafted: Whether trees are drafted; otherwise decoding is plain.
+        row: Index of the prompt in its call.
+        rows: Number of prompts in the call.
     """
 
-    max_new_tokens: Sequence[int]
+    ids: Tensor
+    tokens: list[int]
+    max_new_tokens: int
     eos_token_ids: frozenset[int]
-    pad_token_id: int
     criteria: StoppingCriteriaList
+    decision: Decision
+    key: int
+    tree: TreeConfig
+    drafted: bool
+    row: int = 0
+    rows: int = 1
+
+
+class Answer:
+    """A request in progress, and what has been emitted for it.
+
+    Args:
+        request: The request.
+
+    Attributes:
+        tokens: The new tokens.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
+        stats: Statistics; their seconds are those during which the answer was decoded.
+        finished: Whether it has ended or was canceled.
+        error: Why decoding failed, if it did.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.origins: list[int] = []
+        self.stats = DecodeStats.empty(1)
+        self.finished = False
+        self.error: Exception | None = None
+
+    def add(self, tokens: list[int], origins: list[int]) -> int:
+        """Add the tokens that a step emitted, up to the end of the answer.
+
+        Args:
+            tokens: Token ids.
+            origins: The origin of each.
+
+        Returns:
+            The number of tokens added.
+        """
+        count, self.finished = self._end(tokens)
+        self.origins += origins[:count]
+        self.stats.add(0, origins[:count])
+        self.stats.passes += 1
+        return count
+
+    def _end(self, tokens: list[int]) -> tuple[int, bool]:
+        request = self.request
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if (
+                token in request.eos_token_ids
+                or len(self.tokens) >= request.max_new_tokens
+                or self._meets_criteria()
+            ):
+                return count, True
+        return len(tokens), False
+
+    def _meets_criteria(self) -> bool:
+        request = self.request
+        if not request.criteria:
+            return False
+        ids = torch.cat([request.ids, request.ids.new_tensor(self.tokens)])
+        return bool(request.criteria(ids[None], None).any())
+
+
+@dataclass(eq=False)
+class _Place:
+    """An answer that is being decoded.
+
+    Attributes:
+        answer: The answer.
+        row: Its row.
+        engine: The engine of that row.
+        began: The engine's seconds by phase when the row was added.
+    """
+
+    answer: Answer
+    row: Row
+    engine: Engine
+    began: dict[str, float]
+
+    def measure(self) -> None:
+        """Update the answer's statistics."""
+        stats, now = self.answer.stats, self.engine.clock.seconds
+        stats.prefilled = self.row.prefilled
+        stats.seconds = {phase: now[phase] - self.began.get(phase, 0.0) for phase in now}
+
+
+class Batch:
+    """Requests that are decoded together; they join and leave between steps.
+
+    An answer does not depend on the others in the batch. Requests are taken in the order of their
+    arrival, and every step advances all of them.
+
+    If memory runs out, the number of rows is halved, and the answers go on in smaller batches.
+
+    Args:
+        new_engine: Creates an engine without rows that decodes a request.
+        max_rows: Maximum number of requests that are decoded at once.
+
+    Attributes:
+        max_rows: As above.
+        passes: Number of steps so far.
+    """
+
+    def __init__(self, new_engine: Callable[[Request], Engine], max_rows: int) -> None:
+        self.max_rows, self.passes = max_rows, 0
+        self._new_engine = new_engine
+        self._engines: dict[Hashable, Engine] = {}
+        self._waiting: deque[Answer] = deque()
+        self._places: dict[Row, _Place] = {}
+        self._states: dict[Answer, Tensor] = {}  # of the rules of answers that lost their rows
+
+    def __len__(self) -> int:
+        """Return the number of answers that have not finished."""
+        return len(self._waiting) + self.rows
+
+    @property
+    def rows(self) -> int:
+        """Number of answers that have a row."""
+        return len(self._places)
+
+    @property
+    def free(self) -> int:
+        """Number of requests that can be added and start with the next step."""
+        return max(0, self.max_rows - len(self))
+
+    def add(self, request: Request) -> Answer:
+        """Add a request.
+
+        Args:
+            request: The request.
+        """
+        answer = Answer(request)
+        self._waiting.append(answer)
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Remove an answer; the next step decodes the others only.
+
+        Args:
+            answer: The answer.
+        """
+        answer.finished = True
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        for place in list(self._places.values()):
+            if place.answer is answer:
+                self._remove(place.engine, [place.row])
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Answer, StreamChunk]]:
+        """Give free rows to waiting requests, and take a step with all rows.
+
+        Returns:
+            What was emitted for each answer that is being decoded.
+
+        Raises:
+            MemoryError: There is not enough memory for one row.
+        """
+        try:
+            return self._step()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            if self.rows <= 1:
+                raise MemoryError("there is not enough memory to decode one prompt") from error
+            self._halve()
+        return []
+
+    def _step(self) -> list[tuple[Answer, StreamChunk]]:
+        self._place()
+        found: list[tuple[_Place, StreamChunk]] = []
+        for engine in self._engines.values():
+            while engine.joining:
+                engine.prefill()
+                if engine.rows:  # they must not wait for long prompts
+                    break
+            self._remove(engine, [row for row in engine.rows if row not in self._places])
+            if engine.rows:
+                self.passes += 1
+                found += self._advance(engine)
+            engine.clock.enter(None)  # time spent by the caller is not counted
+            engine.clock.collect()
+        for place, _ in found:
+            place.measure()
+        return [(place.answer, chunk) for place, chunk in found]
+
+    def _advance(self, engine: Engine) -> list[tuple[_Place, StreamChunk]]:
+        """Take a step of an engine."""
+        rows, result = engine.rows, engine.step()
+        found, ended = [], []
+        for index, row in enumerate(rows):
+            answer = self._places[row].answer
+            tokens, origins = result.tokens[index], result.origins[index]
+            if not tokens:
+                continue
+            if result.broken[index]:
+                answer.error, answer.finished = FloatingPointError(BROKEN_LOGITS), True
+                tokens = origins = []
+            count = answer.add(tokens, origins) if tokens else 0
+            details = result.details[index] if result.details else None
+            chunk = StreamChunk(
+                answer.request.row,
+                tokens[:count],
+                origins[:count],
+                answer.finished,
+                None if details is None else details[:count],
+            )
+            found.append((self._places[row], chunk))
+            if answer.finished:
+                ended.append(row)
+        self._remove(engine, ended)
+        return found
+
+    def _place(self) -> None:
+        """Add waiting requests to engines as long as there are rows for them."""
+        new: dict[Engine, list[Row]] = {}
+        while self._waiting and self.rows < self.max_rows:
+            answer = self._waiting.popleft()
+            engine = self._engine(answer.request)
+            row = self._row(answer)
+            self._places[row] = _Place(answer, row, engine, dict(engine.clock.seconds))
+            new.setdefault(engine, []).append(row)
+        for engine, rows in new.items():
+            engine.admit(rows)
+
+    def _engine(self, request: Request) -> Engine:
+        sampler, tree = request.decision.sampler, request.tree
+        # Chains may be sampled with the options of their rows.
+        chain = request.drafted and tree.top_k == 1 and not sampler.greedy
+        options = request.decision.sampling if chain else None
+        key = (tree, options) if request.drafted else None
+        if key not in self._engines:
+            self._engines[key] = self._new_engine(request)
+        return self._engines[key]
+
+    def _row(self, answer: Answer) -> Row:
+        """Return a row that goes on where an answer is."""
+        request, new = answer.request, answer.tokens
+        prefix, device = None, request.ids.device
+        if request.decision.sampler.needs_prefix:
+            capacity = request.max_new_tokens + request.tree.depth + 2
+            prefix = Prefix(request.ids, capacity, request.row, request.rows)
+            prefix.append(torch.tensor(new, dtype=torch.long, device=device))
+        key = request.key
+        if new:
+            before = torch.tensor(new[:-1], dtype=torch.long)
+            positions = torch.arange(len(new) - 1) + len(request.tokens)
+            key = int(torch.tensor(key) + token_keys(before, positions).sum())
+        return Row(
+            [*request.tokens, *new],
+            request.max_new_tokens - len(new),
+            request.decision,
+            key,
+            prefix,
+            self._states.pop(answer, None),
+        )
+
+    def _remove(self, engine: Engine, rows: Sequence[Row]) -> None:
+        """Remove rows from an engine."""
+        if not rows:
+            return
+        for row in rows:
+            self._places.pop(row, None)
+        engine.abandon(rows)
+        engine.drop([place for place, row in enumerate(engine.rows) if row in rows])
+
+    def _halve(self) -> None:
+        """Let all answers wait again, for half as many rows."""
+        self.max_rows = max(1, self.rows // 2)
+        log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
+        for engine in self._engines.values():
+            for place, row in enumerate(engine.rows):
+                self._states[self._places[row].answer] = engine.rule_state[place].clone()
+        self._waiting.extendleft([place.answer for place in self._places.values()][::-1])
+        self._places.clear()
+        self._engines.clear()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU, torch raises no error of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 class Generation:
@@ -77,31 +379,29 @@ class Generation:
     caches; leaving a ``with`` block or dropping the last reference does the same.
 
     Args:
-        engine: Decodes the rows.
-        input_ids: ``[B, S]`` token ids as the caller passed them, padding included.
-        prompts: For each row, ``[S]`` token ids without padding, on the target's device.
-        ends: When a row ends.
-        prefix_cache: Caches of earlier calls; for a single prompt only.
+        new_engine: Creates an engine without rows that decodes the requests.
+        requests: The requests.
+        pad_token_id: Token that fills rows which ended before others.
+        prefix_cache: The engine's caches, if they are to be kept.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        input_ids: Tensor,
-        prompts: list[Tensor],
-        ends: EndConditions,
+        new_engine: Callable[[Request], Engine],
+        requests: Sequence[Request],
+        pad_token_id: int,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self._answers = _Answers(input_ids, ends)
-        self._answers.stats.seconds = engine.clock.seconds
-        # Only the iterator holds the engine, and it does not refer back to this object, so that
-        # the caches are freed as soon as the call ends.
-        self._steps = _decode(engine, prompts, self._answers, prefix_cache)
-
-    @property
-    def stats(self) -> DecodeStats:
-        """Statistics of the call so far."""
-        return self._answers.stats
+        self._pad_token_id = pad_token_id
+        batch = Batch(new_engine, len(requests))
+        self._answers = [batch.add(request) for request in requests]
+        self.stats = DecodeStats(
+            [answer.stats.accepted[0] for answer in self._answers],
+            [answer.stats.origins[0] for answer in self._answers],
+        )
+        # Only the iterator holds the batch, and it does not refer back to this object, so that the
+        # caches are freed as soon as the call ends.
+        self._steps = _decode(batch, self._answers, self.stats, prefix_cache)
 
     def __iter__(self) -> Generator[StreamChunk]:
         """Continue decoding: yield one chunk per row and step until every row has ended."""
@@ -132,89 +432,31 @@ class Generation:
 
     def output(self) -> GenerateOutput:
         """Return everything emitted so far."""
-        return self._answers.output()
-
-
-class _Answers:
-    """What every row has emitted so far."""
-
-    def __init__(self, input_ids: Tensor, ends: EndConditions) -> None:
-        self.input_ids, self.ends = input_ids, ends
-        self.stats = DecodeStats.empty(len(input_ids))
-        self.tokens: list[list[int]] = [[] for _ in input_ids]
-        self.origins: list[list[int]] = [[] for _ in input_ids]
-
-    def add(self, row: int, tokens: list[int], origins: list[int]) -> tuple[int, bool]:
-        """Add tokens to a row up to its end.
-
-        Returns:
-            The number of tokens added, and whether the row has ended.
-        """
-        count, ended = self._end(row, tokens)
-        self.origins[row] += origins[:count]
-        self.stats.add(row, origins[:count])
-        return count, ended
-
-    def _end(self, row: int, tokens: list[int]) -> tuple[int, bool]:
-        new = self.tokens[row]
-        for count, token in enumerate(tokens, 1):
-            new.append(token)
-            if (
-                token in self.ends.eos_token_ids
-                or len(new) >= self.ends.max_new_tokens[row]
-                or self._meets_criteria(row)
-            ):
-                return count, True
-        return len(tokens), False
-
-    def _meets_criteria(self, row: int) -> bool:
-        if not self.ends.criteria:
-            return False
-        ids = torch.cat([self.input_ids[row], self.input_ids.new_tensor(self.tokens[row])])
-        return bool(self.ends.criteria(ids[None], None).any())
-
-    def output(self) -> GenerateOutput:
-        width = max(map(len, self.tokens))
-        device = self.input_ids.device
+        ids = torch.stack([answer.request.ids for answer in self._answers])
+        width = max(len(answer.tokens) for answer in self._answers)
 
         def padded(rows: list[list[int]], fill: int, dtype: torch.dtype) -> Tensor:
             rows = [row + [fill] * (width - len(row)) for row in rows]
-            return torch.tensor(rows, dtype=dtype, device=device)
+            return torch.tensor(rows, dtype=dtype, device=ids.device)
 
-        new = padded(self.tokens, self.ends.pad_token_id, self.input_ids.dtype)
-        origins = padded(self.origins, int(Origin.PADDING), torch.uint8)
-        return GenerateOutput(torch.cat([self.input_ids, new], 1), origins, self.stats)
+        new = padded([answer.tokens for answer in self._answers], self._pad_token_id, ids.dtype)
+        origins = [answer.origins for answer in self._answers]
+        return GenerateOutput(
+            torch.cat([ids, new], 1), padded(origins, int(Origin.PADDING), torch.uint8), self.stats
+        )
 
 
-@torch.inference_mode()
 def _decode(
-    engine: Engine, prompts: list[Tensor], answers: _Answers, prefix_cache: PrefixCache | None
+    batch: Batch, answers: list[Answer], stats: DecodeStats, prefix_cache: PrefixCache | None
 ) -> Generator[StreamChunk]:
-    """Run engine steps until every row has ended, and yield what each step emitted."""
-    limits = answers.ends.max_new_tokens
-    history = None
-    if engine.sampler.needs_history:
-        capacity = max(limits) + engine.tree.depth + 2
-        history = History(answers.input_ids.to(engine.target.device, torch.long), capacity)
+    """Take steps until every answer has ended, and yield what each step emitted."""
     with prefix_cache.in_use() if prefix_cache is not None else nullcontext():
-        engine.prefill(prompts, limits, history, prefix_cache)
-        answers.stats.prefilled = engine.prefilled
-        live = list(range(len(prompts)))  # the prompt of each row of the engine
-        while live:
-            result = engine.step()
-            answers.stats.passes += 1
-            ended, chunks = [], []
-            for place, row in enumerate(live):
-                tokens, origins = result.tokens[place], result.origins[place]
-                count, finished = answers.add(row, tokens, origins)
-                details = result.details[place][:count] if result.details else None
-                if finished:
-                    ended.append(place)
-                chunks.append(StreamChunk(row, tokens[:count], origins[:count], finished, details))
-            if len(ended) == len(live):
-                live = []
-            elif ended:
-                live = [live[place] for place in engine.drop(ended)]
-            engine.clock.enter(None)  # time spent by the caller is not counted
-            engine.clock.collect()
-            yield from chunks
+        while len(batch):
+            found = batch.step()
+            stats.passes = batch.passes
+            stats.prefilled = sum(answer.stats.prefilled for answer in answers)
+            stats.seconds = found[0][0].stats.seconds if found else stats.seconds
+            for answer, chunk in found:
+                if answer.error is not None:
+                    raise answer.error
+                yield chunk

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
 import time
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -32,7 +34,6 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.model.acceptance import ExactRule, rule_for
 from eagle_fsd.model.beam_search import (
     BeamEngine,
     BeamSearchOutput,
@@ -50,14 +51,15 @@ from eagle_fsd.model.config import (
 )
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.generation import EndConditions, GenerateOutput, Generation
+from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
+from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
 from eagle_fsd.model.identity import differs
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.sampling import WARPERS, Sampler
+from eagle_fsd.model.random_numbers import seed_keys
+from eagle_fsd.model.sampling import WARPERS
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.model.wrappers import unwrap_model
@@ -99,11 +101,103 @@ class DecodeOptions(TypedDict, total=False):
     details: int | None
 
 
+class PromptDecodeOptions(DecodeOptions, total=False):
+    """Keyword arguments of :class:`Prompt`."""
+
+    max_new_tokens: int
+
+
 class _CallOptions(Options):
     """Numeric options of a call that belong to no other set of options."""
 
     max_new_tokens: int = Field(ge=1, description="Maximum number of new tokens per row.")
     details: int | None = Field(ge=0, description="Alternatives to report for every token.")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Validated options of a call.
+
+    Attributes:
+        max_new_tokens: Maximum number of new tokens per row.
+        given_eos: Tokens that end a row, in the order given.
+        criteria: Hugging Face stopping criteria.
+        decision: How tokens are decided.
+        seed: Seed of the random numbers.
+        tree: Shape of the draft trees.
+        drafted: Whether trees are drafted.
+    """
+
+    max_new_tokens: int
+    given_eos: list[int]
+    criteria: StoppingCriteriaList
+    decision: Decision
+    seed: int
+    tree: TreeConfig
+    drafted: bool
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a row."""
+        return frozenset(self.given_eos)
+
+    def request(
+        self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
+    ) -> Request:
+        """Return the request for one of the call's prompts; see :class:`Request`.
+
+        Args:
+            ids: ``[P]`` token ids as the caller passed them.
+            tokens: Token ids without padding.
+            limit: Maximum number of new tokens that fit the context.
+            row: Index of the prompt.
+            rows: Number of prompts.
+        """
+        return Request(
+            ids,
+            tokens,
+            limit,
+            self.eos_token_ids,
+            self.criteria,
+            self.decision,
+            int(seed_keys(self.seed, row + 1)[row]),
+            self.tree,
+            self.drafted,
+            row,
+            rows,
+        )
+
+
+class Prompt:
+    """A prompt for :meth:`EagleFSD.generate_many` with options of its own.
+
+    Args:
+        ids: ``[S]`` token ids, or a sequence of them.
+        **options: Override those of the call.
+    """
+
+    def __init__(self, ids: Tensor | Sequence[int], **options: Unpack[PromptDecodeOptions]) -> None:
+        self.ids, self.options = ids, options
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt of :meth:`EagleFSD.generate_many`.
+
+    Attributes:
+        index: Index of the prompt.
+        tokens: The new tokens.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
+        stats: Statistics; their seconds are those during which the answer was decoded, together
+            with others.
+        details: The details of each token; empty unless requested.
+    """
+
+    index: int
+    tokens: list[int]
+    origins: list[int]
+    stats: DecodeStats
+    details: list[TokenDetail]
 
 
 class EagleFSD:
@@ -292,16 +386,15 @@ class EagleFSD:
         """
         target = self.target
         check_target(target, projected=self.drafter.projects)
-        prompt = torch.arange(TRIAL_PROMPT, device=target.device) % target.vocab_size
+        prompt = [token % target.vocab_size for token in range(TRIAL_PROMPT)]
         limit = min(TRIAL_TOKENS, target.stable_rope_length - TRIAL_PROMPT)
 
         @torch.inference_mode()
         def seconds_per_token(compiled: bool) -> float:
             drafter = self.drafter.fresh().attach(target)
-            engine = Engine(
-                target, drafter, Sampler(), self.tree, AcceptanceConfig(), compiled=compiled
-            )
-            engine.prefill([prompt] * rows, [limit] * rows)
+            engine = Engine(target, drafter, self.tree, compiled=compiled)
+            engine.admit([Row(prompt, limit, Decision.of()) for _ in range(rows)])
+            engine.prefill()
             begin = time.perf_counter()
             emitted = [0] * rows
             while max(emitted) < limit:
@@ -419,6 +512,84 @@ class EagleFSD:
         """
         return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
 
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt | Tensor | Sequence[int]],
+        max_new_tokens: int = 256,
+        *,
+        max_batch: int = 8,
+        **options: Unpack[DecodeOptions],
+    ) -> Iterator[Completion]:
+        """Continue any number of prompts, several at once.
+
+        When an answer ends, the next prompt takes its place in the batch, so that the batch stays
+        full although answers differ in length. An answer does not depend on the other prompts: it
+        is the one that :meth:`generate` gives for its prompt alone (with the same seed, if it is
+        sampled), up to rounding, which depends on the number of rows.
+
+        Args:
+            prompts: Token ids of each prompt, ``[S]``, without padding; or :class:`Prompt`, with
+                options of its own. An iterator is read as far as there are free rows.
+            max_new_tokens: See :meth:`generate`.
+            max_batch: Maximum number of prompts that are decoded at once.
+            **options: See :meth:`generate`; without ``prefix_cache`` and ``pad_token_id``. With
+                ``seed``, prompt ``i`` is sampled as row ``i`` of a call of :meth:`generate`.
+
+        Yields:
+            The result for each prompt, in the order in which they end.
+
+        Raises:
+            ValueError: See :meth:`generate`; for an invalid prompt, when it is read.
+            FloatingPointError: The target produced NaN or infinite logits.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1; got {max_batch}")
+        batch, source = self.batch(max_batch), enumerate(prompts)
+        running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
+        while True:
+            for index, prompt in itertools.islice(source, batch.free):
+                if not isinstance(prompt, Prompt):
+                    prompt = Prompt(prompt)
+                given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
+                row = 0 if "seed" in prompt.options else index
+                answer = batch.add(self._request(self._call(**given), prompt.ids, row))
+                running[answer] = index, []
+            if not len(batch):
+                return
+            for answer, chunk in batch.step():
+                if answer.error is not None:
+                    raise answer.error
+                running[answer][1].extend(chunk.details or [])
+                if chunk.finished:
+                    index, details = running.pop(answer)
+                    yield Completion(index, answer.tokens, answer.origins, answer.stats, details)
+
+    def request(
+        self,
+        ids: Tensor | Sequence[int],
+        max_new_tokens: int = 256,
+        **options: Unpack[DecodeOptions],
+    ) -> Request:
+        """Validate a prompt for a :class:`~eagle_fsd.model.generation.Batch`.
+
+        Args:
+            ids: ``[S]`` token ids.
+            max_new_tokens: See :meth:`generate`.
+            **options: See :meth:`generate`; without ``prefix_cache`` and ``pad_token_id``.
+
+        Raises:
+            ValueError: See :meth:`generate`.
+        """
+        return self._request(self._call(max_new_tokens, **options), ids)
+
+    def batch(self, max_rows: int) -> Batch:
+        """Return a batch without requests, which decodes requests of :meth:`request`.
+
+        Args:
+            max_rows: Maximum number of requests that are decoded at once.
+        """
+        return Batch(self._new_engine, max_rows)
+
     def beam_search(
         self,
         input_ids: Tensor,
@@ -480,18 +651,12 @@ class EagleFSD:
             )
         pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
         prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        ends = EndConditions(
-            self._limit_new_tokens(list(map(len, prompts)), max_new_tokens),
-            frozenset(eos),
-            pad or next(iter(eos), 0),
-            StoppingCriteriaList(),
-        )
+        limits = self._limit_new_tokens(list(map(len, prompts)), max_new_tokens)
         drafter = self.drafter if method == "fsd" else NoDrafter()
-        engine = BeamEngine(
-            target, drafter, Sampler(SamplingConfig()), self.exact_tree, AcceptanceConfig()
-        )
+        engine = BeamEngine(target, drafter, self.exact_tree)
         check_target(target, projected=drafter.projects)
-        return beam_search(engine, input_ids, prompts, config, ends)
+        fill = pad or next(iter(eos), 0)
+        return beam_search(engine, input_ids, prompts, config, limits, frozenset(eos), fill)
 
     def custom_generate(
         self,
@@ -612,6 +777,36 @@ class EagleFSD:
         input_ids: Tensor,
         attention_mask: Tensor | None,
         max_new_tokens: int,
+        **options: Unpack[DecodeOptions],
+    ) -> Generation:
+        """Validate the arguments of a call; nothing is decoded yet."""
+        call = self._call(max_new_tokens, **options)
+        prefix_cache, pad = options.get("prefix_cache"), options.get("pad_token_id")
+        if pad is None:
+            pad = self.model.generation_config.pad_token_id
+        eos = call.eos_token_ids
+        prompts = _prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
+        if prefix_cache is not None and len(prompts) != 1:
+            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
+        limits = self._limit_new_tokens(list(map(len, prompts)), call.max_new_tokens)
+        requests = [
+            call.request(ids, prompt, limit, row, len(prompts))
+            for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
+        ]
+        fill = pad if pad is not None else next(iter(call.given_eos), 0)
+        new_engine = partial(self._new_engine, caches=prefix_cache)
+        return Generation(new_engine, requests, fill, prefix_cache)
+
+    def _request(self, call: _Call, ids: Tensor | Sequence[int], row: int = 0) -> Request:
+        """Return the request for a prompt without padding."""
+        tensor = torch.as_tensor(ids)
+        (prompt,) = _prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
+        (limit,) = self._limit_new_tokens([len(prompt)], call.max_new_tokens)
+        return replace(call.request(tensor, prompt, limit, row), row=0)
+
+    def _call(
+        self,
+        max_new_tokens: int,
         *,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -626,15 +821,14 @@ class EagleFSD:
         method: str = "fsd",
         rule: AcceptanceRule | None = None,
         eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         logits_warper: Sequence[LogitsProcessor] | None = None,
-        prefix_cache: PrefixCache | None = None,
         details: int | None = None,
-    ) -> Generation:
-        """Validate the arguments of a call and set up its engine; nothing is decoded yet."""
-        target = self.target
+        pad_token_id: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+    ) -> _Call:
+        """Validate the options of a call; the last two concern the call as a whole."""
         sampling = _override(
             SamplingConfig(),
             "sampling",
@@ -654,50 +848,41 @@ class EagleFSD:
             divergence=divergence,
         )
         self._check_method(method)
-        if sampling.top_k > target.vocab_size:
+        if sampling.top_k > self.target.vocab_size:
             raise ValueError(
-                f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
+                f"top_k must be at most the vocabulary of {self.target.vocab_size} tokens;"
                 f" got {sampling.top_k}"
             )
-        options = _CallOptions.from_dict({"max_new_tokens": max_new_tokens, "details": details})
-        max_new_tokens, details = options.max_new_tokens, options.details
-        eos = self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id)
-        pad = self.model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
-        prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        if prefix_cache is not None and len(prompts) != 1:
-            raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
-        ends = EndConditions(
-            self._limit_new_tokens(list(map(len, prompts)), max_new_tokens),
-            frozenset(eos),
-            pad if pad is not None else next(iter(eos), 0),
-            StoppingCriteriaList(stopping_criteria or []),
-        )
-        rule = rule or rule_for(acceptance)
-        generator = None
-        if sampling.temperature > 0.0:
-            generator = torch.Generator(target.device)
-            chosen = sampling.seed
-            generator.manual_seed(int(torch.randint(2**62, ())) if chosen is None else chosen)
-        sampler = Sampler(
-            sampling,
-            logits_processor or (),
-            logits_warper,
-            draw_from_draft=acceptance.selection == "sample" or rule.needs_drawn,
-            # Details report the divergence that the acceptance options select, under any rule.
-            warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
-            draw_uniform=rule.needs_uniform,
-            block=isinstance(rule, ExactRule),
-            generator=generator,
-        )
+        limits = _CallOptions.from_dict({"max_new_tokens": max_new_tokens, "details": details})
         tree = self.tree_for(acceptance)
-        # A tree that consists of its root is plain decoding.
-        drafter = self.drafter if method == "fsd" and tree.total_tokens > 1 else NoDrafter()
-        clock = PhaseClock(target.device)
-        engine = Engine(
-            target, drafter, sampler, tree, acceptance, rule, clock, details, self.compiled
+        chosen = sampling.seed
+        if chosen is None and sampling.temperature > 0.0:
+            chosen = int(torch.randint(2**62, ()))
+        return _Call(
+            limits.max_new_tokens,
+            self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id),
+            StoppingCriteriaList(stopping_criteria or []),
+            Decision.of(
+                sampling,
+                acceptance,
+                rule,
+                logits_processor or (),
+                logits_warper,
+                limits.details,
+            ),
+            chosen or 0,
+            tree,
+            # A tree that consists of its root is plain decoding.
+            method == "fsd" and tree.total_tokens > 1,
         )
-        check_target(target, projected=drafter.projects)
-        return Generation(engine, input_ids, prompts, ends, prefix_cache)
+
+    def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:
+        """Create an engine without rows that decodes a request."""
+        drafter = self.drafter if request.drafted else NoDrafter()
+        check_target(self.target, projected=drafter.projects)
+        sampler = request.decision.sampler
+        draw = None if sampler.greedy else sampler.draw_draft
+        return Engine(self.target, drafter, request.tree, draw, caches, compiled=self.compiled)
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:
@@ -798,8 +983,8 @@ def _split_warpers(
 
 def _prompts(
     input_ids: Tensor, attention_mask: Tensor | None, target: Target, pad: int | None
-) -> list[Tensor]:
-    """Return each row's tokens without padding, on the target's device."""
+) -> list[list[int]]:
+    """Return each row's tokens without padding."""
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
@@ -818,13 +1003,14 @@ def _prompts(
             f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; got"
             f" {tuple(attention_mask.shape)}"
         )
-    prompts = [ids[kept.bool()] for ids, kept in zip(input_ids, attention_mask, strict=True)]
-    if not prompts or not all(map(len, prompts)):
+    rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+    prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
+    if not prompts or not all(prompts):
         raise ValueError("empty prompt: every row needs at least one token")
-    extremes = torch.stack([extreme for prompt in prompts for extreme in prompt.aminmax()])
-    if int(extremes.min()) < 0 or int(extremes.max()) >= target.vocab_size:
+    least, most = min(map(min, prompts)), max(map(max, prompts))
+    if least < 0 or most >= target.vocab_size:
         raise ValueError(
             f"input_ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
-            f" {int(extremes.min())} to {int(extremes.max())}"
+            f" {least} to {most}"
         )
-    return [prompt.to(target.device, torch.long) for prompt in prompts]
+    return prompts

@@ -1,38 +1,45 @@
-"""Caches kept between calls, so that the next turn of a chat processes only its new tokens."""
+"""The caches of target and drafter, and the tokens that they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.target import Target
 
-#: Extra slots allocated when a cache grows.
+#: Extra slots allocated when caches grow.
 SPARE = 512
 
 
 class PrefixCache:
-    """The caches of one sequence, kept between the calls of one model.
+    """Caches that know their tokens, so that a prompt's known prefix is not processed again.
 
-    Pass it to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn. The prefix that
-    the new prompt shares with the cached tokens is not processed again; cached tokens beyond it
-    (an edited history, an answer that was cut off) are dropped. A call that is abandoned halfway
-    leaves the cache usable. One call at a time can use it.
+    Pass the same object to :meth:`~eagle_fsd.model.pipeline.EagleFSD.stream` with every turn of a
+    chat. The prefix that the new prompt shares with the cached tokens is not processed again;
+    cached tokens beyond it (an edited history, an answer that was cut off) are dropped. A call that
+    is abandoned halfway leaves the cache usable. One call at a time can use it.
 
     Attributes:
-        tokens: The tokens in the target's cache.
-        entries: Number of entries in the drafter's cache, one per token.
+        tokens: For each row, the tokens in the target's cache.
+        entries: For each row, the number of entries in the drafter's cache, one per token.
+        target_cache: The target's cache; None before :meth:`reserve`.
+        draft_cache: The drafter's cache; None if it has none.
     """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.entries = 0
+        self.tokens: list[list[int]] = []
+        self.entries: list[int] = []
+        self.target_cache: TreeCache | None = None
+        self.draft_cache: TreeCache | None = None
         self._target: Target | None = None
-        self._cache: TreeCache | None = None
-        self._draft_cache: TreeCache | None = None
         self._in_use = False
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.tokens)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -51,20 +58,27 @@ class PrefixCache:
         finally:
             self._in_use = False
 
-    def resume(self, target: Target, drafter: Drafter, prompt: list[int], draft_length: int) -> int:
-        """Drop cached tokens that are not a prefix of a prompt.
-
-        The last token of a prompt is the root of the first tree and is never cached. If the drafter
-        reads hidden states, one more token is processed again, because they are not stored.
+    def reserve(
+        self,
+        target: Target,
+        drafter: Drafter,
+        rows: int,
+        length: int,
+        draft_length: int,
+        spare: int = SPARE,
+    ) -> bool:
+        """Allocate the caches, or enlarge them if necessary.
 
         Args:
             target: The target.
             drafter: Proposes the trees.
-            prompt: Token ids.
-            draft_length: Slots needed in the drafter's cache; 0 if it has none.
+            rows: Number of rows.
+            length: Slots per row needed in the target's cache.
+            draft_length: Slots per row needed in the drafter's cache; 0 if it has none.
+            spare: Extra slots to allocate.
 
         Returns:
-            The number of leading tokens of ``prompt`` that are cached.
+            Whether a cache was replaced by a larger one.
 
         Raises:
             ValueError: The caches belong to another model.
@@ -72,47 +86,68 @@ class PrefixCache:
         if self._target not in (None, target):
             raise ValueError("this prefix cache belongs to another model; create a new one")
         self._target = target
+        before = self.target_cache, self.draft_cache
+        if self.target_cache is None:
+            self.target_cache = target.new_cache(rows, length + spare)
+        self.target_cache = _enlarged(self.target_cache, rows, length, spare)
+        if draft_length:
+            if self.draft_cache is None:
+                self.draft_cache = drafter.new_cache(rows, draft_length + spare)
+            self.draft_cache = _enlarged(self.draft_cache, rows, draft_length, spare)
+        new = rows - self.rows
+        self.tokens += [[] for _ in range(new)]
+        self.entries += [0] * new
+        return before != (self.target_cache, self.draft_cache)
+
+    def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
+        """Return the number of leading tokens of a prompt that a row holds.
+
+        The last token of a prompt is the root of the first tree and is never cached. If the drafter
+        reads hidden states, one more token is processed again, because they are not stored.
+
+        Args:
+            row: Index of the row.
+            prompt: Token ids.
+            drafter: The drafter, if it has a cache.
+        """
         common = 0
-        for old, new in zip(self.tokens, prompt[:-1], strict=False):
+        for old, new in zip(self.tokens[row], prompt[:-1], strict=False):
             if old != new:
                 break
             common += 1
-        start = common
-        if draft_length:
-            start = max(0, min(common - bool(drafter.reads), self.entries))
-        del self.tokens[start:]
-        self.entries = min(self.entries, start)
-        return start
+        if drafter is None:
+            return common
+        return max(0, min(common - bool(drafter.reads), self.entries[row]))
 
-    def caches(
-        self, target: Target, drafter: Drafter, length: int, draft_length: int
-    ) -> tuple[TreeCache, TreeCache | None]:
-        """Return the caches, enlarged if necessary.
+    def truncate(self, row: int, length: int) -> None:
+        """Drop the tokens of a row beyond a length.
 
         Args:
-            target: The target.
-            drafter: Proposes the trees.
-            length: Slots needed in the target's cache.
-            draft_length: Slots needed in the drafter's cache; 0 if it has none.
-
-        Returns:
-            The target's cache, and the drafter's if it has one.
+            row: Index of the row.
+            length: Number of tokens to keep.
         """
-        self._cache = _enlarged(self._cache, length, len(self.tokens), target.new_cache)
-        if not draft_length:
-            return self._cache, None
-        self._draft_cache = _enlarged(
-            self._draft_cache, draft_length, self.entries, drafter.new_cache
-        )
-        return self._cache, self._draft_cache
+        del self.tokens[row][length:]
+        self.entries[row] = min(self.entries[row], length)
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Overwrite rows. All are read before any is written.
+
+        Args:
+            source: Indices of the rows to read.
+            target: Indices of the rows to write.
+            length: Number of slots to copy.
+        """
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.copy_rows(source, target, length)
+        read = [(list(self.tokens[row]), self.entries[row]) for row in source]
+        for row, (tokens, entries) in zip(target, read, strict=True):
+            self.tokens[row], self.entries[row] = tokens, entries
 
 
-def _enlarged(
-    cache: TreeCache | None, length: int, kept: int, new_cache: Callable[[int, int], TreeCache]
-) -> TreeCache:
-    """Return ``cache``, or a longer one that starts with its first ``kept`` slots."""
-    if cache is not None and cache.length >= length:
+def _enlarged(cache: TreeCache, rows: int, length: int, spare: int) -> TreeCache:
+    """Return the cache, or a larger one with its contents."""
+    if cache.rows >= rows and cache.length >= length:
         return cache
-    if cache is not None:
-        return cache.enlarged(length + SPARE, kept)
-    return new_cache(1, length + SPARE)
+    longer = cache.length if cache.length >= length else length + spare
+    return cache.enlarged(max(rows, cache.rows), longer)

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.random_numbers import Purpose, RandomNumbers, uniform
 from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import VerificationInputs
@@ -67,49 +68,33 @@ ACROSS_ROWS = (
 )
 
 
-class History:
-    """The tokens of every row so far, prompt padding included, as prefixes for processors.
+class Prefix:
+    """The tokens of a row so far, prompt padding included, for processors that read them.
 
     Args:
-        prompts: ``[B, S]`` prompts, padded on the left.
-        capacity: Maximum number of tokens added to a row.
+        ids: ``[S]`` the prompt as the caller passed it.
+        capacity: Maximum number of tokens added to it.
+        row: Index of the prompt in its call.
+        rows: Number of prompts in the call.
     """
 
-    def __init__(self, prompts: Tensor, capacity: int) -> None:
-        self.tokens = F.pad(prompts, (0, capacity))  # [B, prompt + capacity]
-        self.lengths = [prompts.shape[1]] * prompts.shape[0]  # known to the host
-        self.rows = list(range(prompts.shape[0]))  # index of each row's prompt in the call
+    def __init__(self, ids: Tensor, capacity: int, row: int = 0, rows: int = 1) -> None:
+        self.row, self.rows = row, rows
+        self._ids, self._length = F.pad(ids, (0, capacity)), len(ids)
 
-    def append(self, row: int, tokens: Tensor, count: int) -> None:
-        """Add ``tokens[:count]`` to a row.
+    @property
+    def ids(self) -> Tensor:
+        """``[S + new]`` token ids."""
+        return self._ids[: self._length]
+
+    def append(self, tokens: Tensor) -> None:
+        """Add tokens.
 
         Args:
-            row: Index among the remaining rows.
             tokens: ``[A]`` token ids.
-            count: Number of tokens to add.
         """
-        start = self.lengths[row]
-        self.tokens[row, start : start + count] = tokens[:count]
-        self.lengths[row] += count
-
-    def move_row(self, source: int, target: int) -> None:
-        """Overwrite a row with another.
-
-        Args:
-            source: Index of the row to copy.
-            target: Index of the row to overwrite.
-        """
-        self.tokens[target] = self.tokens[source]
-        self.lengths[target] = self.lengths[source]
-        self.rows[target] = self.rows[source]
-
-    def keep(self, count: int) -> None:
-        """Drop all rows but the first ones.
-
-        Args:
-            count: Number of rows to keep.
-        """
-        del self.lengths[count:], self.rows[count:]
+        self._ids[self._length : self._length + len(tokens)] = tokens
+        self._length += len(tokens)
 
 
 class Sampler:
@@ -126,13 +111,6 @@ class Sampler:
         draw_uniform: Also draw a uniform random number at every node.
         block: Verify sampled chains as a block instead of token by token. Only for rules that relax
             nothing.
-        generator: Source of all randomness; default: torch's global generator.
-
-    Attributes:
-        numbers: Uniform random numbers in ``[0, 1)``, float64, to use instead of drawing from the
-            generator: code that is compiled cannot draw from one. :meth:`random` takes them in
-            order and advances :attr:`used`; reset it to 0 when new ones are set.
-        used: How many random numbers :meth:`random` has returned.
 
     Raises:
         ValueError: A processor or warper keeps state or combines rows.
@@ -147,7 +125,6 @@ class Sampler:
         warp_draft: bool = False,
         draw_uniform: bool = False,
         block: bool = False,
-        generator: torch.Generator | None = None,
     ) -> None:
         sampling = sampling or SamplingConfig()
         for item in (*processors, *(warpers or ())):
@@ -164,12 +141,9 @@ class Sampler:
         self.warp_draft = warp_draft or draw_from_draft
         self.draw_uniform = draw_uniform and not self.greedy
         self.verify_chain = verify_block if block else verify_tokens
-        self.generator = generator
-        self.numbers: Tensor | None = None
-        self.used = 0
 
     @property
-    def needs_history(self) -> bool:
+    def needs_prefix(self) -> bool:
         """Whether any processor reads previous tokens."""
         return any(not isinstance(item, PREFIX_FREE) for item in self.processors)
 
@@ -179,101 +153,76 @@ class Sampler:
         return not self.processors and self.warp is not None
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, history: History | None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        random: RandomNumbers | None = None,
+        prefixes: Sequence[Prefix] = (),
     ) -> VerificationInputs:
         """Process the target's logits and sample.
 
         Args:
             tree: The draft tree.
             logits: ``[B, N, V]`` float32, as the target returned them.
-            history: The tokens of every row; required if :attr:`needs_history`.
+            random: Random numbers of this step; required at temperatures above 0.
+            prefixes: The tokens of every row; required if :attr:`needs_prefix`.
         """
         raw = processed = Distributions.of(logits)
         if self.processors:
-            processed = Distributions.of(self._process(tree, logits, history))
+            processed = Distributions.of(self._process(tree, logits, prefixes))
         if self.greedy:
-            # Compare the logits themselves: after subtracting the normalizer two different ones can
-            # round to the same value.
-            warped, sampled = processed, arg_max(processed.logits)
-        else:
-            points = self.random(tree.tokens.shape, logits.device)
-            warped, sampled = self._warp(processed.logits, points)
+            return self._greedy_inputs(tree, raw, processed)
+        assert random is not None
+        keys = random.node_keys(tree)
+        warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET))
         # There can be more expanded nodes than tree nodes: warp them only where needed.
         draft: Distributions | None = None
         drawn: Tensor | None = tree.tokens
-        expanded = tree.draft_log_probs.shape[:2]
-        if self.greedy:
-            draft = Distributions.normalized(tree.draft_log_probs)
-            if self.draw_from_draft and expanded[1]:
-                drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
-        elif (self.warp_draft or tree.sampled) and expanded[1]:
-            points = self.random(expanded, logits.device)
+        if (self.warp_draft or tree.sampled) and tree.draft_log_probs.shape[1]:
+            points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
             draft, drawn = self._warp(tree.draft_log_probs, points)
             drawn = self._at_nodes(tree, drawn)
         if tree.sampled:  # the drafted tokens are draws already
-            drawn = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1)
-        if tree.sampled:
             assert draft is not None
-            points = self.random((2, *tree.tokens.shape), logits.device)
             drafted = tree.tokens[:, 1:]
+            drawn = torch.cat([drafted, drafted[:, -1:]], 1)
+            points = torch.stack(
+                [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
+            )
             followed = self.verify_chain(warped, draft, tree.token_ids, drafted, points)
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
-        uniform = None
-        if self.draw_uniform:
-            uniform = self.random(tree.tokens.shape, logits.device).float()
+        uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
-        return VerificationInputs(tree, raw, processed, warped, draft, sampled, drawn, uniform)
+        return VerificationInputs(tree, raw, processed, warped, draft, sampled, drawn, uniforms)
+
+    def _greedy_inputs(
+        self, tree: DraftTree, raw: Distributions, processed: Distributions
+    ) -> VerificationInputs:
+        draft = Distributions.normalized(tree.draft_log_probs)
+        drawn = tree.tokens if self.draw_from_draft else None
+        if self.draw_from_draft and tree.draft_log_probs.shape[1]:
+            drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
+        # Compare the logits themselves: after subtracting the normalizer two different ones can
+        # round to the same value.
+        sampled = arg_max(processed.logits)
+        return VerificationInputs(tree, raw, processed, processed, draft, sampled, drawn)
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
         """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""
         drawn = drawn if tree.token_ids is None else tree.token_ids[drawn]
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
-    def reserve(self, count: int, device: torch.device) -> None:
-        """Allocate the random numbers of a step, which :meth:`refill` draws.
-
-        Args:
-            count: Upper bound of the random numbers that a step needs.
-            device: Device of the numbers.
-        """
-        if not self.greedy:
-            self.numbers = torch.empty(count, dtype=torch.float64, device=device)
-
-    def refill(self) -> None:
-        """Draw the random numbers of the next step."""
-        self.used = 0
-        if self.numbers is not None:
-            self.numbers.uniform_(generator=self.generator)
-
-    def random(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return uniform random numbers in ``[0, 1)``.
-
-        Args:
-            shape: Shape of the result.
-            device: Device of the result.
-
-        Returns:
-            A float64 tensor.
-        """
-        count = math.prod(shape)
-        first, self.used = self.used, self.used + count
-        if self.numbers is not None:
-            return self.numbers[first : first + count].view(*shape)
-        numbers = torch.empty(*shape, dtype=torch.float64, device=device)
-        return numbers.uniform_(generator=self.generator)
-
-    def draw_draft(self, log_probs: Tensor) -> Tensor:
+    def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
         """Sample from the draft's distributions after temperature, top-k and top-p.
 
         Args:
-            log_probs: ``[..., D]`` float32 log-probabilities.
+            log_probs: ``[B, D]`` float32 log-probabilities.
+            points: ``[B]`` float64 random numbers in ``[0, 1)``.
 
         Returns:
-            ``[...]`` indices into the draft's vocabulary.
+            ``[B]`` indices into the draft's vocabulary.
         """
-        shape = log_probs.shape[:-1]
-        points = self.random((1, shape.numel()), log_probs.device)
-        return self._warp(log_probs.flatten(0, -2)[None], points)[1].view(shape)
+        return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
     def _warp(self, logits: Tensor, points: Tensor) -> tuple[Distributions, Tensor]:
         """Warp ``[B, N, V]`` logits, and sample with the random numbers ``[B, N]``."""
@@ -287,30 +236,27 @@ class Sampler:
             parts.append(scores)
         return Warp()(torch.cat(parts).view_as(logits), points)
 
-    def _process(self, tree: DraftTree, logits: Tensor, history: History | None) -> Tensor:
-        if not self.needs_history:
-            flat = logits.flatten(0, 1)
-            for item in self.processors:
-                flat = item(None, flat)
-            return flat.view_as(logits)
-        rows = [
-            self._process_row(tree, logits, row, history) for row in range(tree.tokens.shape[0])
-        ]
-        return torch.stack(rows)
+    def _process(self, tree: DraftTree, logits: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
+        if self.needs_prefix:
+            return torch.stack(
+                [
+                    self._process_row(tree, logits, row, prefix)
+                    for row, prefix in enumerate(prefixes)
+                ]
+            )
+        flat = logits.flatten(0, 1)
+        for item in self.processors:
+            flat = item(None, flat)
+        return flat.view_as(logits)
 
-    def _process_row(
-        self, tree: DraftTree, logits: Tensor, row: int, history: History | None
-    ) -> Tensor:
+    def _process_row(self, tree: DraftTree, logits: Tensor, row: int, prefix: Prefix) -> Tensor:
         """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
         Levels are processed in order, because nodes below a masked token must be skipped: they
         cannot be emitted, and a constraint may have no continuation for a prefix that it excludes.
         The processors are Python code that reads tokens, so each level synchronizes with the host.
         """
-        assert history is not None, "processors that read prefixes need the history"
-        prompt, prompts = history.rows[row], history.tokens.shape[0]
-        processors = [_for_row(item, prompt, prompts) for item in self.processors]
-        before = history.tokens[row, : history.lengths[row]]
+        processors = [_for_row(item, prefix.row, prefix.rows) for item in self.processors]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
         open_ = torch.zeros_like(parents, dtype=torch.bool)
@@ -321,10 +267,11 @@ class Sampler:
             nodes = (open_ & (tree.depths[row] == depth)).nonzero()[:, 0]
             if not len(nodes):
                 break
-            prefix = torch.cat([before.expand(len(nodes), -1), paths[nodes, :depth]], 1)
+            before = prefix.ids.to(nodes.device).expand(len(nodes), -1)
+            ids = torch.cat([before, paths[nodes, :depth]], 1)
             scores = logits[row, nodes].clone()
             for item in processors:
-                scores = item(prefix, scores)
+                scores = item(ids, scores)
             result[nodes] = scores
         return result
 

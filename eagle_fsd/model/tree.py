@@ -8,13 +8,16 @@ Shape letters: ``B`` rows, ``N`` tree nodes, ``D`` tokens of the draft's vocabul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.vocabulary import top_k
+
+#: Samples from distributions ``[B, D]`` with random numbers ``[B]``: ``[B]`` indices.
+Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,22 @@ class DraftTree:
         """``N``, the number of nodes."""
         return self.tokens.shape[1]
 
+    def of_rows(self, rows: Tensor) -> DraftTree:
+        """Select rows.
+
+        Args:
+            rows: ``[R]`` indices of rows.
+        """
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            parents=self.parents[rows],
+            depths=self.depths[rows],
+            ancestors=self.ancestors[rows],
+            draft_rows=self.draft_rows[rows],
+            draft_log_probs=self.draft_log_probs[rows],
+        )
+
     def has_children(self) -> Tensor:
         """Return ``[B, N]`` bool: which nodes are not leaves."""
         found = torch.zeros_like(self.tokens, dtype=torch.bool)
@@ -74,6 +93,19 @@ class DraftTree:
         row = torch.arange(draft.shape[0], device=draft.device)[:, None] * draft.shape[1]
         index = (self.draft_rows.clamp_min(0) + row).flatten()
         return draft.flatten(0, 1).index_select(0, index).view(*self.tokens.shape, -1)
+
+    def to_expanded(self, values: Tensor) -> Tensor:
+        """Look up the values of the nodes that were expanded.
+
+        Args:
+            values: ``[B, N]``.
+
+        Returns:
+            ``[B, M]``; 0 where an expanded node is not in the tree.
+        """
+        count = self.draft_log_probs.shape[1]
+        rows = torch.where(self.draft_rows < 0, count, self.draft_rows)  # a spare one
+        return values.new_zeros(len(values), count + 1).scatter_(1, rows, values)[:, :count]
 
     def path_sum(self, values: Tensor) -> Tensor:
         """Add up the values of the nodes on the path from the root to every node.
@@ -106,8 +138,7 @@ class TreeBuilder:
         vocab_size: ``D``.
         device: Device of the index tables.
         token_ids: ``[D]`` the target's token for each of the draft's; default: the same.
-        draw: Samples from distributions ``[..., D]``: ``[...]``. With ``top_k = 1`` only; default:
-            the most likely tokens.
+        draw: Samples the children of a tree with ``top_k = 1``; default: the most likely tokens.
     """
 
     def __init__(
@@ -116,7 +147,7 @@ class TreeBuilder:
         vocab_size: int,
         device: torch.device | str,
         token_ids: Tensor | None = None,
-        draw: Callable[[Tensor], Tensor] | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self.token_ids, self.draw = token_ids, draw
         self.total_tokens = config.total_tokens
@@ -131,16 +162,18 @@ class TreeBuilder:
         # Pool index at which the level of each expanded candidate begins.
         self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
-    def start(self, log_probs: Tensor) -> None:
+    def start(self, log_probs: Tensor, points: Tensor | None = None) -> None:
         """Begin a tree.
 
         Args:
             log_probs: ``[B, D]`` the draft's distribution after the root.
+            points: ``[B, depth + 1]`` float64 random numbers in ``[0, 1)``, if tokens are sampled.
         """
+        self._points = points
         batch, vocab_size = log_probs.shape
         self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocab_size)
         self.draft_log_probs[:, 0] = log_probs
-        scores, tokens = self._children(log_probs)
+        scores, tokens = self._children(log_probs, 0)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
         self.scores = [scores.new_zeros(batch, 1), _ranked(scores)]
         self.tokens = [tokens]
@@ -171,16 +204,18 @@ class TreeBuilder:
         """
         first = 1 + (len(self.chosen) - 2) * self.width
         self.draft_log_probs[:, first : first + self.width] = log_probs
-        scores, tokens = self._children(log_probs)  # [B, K, K]
+        scores, tokens = self._children(log_probs, len(self.chosen) - 1)  # [B, K, K]
         self.scores.append(_ranked(scores + self.chosen_scores[:, :, None]).flatten(1))
         self.tokens.append(tokens.flatten(1))
 
-    def _children(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def _children(self, log_probs: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and tokens of the children: ``[..., K]``."""
         if self.draw is None:
             scores, index = top_k(log_probs, self.width)
         else:
-            index = self.draw(log_probs)[..., None]
+            assert self._points is not None
+            index = self.draw(log_probs.flatten(0, -2), self._points[:, level])
+            index = index.view(*log_probs.shape[:-1], 1)
             scores = log_probs.gather(-1, index)
         return scores, index if self.token_ids is None else self.token_ids[index]
 

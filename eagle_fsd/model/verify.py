@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import torch
@@ -327,6 +327,19 @@ class Verification:
     count: Tensor
     path: Tensor
     accepted: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Verification], order: Tensor) -> Verification:
+        """Join the results for several groups of rows.
+
+        Args:
+            parts: The results.
+            order: ``[B]`` for each row, its index among the rows of all parts.
+        """
+        names = [field.name for field in fields(cls)]
+        return cls(
+            **{name: torch.cat([getattr(part, name) for part in parts])[order] for name in names}
+        )
 
 
 def verify(

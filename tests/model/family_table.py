@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, EagleHead, TreeConfig
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.sampling import Sampler
+from eagle_fsd import EagleFSD, EagleHead, TreeConfig
+from eagle_fsd.model.engine import Decision, Engine
+from eagle_fsd.model.engine import Row as EngineRow
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -102,11 +102,13 @@ def check_trees(target: Target, expected: Tensor) -> None:
     sequences = [torch.cat([ids[0], row]) for ids, row in zip(prompts(), expected, strict=True)]
     head = OracleHead(pad_sequence(sequences, batch_first=True), target.vocab_size).attach(target)
     for tree in (TREE, CHAIN):
-        engine = Engine(target, head, Sampler(), tree, AcceptanceConfig())
+        engine = Engine(target, head, tree)
         answers: list[list[int]] = [[] for _ in PROMPTS]
         live, steps = list(range(len(PROMPTS))), 0
         with torch.inference_mode():
-            engine.prefill([ids[0] for ids in prompts()], [NEW_TOKENS] * len(PROMPTS))
+            decision = Decision.of()
+            engine.admit([EngineRow(ids[0].tolist(), NEW_TOKENS, decision) for ids in prompts()])
+            engine.prefill()
             while live:
                 for row, tokens in zip(live, engine.step().tokens, strict=True):
                     answers[row] += tokens

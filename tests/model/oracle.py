@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,5 +79,8 @@ class _RowCache(TreeCache):
         super().__init__(rows, length)
         self.order = torch.arange(rows)
 
-    def move_row(self, source: int, target: int) -> None:
-        self.order[target] = self.order[source]
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        self.order[list(target)] = self.order[list(source)]
+
+    def enlarged(self, rows: int, length: int) -> _RowCache:
+        return _RowCache(rows, length)

@@ -22,8 +22,7 @@ from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags
 from eagle_fsd.model.drafters.interface import NoDrafter
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.engine import Decision, Engine, Row
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
@@ -96,20 +95,14 @@ def run_steps(
     """Take two steps; returns the engine and the second step."""
     options = AcceptanceConfig(**acceptance)
     clock = PhaseClock(torch.device("cpu"))
-    sampler = Sampler(
-        sampling,
-        draw_from_draft=options.selection == "sample" or (rule is not None and rule.needs_drawn),
-        warp_draft=True,
-        draw_uniform=rule is not None and rule.needs_uniform,
-        block=options.threshold == 0.0,
-    )
+    decision = Decision.of(sampling, options, rule, details=2)
+    draw = None if decision.sampler.greedy else decision.sampler.draw_draft
     drafter = pair.drafter if drafted else NoDrafter()
-    engine = Engine(pair.target, drafter, sampler, pair.tree, options, rule, clock, details=2)
-    device = pair.target.device
+    engine = Engine(pair.target, drafter, pair.tree, draw, clock=clock)
     with simulated_accelerator():
         lengths = range(9, 9 - 4 * rows, -4)
-        prompts = [torch.ones(length, dtype=torch.long, device=device) for length in lengths]
-        engine.prefill(prompts, [20] * rows)
+        engine.admit([Row([1] * length, 20, decision) for length in lengths])
+        engine.prefill()
         engine._launch()
         return engine, engine._launch()
 

@@ -38,8 +38,8 @@ class RecordedEngine(Engine):
 
     instances: list[RecordedEngine]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.memory: list[tuple[int, ...]] = []
         self.instances.append(self)
 
@@ -114,12 +114,12 @@ def test_move_reads_all_slots_before_writing(device: str) -> None:
     assert not torch.equal(expected, before)
 
 
-def test_move_row_copies_every_layer() -> None:
+def test_copy_rows_swaps_every_layer() -> None:
     cache = numbered()
     before = contents(cache)
-    cache.move_row(2, 0)
+    cache.copy_rows([2, 0], [0, 2], 5)
     expected = before.clone()
-    expected[:, :, 0] = before[:, :, 2]
+    expected[:, :, 0, :5], expected[:, :, 2, :5] = before[:, :, 2, :5], before[:, :, 0, :5]
     assert torch.equal(contents(cache), expected)
 
 

@@ -178,18 +178,19 @@ def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> 
     cost = {False: 0.1, True: 0.05}
 
     class Fake:
-        rows = 2
-
         def __init__(self, *_: Any, compiled: bool = False) -> None:
             self.compiled = compiled
 
-        def prefill(self, prompts: list[Tensor], limits: list[int]) -> None:
-            assert len(prompts) == len(limits) == 2
+        def admit(self, rows: list[engine.Row]) -> None:
+            assert len(rows) == 2
+
+        def prefill(self) -> None:
+            pass
 
         def step(self) -> Any:
             calls.append(self.compiled)
             clock["now"] += cost[self.compiled]
-            return engine.StepResult([[1, 2], [1]], [[1, 3], [3]])
+            return engine.StepResult([[1, 2], [1]], [[1, 3], [3]], [False, False])
 
     monkeypatch.setattr(pipeline, "Engine", Fake)
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock["now"])

@@ -30,7 +30,7 @@ from pairs import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, PrefixCache, TreeConfig
+from eagle_fsd import EagleFSD, PrefixCache, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import (
     MAX_PADDING,
@@ -38,9 +38,9 @@ from eagle_fsd.model.drafters.draft_model import (
     DraftModel,
     load_draft_model,
 )
-from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.engine import Decision, Engine, Row
 from eagle_fsd.model.loading import LoadError
-from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 
@@ -150,14 +150,17 @@ def test_distributions_are_those_of_plain_passes(
     draft = make()
     target = Target(aligned_pair().model)
     drafter = DraftModel(draft).attach(target)
-    engine = Engine(target, drafter, Sampler(), tree, AcceptanceConfig(), FuzzyRule(math.inf))
-    rows = [prompt(9, 1)[0], prompt(3, 2)[0], prompt(1, 3)[0]]
-    engine.prefill(rows, [40] * len(rows))
-    sequences = [row.tolist() for row in rows]
+    engine = Engine(target, drafter, tree)
+    sequences = [prompt(9, 1)[0].tolist(), prompt(3, 2)[0].tolist(), prompt(1, 3)[0].tolist()]
+    decision = Decision.of(rule=FuzzyRule(math.inf))
+    engine.admit([Row(list(sequence), 40, decision) for sequence in sequences])
+    engine.prefill()
     for _ in range(2):
         for sequence, tokens in zip(sequences, engine.step().tokens, strict=True):
             sequence += tokens
-    found = engine.draft.draft(engine.roots, engine.draft.keys(max(engine.host_lengths)))
+    longest = max(row.length for row in engine.rows)
+    random = RandomNumbers(engine.keys, engine.lengths)
+    found = engine.draft.draft(engine.roots, engine.draft.keys(longest), random)
     for row, sequence in enumerate(sequences):
         for node in range(found.size):
             if (index := int(found.draft_rows[row, node])) < 0:
@@ -289,9 +292,7 @@ def test_depth_adapts_to_the_accepted_lengths(
 def test_depth_recovers() -> None:
     """From one level to the full depth in two accepted trees."""
     model = pair("target", chain=True)
-    state = AdaptiveState(
-        model.drafter, [prompt(3)[0]], CHAIN, Sampler(), model.drafter.new_cache(1, 64)
-    )
+    state = AdaptiveState(model.drafter, CHAIN, None)
     for _ in range(9):
         state.observe([[1]])
     depths = []

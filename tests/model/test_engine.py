@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 import torch
 from pairs import aligned_pair, batch, greedy_reference, prompt, small_tree
-from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.interface import NoDrafter
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.engine import Decision, Engine, Row
 
 
-def _engine(acceptance: AcceptanceConfig | None = None, drafted: bool = True) -> Engine:
+def _engine(drafted: bool = True) -> Engine:
     pair = aligned_pair()
-    drafter = pair.drafter if drafted else NoDrafter()
-    return Engine(pair.target, drafter, Sampler(), small_tree(), acceptance or AcceptanceConfig())
+    return Engine(pair.target, pair.drafter if drafted else NoDrafter(), small_tree())
 
 
-def _prompts() -> list[Tensor]:
-    return [ids[mask.bool()] for ids, mask in zip(*batch(), strict=True)]
+def _rows(new: int) -> list[Row]:
+    decision = Decision.of()
+    prompts = [ids[mask.bool()] for ids, mask in zip(*batch(), strict=True)]
+    return [Row(ids.tolist(), new, decision) for ids in prompts]
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -35,9 +34,11 @@ def test_steps_after_prefill_give_the_greedy_output(drafted: bool) -> None:
     """Rows are dropped as soon as they are long enough."""
     new, engine = 12, _engine(drafted=drafted)
     with torch.inference_mode():
-        engine.prefill(_prompts(), [new] * 4)
-        assert engine.rows == 4
-        assert engine.prefilled == sum(len(ids) - 1 for ids in _prompts())
+        rows = _rows(new)
+        engine.admit(rows)
+        assert engine.joining == 4
+        assert engine.prefill() == rows == engine.rows
+        assert [row.prefilled for row in rows] == [len(row.ids) - 1 for row in rows]
         emitted: list[list[int]] = [[] for _ in range(4)]
         live = list(range(4))
         while live:
@@ -47,7 +48,7 @@ def test_steps_after_prefill_give_the_greedy_output(drafted: bool) -> None:
                 emitted[row] += result.tokens[place]
             ended = [place for place, row in enumerate(live) if len(emitted[row]) >= new]
             live = [live[place] for place in engine.drop(ended)]
-            assert engine.rows == len(live)
+            assert len(engine.rows) == len(live)
     ids, mask = batch()
     expected = greedy_reference(aligned_pair().model, ids, mask, new=new)[:, ids.shape[1] :]
     assert [row[:new] for row in emitted] == expected.tolist()
@@ -57,7 +58,8 @@ def test_drop_returns_previous_indices_in_the_new_order() -> None:
     """The last row replaces a dropped one."""
     engine = _engine()
     with torch.inference_mode():
-        engine.prefill(_prompts(), [8] * 4)
+        engine.admit(_rows(8))
+        engine.prefill()
         before = engine.roots.tolist()
         order = engine.drop([1])
         assert sorted(order) == [0, 2, 3]
@@ -70,7 +72,7 @@ def test_drop_returns_previous_indices_in_the_new_order() -> None:
 def test_constructor_allocates_nothing() -> None:
     engine = _engine()
     assert not hasattr(engine, "cache")
-    assert not hasattr(engine, "draft")
+    assert engine.caches.target_cache is None
 
 
 def test_stream_prefills_on_the_first_iteration() -> None:
@@ -164,5 +166,5 @@ def _bytes_alive() -> int:
 
 
 def test_rule_defaults_to_the_one_that_acceptance_selects() -> None:
-    assert _engine().rule == ExactRule()
-    assert _engine(AcceptanceConfig(threshold=0.2)).rule == FuzzyRule(0.2)
+    assert Decision.of().rule == ExactRule()
+    assert Decision.of(acceptance=AcceptanceConfig(threshold=0.2)).rule == FuzzyRule(0.2)

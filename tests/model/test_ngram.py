@@ -31,6 +31,7 @@ from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter, grow
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
@@ -257,9 +258,12 @@ def test_tree_holds_the_most_probable_nodes(
 def draft(drafter: Drafter, rows: list[list[int]], tree: TreeConfig) -> DraftTree:
     """Draft from rows of tokens."""
     drafter.attach(aligned_pair().target)
-    prompts = [torch.tensor(row) for row in rows]
-    state = drafter.start(prompts, 100, tree, Sampler(), None)
-    return state.draft(torch.tensor([row[-1] for row in rows]), 100)
+    state = drafter.start(tree, None)
+    state.reserve(len(rows), 100, None)
+    state.admit(0, [torch.tensor(row) for row in rows])
+    state.show(len(rows))
+    roots = torch.tensor([row[-1] for row in rows])
+    return state.draft(roots, None, RandomNumbers.seeded(0, len(rows)))
 
 
 @given(
@@ -383,12 +387,12 @@ def test_padding_changes_nothing(
         SamplingConfig(temperature=temperature),
         draw_from_draft=rule.needs_drawn or selection == "sample",
         draw_uniform=rule.needs_uniform,
-        generator=generator,
     )
+    random = RandomNumbers.seeded(4, len(rows))
     for bias in (0.0, 3.0, 30.0):
         logits = torch.randn(len(rows), tree.size, VOCAB_SIZE, generator=generator)
         logits[..., 0] += bias
-        inputs = sampler(tree, logits, None)
+        inputs = sampler(tree, logits, random)
         kept = verify(inputs, rule, fallback, selection, 0.5)
         for row in range(len(rows)):
             alone, nodes = row_alone(tree, row)

@@ -11,8 +11,7 @@ from pairs import prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.engine import Decision, Engine, Row
 from eagle_fsd.model.self_check import check_target
 
 
@@ -35,8 +34,9 @@ def operations(tree: TreeConfig, acceptance: AcceptanceConfig) -> Counter[str]:
     pair = EagleFSD.from_pretrained()
     check_target(pair.target)  # so that the caches know their layout
     with torch.inference_mode():
-        engine = Engine(pair.target, pair.drafter, Sampler(), tree, acceptance)
-        engine.prefill([prompt(20)[0]], [100])
+        engine = Engine(pair.target, pair.drafter, tree)
+        engine.admit([Row(prompt(20)[0].tolist(), 100, Decision.of(acceptance=acceptance))])
+        engine.prefill()
         engine.step()
         with CountOperations() as counted:
             engine._launch()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pairs import ACCEPT_ALL, aligned_pair
 
 from eagle_fsd import DecodeStats, EagleFSD, PrefixCache
+from eagle_fsd.model import engine
 
 NEW = 12
 
@@ -107,15 +108,16 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
     assert decode(model, longer, cache)[0] == decode(model, longer, None)[0]
 
 
-def test_caches_grow_and_keep_their_content() -> None:
+def test_caches_grow_and_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SPARE", 0)
     model, cache = aligned_pair(), PrefixCache()
     ids, *_ = decode(model, [3, 17, 5], cache, max_new_tokens=4)
-    cache._cache = cache._cache.enlarged(24, len(cache.tokens))
+    before = cache.target_cache
     longer = [*ids, *range(20, 60)]
     found, _, stats = decode(model, longer, cache)
     assert found == decode(model, longer, None)[0]
     assert stats.prefilled < len(longer) - 1
-    assert cache._cache.length > 24
+    assert cache.target_cache is not before
 
 
 def test_cache_needs_a_single_prompt_and_its_own_model() -> None:

@@ -50,7 +50,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL, History, Sampler
+from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL, Prefix, Sampler
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
@@ -157,13 +157,16 @@ def test_processor_that_reads_the_whole_prefix_matches_hugging_face() -> None:
 def test_every_tree_node_is_processed_with_its_own_prefix() -> None:
     """Two rows of different lengths."""
     tree = hand_made_tree([40, 7, 9, 11, 12, 11, 80, 81], [0, 0, 0, 1, 1, 2, 3, 5], 2, shift=2)
-    history = History(torch.stack([prompt(5, 1)[0], prompt(5, 2)[0]]), capacity=6)
-    history.append(1, torch.tensor([60, 61, 62]), 2)
-    history.tokens[0, 4], history.tokens[1, 6] = tree.tokens[0, 0], tree.tokens[1, 0]
+    prefixes = [
+        Prefix(torch.cat([prompt(4, 1)[0], tree.tokens[0, :1]]), 6),
+        Prefix(prompt(5, 2)[0], 6),
+    ]
+    prefixes[1].append(torch.tensor([60]))
+    prefixes[1].append(tree.tokens[1, :1])
     logits = torch.randn(2, 8, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    inputs = Sampler(processors=[HashProcessor()])(tree, logits, history)
+    inputs = Sampler(processors=[HashProcessor()])(tree, logits, prefixes=prefixes)
     for row, node in itertools.product(range(2), range(8)):
-        text = history.tokens[row, : history.lengths[row]].tolist() + path_to(tree, row, node)[1:]
+        text = prefixes[row].ids.tolist() + path_to(tree, row, node)[1:]
         expected = HashProcessor()(torch.tensor([text]), logits[row, node][None])[0].log_softmax(-1)
         torch.testing.assert_close(inputs.log_probs[row, node], expected)
     torch.testing.assert_close(inputs.raw_log_probs, logits.log_softmax(-1))
@@ -197,11 +200,10 @@ def test_hugging_face_processor_gives_every_node_its_own_scores(
     """
     tree = hand_made_tree([40, 7, 9, 11, 12, 11, 80, 81], [0, 0, 0, 1, 1, 2, 3, 5])
     prefix = torch.cat([PROMPT[0], tree.tokens[0, :1]])
-    history = History(prefix[None], capacity=6)
     logits = torch.randn(1, 8, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     made = make()
     processors = made if isinstance(made, list) else [made]
-    inputs = Sampler(processors=processors)(tree, logits, history)
+    inputs = Sampler(processors=processors)(tree, logits, prefixes=[Prefix(prefix, 6)])
     changed = 0
     forbidden: set[int] = set()
     for node in range(8):

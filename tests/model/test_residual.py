@@ -26,6 +26,7 @@ from trees import EXACT, FUZZY, TARGET, A, B, make_inputs, make_tree, outcome
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.config import SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
 from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import TreeBuilder
@@ -182,9 +183,9 @@ def _take_steps(
 
     With ``token_ids``, the draft's vocabulary consists of these tokens.
     """
-    generator = torch.Generator().manual_seed(1)
+    random = RandomNumbers.seeded(1, ROWS)
     selects = options.get("selection") == "sample"
-    sampler = Sampler(sampling, draw_from_draft=selects, block=block, generator=generator)
+    sampler = Sampler(sampling, draw_from_draft=selects, block=block)
     config = TreeConfig(total_tokens=LENGTH + 1, depth=LENGTH - 1, top_k=1)
     size = VOCAB_SIZE if token_ids is None else len(token_ids)
     builder = TreeBuilder(config, size, "cpu", token_ids, sampler.draw_draft)
@@ -202,7 +203,7 @@ def _take_steps(
         return (logits if token_ids is None else logits[:, token_ids]).log_softmax(-1)
 
     chain: list[Tensor] = []
-    builder.start(draft_at(chain))
+    builder.start(draft_at(chain), random.in_step(Purpose.CHAIN, LENGTH))
     for _ in range(LENGTH - 1):
         tokens, _ = builder.choose()
         chain.append(tokens[:, 0])
@@ -212,7 +213,7 @@ def _take_steps(
     assert (tree.parents == torch.tensor([0, 0, 1, 2])).all()
     drafted = list(tree.tokens[:, 1:].unbind(1))
     logits = torch.stack([at(target, drafted[:step]) for step in range(LENGTH + 1)], 1)
-    kept = verify(sampler(tree, logits, None), rule, **options)
+    kept = verify(sampler(tree, logits, random), rule, **options)
     rows = zip(kept.tokens.tolist(), kept.count.tolist(), strict=True)
     counts = Counter(tuple(tokens[:count]) for tokens, count in rows)
     return {tokens: count / ROWS for tokens, count in counts.items()}

@@ -34,6 +34,7 @@ from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.generation import GenerateOutput
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.random_numbers import RandomNumbers, seed_keys
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs, verify
@@ -164,14 +165,15 @@ def _first_two(
     sampler = Sampler(
         SamplingConfig(temperature=temperature, top_p=top_p, top_k=top_k),
         draw_from_draft=selection == "sample",
-        generator=generator,
     )
+    keys = seed_keys(seed, rows).split(chunk)
     after = torch.tensor(
         np.stack([_warp(logits, temperature, top_p, top_k) for logits in models.p[1:]])
     )
     tree, logits = _rows(models, chunk)
-    for _ in range(rows // chunk):
-        kept = verify(sampler(tree, logits, None), rule, fallback, selection)
+    for part in keys:
+        random = RandomNumbers(part, torch.zeros(chunk, dtype=torch.long))
+        kept = verify(sampler(tree, logits, random), rule, fallback, selection)
         first, second = kept.tokens[:, 0], kept.tokens[:, 1]
         direct = torch.multinomial(after[first], 1, generator=generator)[:, 0]
         second = torch.where(kept.count > 1, second, direct)
@@ -365,14 +367,11 @@ def test_seeded_sampler_is_reproducible() -> None:
 
 def test_greedy_sampler_takes_the_arg_max_without_randomness() -> None:
     models = Models.make(seed=1, noise=0.5)
-    generator = torch.Generator().manual_seed(5)
-    before = generator.get_state()
     tree, logits = _rows(models, 2)
-    inputs = Sampler(draw_from_draft=True, generator=generator)(tree, logits, None)
+    inputs = Sampler(draw_from_draft=True)(tree, logits)
     assert torch.equal(inputs.sampled, logits.argmax(-1))
     best = tree.draft_log_probs.argmax(-1)
     assert torch.equal(inputs.drawn[:, EXPANDED], best)
-    assert torch.equal(generator.get_state(), before)
 
 
 # -- end to end: a tiny Llama with an untrained head -----------------------------------------------

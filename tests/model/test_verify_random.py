@@ -25,6 +25,7 @@ from trees import (
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, LimitedRule, TopKRule, TypicalRule
 from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import AcceptanceRule, Origin, VerificationInputs, verify
@@ -466,10 +467,10 @@ def test_broken_logits_give_valid_indices(
     sampler = Sampler(
         SamplingConfig(temperature=temperature),
         draw_from_draft=selection == "sample",
-        generator=torch.Generator().manual_seed(0),
     )
+    random_numbers = RandomNumbers.seeded(0, len(logits))
     for rule in (ExactRule(), FuzzyRule(threshold), TypicalRule()):
-        kept = verify(sampler(tree, logits, None), rule, fallback, selection)
+        kept = verify(sampler(tree, logits, random_numbers), rule, fallback, selection)
         assert (kept.tokens >= 0).all()
         assert (kept.tokens < VOCAB_SIZE).all()
         assert (kept.count >= 1).all()

@@ -25,6 +25,7 @@ from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule, rule_f
 from eagle_fsd.model.compilation import compiled
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, Verification, verify
@@ -263,7 +264,7 @@ def test_verification_needs_little_memory_beyond_the_logits(
     tree, logits = _tree(size), _random(1, 60, size)
     rule = rule_for(AcceptanceConfig(threshold=0.3, divergence=name))
     with torch.inference_mode(), PeakMemory(logits, tree.draft_log_probs) as memory:
-        verify(Sampler(sampling)(tree, logits, None), rule)
+        verify(Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 1)), rule)
     # A chunk of masses, their bins and a copy of them take 8 bytes per value.
     assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4
 
@@ -285,21 +286,20 @@ def _cases() -> Iterator[tuple[AcceptanceRule, SamplingConfig]]:
 def test_sampling_and_verification_are_traced_without_graph_breaks(
     rule: AcceptanceRule, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With random numbers from outside; the result is that of the same code run eagerly."""
+    """The result is that of the same code run eagerly."""
     tree, logits = _tree(1024, rows=2), _random(2, 60, 1024, seed=9)
-    numbers = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    random = RandomNumbers.seeded(5, 2)
     sampler = Sampler(sampling, warp_draft=rule.needs_warped_draft)
 
-    def step(logits: Tensor, numbers: Tensor) -> Verification:
-        sampler.numbers, sampler.used = numbers, 0
-        return verify(sampler(tree, logits, None), rule)
+    def step(logits: Tensor, keys: Tensor) -> Verification:
+        return verify(sampler(tree, logits, RandomNumbers(keys, random.positions)), rule)
 
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     torch._dynamo.reset()
     counters.clear()
     with torch.inference_mode():
-        expected = step(logits, numbers)
-        found = torch.compile(step, fullgraph=True, backend="eager")(logits, numbers)
+        expected = step(logits, random.keys)
+        found = torch.compile(step, fullgraph=True, backend="eager")(logits, random.keys)
     assert counters["stats"]["unique_graphs"] == 1
     for name in ("tokens", "origins", "count", "path", "accepted"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -308,7 +308,7 @@ def test_sampling_and_verification_are_traced_without_graph_breaks(
 def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only nodes with children have one, computed a row at a time or all together."""
     tree, logits = _tree(300, rows=3), _random(3, 60, 300, seed=4)
-    inputs = Sampler()(tree, logits, None)
+    inputs = Sampler()(tree, logits)
     dense = DIVERGENCES["js"](inputs.raw_log_probs, tree.at_nodes(tree.draft_log_probs))
     expected = torch.where(tree.has_children(), dense, torch.inf)
     for chunk in (1, 10_000, 10**9):
@@ -324,7 +324,7 @@ def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.Mo
 def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
     tree, logits = _tree(1000, rows=2), _random(2, 60, 1000, seed=4)
-    inputs, rule = Sampler()(tree, logits, None), FuzzyRule(0.1, name)
+    inputs, rule = Sampler()(tree, logits), FuzzyRule(0.1, name)
     expected = rule.divergences(inputs)
     monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
@@ -344,7 +344,7 @@ def test_failed_compilation_falls_back_to_eager_divergences(
     def fail(*_: object) -> Tensor:
         raise RuntimeError("no compiler")
 
-    inputs, rule = Sampler()(_tree(100), _random(1, 60, 100), None), FuzzyRule(0.1)
+    inputs, rule = Sampler()(_tree(100), _random(1, 60, 100)), FuzzyRule(0.1)
     expected = rule.divergences(inputs)
     monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
     monkeypatch.setattr(thresholds, "compiled", lambda _: fail)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +26,7 @@ from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
 from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.tree import TreeBuilder
-
-if TYPE_CHECKING:
-    from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.tree import Draw
 
 log = logging.getLogger(__name__)
 
@@ -112,32 +108,32 @@ class DraftModel(LevelDrafter):
         """
         return self._inner.new_cache(rows, length)
 
-    def start(
-        self,
-        prompts: list[Tensor],
-        max_length: int,
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache | None,
-    ) -> LevelState:
-        """Create the state of a call; see :meth:`Drafter.start`.
+    def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
+        """Create a state without rows; see :meth:`Drafter.start`.
 
         Raises:
             ValueError: The model does not support trees.
         """
-        if max_length > self._inner.stable_rope_length:
-            log.warning(
-                "the draft model's context has %d tokens, and this call may reach %d: beyond it,"
-                " fewer tokens are accepted",
-                self._inner.stable_rope_length,
-                max_length,
-            )
         check_target(self._inner)
-        assert cache is not None
         config = self.model.generation_config
         adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
         state = AdaptiveState if adaptive else LevelState
-        return state(self, prompts, tree, sampler, cache)
+        return state(self, tree, draw)
+
+    def check_length(self, max_length: int) -> None:
+        """Warn about sequences that exceed the context.
+
+        Args:
+            max_length: Maximum number of tokens in a row, prompt included.
+        """
+        limit = self._inner.stable_rope_length
+        if max_length > limit:
+            log.warning(
+                "the draft model's context has %d tokens, and this call may reach %d: beyond it,"
+                " fewer tokens are accepted",
+                limit,
+                max_length,
+            )
 
     def append(
         self,
@@ -197,15 +193,8 @@ class AdaptiveState(LevelState):
 
     waits = True
 
-    def __init__(
-        self,
-        drafter: LevelDrafter,
-        prompts: list[Tensor],
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache,
-    ) -> None:
-        super().__init__(drafter, prompts, tree, sampler, cache)
+    def __init__(self, drafter: LevelDrafter, tree: TreeConfig, draw: Draw | None) -> None:
+        super().__init__(drafter, tree, draw)
         self._tree, self._builders = tree, {tree.depth: self.builder}
         self._depth = float(tree.depth)
 
@@ -220,14 +209,7 @@ class AdaptiveState(LevelState):
         self._depth = min(max(self._depth + 3 * accepted - 1, 1.0), self._tree.depth)
         depth = round(self._depth)
         if depth not in self._builders:
-            drafter, draw = self.drafter, self.builder.draw
-            self._builders[depth] = TreeBuilder(
-                self._tree.updated(depth=depth),
-                drafter.vocab_size,
-                drafter.device,
-                drafter.token_ids,
-                draw,
-            )
+            self._builders[depth] = self._new_builder(self._tree.updated(depth=depth))
         self.builder = self._builders[depth]
 
 

@@ -6,22 +6,23 @@ Shape letters: ``B`` rows, ``S`` tokens, ``F`` number of values of the features,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.tree import DraftTree, single_node
+from eagle_fsd.model.tree import DraftTree, Draw, single_node
 
 if TYPE_CHECKING:
-    from eagle_fsd.model.sampling import Sampler
+    from eagle_fsd.model.random_numbers import RandomNumbers
     from eagle_fsd.model.target import Target
     from eagle_fsd.model.verify import Verification
 
 
 class DraftState(ABC):
-    """A drafter's state in one call: a row for each row of the engine, in the same order.
+    """A drafter's state in an engine: a row for each row of the engine, in the same order.
 
     Attributes:
         on_device: Whether :meth:`draft` consists of tensor operations with static shapes only, so
@@ -33,14 +34,43 @@ class DraftState(ABC):
     on_device = True
     waits = False
 
-    def prefill(self, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
-        """Process a chunk of the prompts; by default, nothing.
+    def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
+        """Make room for rows, without changing those that there are; by default, nothing.
 
         Args:
+            rows: Number of rows, at least as many as before.
+            max_length: Maximum number of tokens in a row, prompt included.
+            cache: A cache of at least :meth:`Drafter.cache_length` slots with the same contents as
+                the one before; None if that is 0.
+        """
+        return
+
+    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+        """Start over with new prompts in some rows; by default, nothing.
+
+        Args:
+            first: The row of the first prompt; the others follow it.
+            prompts: ``[S]`` token ids of each prompt, on the target's device.
+        """
+        return
+
+    def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
+        """Process a chunk of new prompts; by default, nothing.
+
+        Args:
+            first: The row of the first prompt.
             ids: ``[B, longest]`` prompts, padded on the right, the last token of each included.
             start: Position of the chunk's first token.
             stop: Position after the chunk's last token.
             features: ``[B, stop - start, F]`` the hidden states that the drafter reads.
+        """
+        return
+
+    def show(self, rows: int) -> None:
+        """Set the rows that the next steps decode; by default, nothing.
+
+        Args:
+            rows: Number of rows, from the first on.
         """
         return
 
@@ -53,12 +83,13 @@ class DraftState(ABC):
         return None
 
     @abstractmethod
-    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
         """Propose a tree.
 
         Args:
             roots: ``[B]`` last token of each row.
             keys: Result of :meth:`keys`.
+            random: Random numbers of this step.
         """
 
     def commit(self, features: Tensor, kept: Verification) -> None:
@@ -78,20 +109,12 @@ class DraftState(ABC):
         """
         return
 
-    def move_row(self, source: int, target: int) -> None:
-        """Overwrite a row with another; by default, nothing.
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Overwrite rows, except in the cache; by default, nothing.
 
         Args:
-            source: Index of the row to copy.
-            target: Index of the row to overwrite.
-        """
-        return
-
-    def keep(self, count: int) -> None:
-        """Drop all rows but the first ones; by default, nothing.
-
-        Args:
-            count: Number of rows to keep.
+            source: Indices of the rows to read, all before any is written.
+            target: Indices of the rows to write.
         """
         return
 
@@ -130,23 +153,13 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def start(
-        self,
-        prompts: list[Tensor],
-        max_length: int,
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache | None,
-    ) -> DraftState:
-        """Create the state of a call.
+    def start(self, tree: TreeConfig, draw: Draw | None) -> DraftState:
+        """Create a state without rows.
 
         Args:
-            prompts: ``[S]`` token ids of each row, on the target's device.
-            max_length: Maximum number of tokens in a row, prompt included.
             tree: Shape of the draft trees.
-            sampler: The call's sampler.
-            cache: A cache of at least :meth:`cache_length` slots, which may hold the beginning of
-                the prompt already; None if that is 0.
+            draw: Samples from the draft's distributions, see :class:`TreeBuilder`; None if all rows
+                are decoded greedily.
         """
 
     @abstractmethod
@@ -182,14 +195,7 @@ class NoDrafter(Drafter):
     def attach(self, target: Target) -> NoDrafter:
         return self
 
-    def start(
-        self,
-        prompts: list[Tensor],
-        max_length: int,
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache | None,
-    ) -> DraftState:
+    def start(self, tree: TreeConfig, draw: Draw | None) -> DraftState:
         return _NoDraft()
 
     def max_nodes(self, tree: TreeConfig) -> int:
@@ -197,5 +203,5 @@ class NoDrafter(Drafter):
 
 
 class _NoDraft(DraftState):
-    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
         return single_node(roots)

@@ -8,6 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
-from eagle_fsd.model.tree import DraftTree, TreeBuilder
+from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
+from eagle_fsd.model.tree import DraftTree, Draw, TreeBuilder
 
 if TYPE_CHECKING:
-    from eagle_fsd.model.sampling import Sampler
     from eagle_fsd.model.verify import Verification
 
 
@@ -128,6 +129,14 @@ class LevelDrafter(Drafter):
             ``[..., D]`` float32 log-probabilities.
         """
 
+    def check_length(self, max_length: int) -> None:
+        """Check the length of sequences; by default, any is fine.
+
+        Args:
+            max_length: Maximum number of tokens in a row, prompt included.
+        """
+        return
+
     @abstractmethod
     def new_cache(self, rows: int, length: int) -> TreeCache: ...
 
@@ -137,16 +146,8 @@ class LevelDrafter(Drafter):
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         return max_length + tree.depth * (min(tree.top_k, self.vocab_size) + 1) + 2
 
-    def start(
-        self,
-        prompts: list[Tensor],
-        max_length: int,
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache | None,
-    ) -> LevelState:
-        assert cache is not None
-        return LevelState(self, prompts, tree, sampler, cache)
+    def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
+        return LevelState(self, tree, draw)
 
 
 class LevelState(DraftState):
@@ -157,55 +158,79 @@ class LevelState(DraftState):
 
     Args:
         drafter: The network.
-        prompts: ``[S]`` token ids of each row.
         tree: Shape of the draft trees.
-        sampler: The call's sampler.
-        cache: The network's cache.
+        draw: Samples the tokens of chains; see :meth:`Drafter.start`.
     """
 
-    def __init__(
-        self,
-        drafter: LevelDrafter,
-        prompts: list[Tensor],
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache,
-    ) -> None:
-        self.drafter, self.cache = drafter, cache
-        draws = drafter.draws_chains and tree.top_k == 1 and not sampler.greedy
-        self.builder = TreeBuilder(
-            tree,
-            drafter.vocab_size,
-            drafter.device,
-            drafter.token_ids,
-            sampler.draw_draft if draws else None,
-        )
-        # Any step can emit a token per level, the root's children and a bonus token.
-        shape: tuple[int, ...] = len(prompts), tree.depth + 2  # [B, A]
-        device, dtype = drafter.device, drafter.dtype
-        self.pending_tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self.pending_tokens[:, 0] = torch.stack([prompt[-1] for prompt in prompts])
-        shape = *shape, drafter.feature_size
-        self.pending_features = torch.zeros(shape, dtype=dtype, device=device)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-        self.pending = torch.ones_like(last)  # [B] number of pending entries
+    cache: TreeCache
+
+    def __init__(self, drafter: LevelDrafter, tree: TreeConfig, draw: Draw | None) -> None:
+        self.drafter = drafter
+        self.draw = draw if drafter.draws_chains and tree.top_k == 1 else None
+        self.builder = self._new_builder(tree)
         # A feature is paired with the token after it. A prompt of one token has none; zeros take
         # its place.
         self.shift = bool(drafter.reads)
-        self._final = last - 1  # [B] position of each row's last feature
-        self.lengths = self._final.clamp_min(0) if self.shift else last  # [B] entries in the cache
+        # Any step can emit a token per level, the root's children and a bonus token.
+        self._width = tree.depth + 2  # A
+        self._rows = self._state(0)
+        self.show(0)
 
-    def prefill(self, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
-        done = torch.full_like(self.lengths, start)
+    def _new_builder(self, tree: TreeConfig) -> TreeBuilder:
+        drafter = self.drafter
+        return TreeBuilder(tree, drafter.vocab_size, drafter.device, drafter.token_ids, self.draw)
+
+    def _state(self, rows: int) -> tuple[Tensor, ...]:
+        """Allocate what is kept per row; see :meth:`show`."""
+        device = self.drafter.device
+        shape = rows, self._width, self.drafter.feature_size
+        return (
+            torch.zeros(rows, dtype=torch.long, device=device),  # position of the last feature
+            torch.zeros(rows, dtype=torch.long, device=device),
+            torch.zeros(rows, dtype=torch.long, device=device),
+            torch.zeros(shape[:2], dtype=torch.long, device=device),
+            torch.zeros(shape, dtype=self.drafter.dtype, device=device),
+        )
+
+    def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
+        assert cache is not None
+        self.drafter.check_length(max_length)
+        self.cache = cache
+        before, self._rows = self._rows, self._state(rows)
+        for new, old in zip(self._rows, before, strict=True):
+            new[: len(old)] = old
+        self.show(len(self.lengths))
+
+    def show(self, rows: int) -> None:
+        _, lengths, pending, tokens, features = (tensor[:rows] for tensor in self._rows)
+        self.lengths = lengths  # [B] entries in the cache
+        self.pending = pending  # [B] number of pending entries
+        self.pending_tokens = tokens  # [B, A]
+        self.pending_features = features  # [B, A, F]
+
+    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+        last, lengths, pending, tokens, features = self._part(first, len(prompts))
+        last.copy_(torch.tensor([len(prompt) - 2 for prompt in prompts]))
+        lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
+        pending.fill_(1)
+        tokens[:, 0] = torch.stack([prompt[-1] for prompt in prompts])
+        features[:, 0] = 0.0
+
+    def _part(self, first: int, count: int) -> list[Tensor]:
+        return [tensor[first : first + count] for tensor in self._rows]
+
+    def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
+        last, lengths, _, _, pending = self._part(first, len(ids))
         tokens = ids[:, start + self.shift : stop + self.shift]
         keys = self.cache.keys(stop, ids.device)
-        self.drafter.append(features, tokens, done, keys, self.cache)
+        with self.cache.from_row(first):
+            done = torch.full_like(lengths, start)
+            self.drafter.append(features, tokens, done, keys, self.cache)
         # The last pair stays pending, because the next draft needs its output.
-        index = (self._final - start).clamp(0, stop - start - 1)[:, None, None]
+        index = (last - start).clamp(0, stop - start - 1)[:, None, None]
         here = features.gather(1, index.expand(-1, 1, features.shape[-1]))[:, 0]  # [B, F]
-        inside = ((self._final >= start) & (self._final < stop))[:, None]
-        first = self.pending_features[:, 0]
-        first.copy_(torch.where(inside, here.to(first.dtype), first))
+        inside = ((last >= start) & (last < stop))[:, None]
+        pending[:, 0] = torch.where(inside, here.to(pending.dtype), pending[:, 0])
 
     def keys(self, max_length: int) -> Tensor:
         # The cache holds as many entries as the target's, plus one after a prompt of one token. The
@@ -214,7 +239,7 @@ class LevelState(DraftState):
         needed = entries + max(self.pending_tokens.shape[1], builder.depth * builder.width)
         return self.cache.keys(needed, self.drafter.device)
 
-    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
+    def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
         """Grow a tree: pending entries give the root's children; see :meth:`DraftState.draft`."""
         assert keys is not None
         drafter, builder, cache = self.drafter, self.builder, self.cache
@@ -224,9 +249,9 @@ class LevelState(DraftState):
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         hidden = output.gather(1, last)  # [B, 1, H], at the root
         self.lengths.add_(self.pending)
-        builder.start(drafter.log_probs(hidden[:, 0]))
-
         depth, width, lengths = builder.depth, builder.width, self.lengths[:, None]
+        points = None if self.draw is None else random.in_step(Purpose.CHAIN, depth + 1)
+        builder.start(drafter.log_probs(hidden[:, 0]), points)
         steps = torch.arange(depth * width, device=lengths.device)
         positions = lengths + steps // width  # [B, depth * K]
         rotary = [part.split(width, 1) for part in drafter.rotate(positions)]
@@ -261,12 +286,6 @@ class LevelState(DraftState):
         self.pending_tokens[:, :width] = kept.tokens
         self.pending.copy_(kept.count)
 
-    def move_row(self, source: int, target: int) -> None:
-        self.cache.move_row(source, target)
-        for tensor in (self.lengths, self.pending, self.pending_tokens, self.pending_features):
-            tensor[target] = tensor[source]
-
-    def keep(self, count: int) -> None:
-        self.lengths, self.pending = self.lengths[:count], self.pending[:count]
-        self.pending_tokens = self.pending_tokens[:count]
-        self.pending_features = self.pending_features[:count]
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
+        for tensor in self._rows:
+            tensor[list(target)] = tensor[list(source)]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Self
@@ -33,10 +33,10 @@ from torch import Tensor
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
-from eagle_fsd.model.tree import DraftTree, ancestor_matrix, single_node
+from eagle_fsd.model.tree import DraftTree, Draw, ancestor_matrix, single_node
 
 if TYPE_CHECKING:
-    from eagle_fsd.model.sampling import Sampler
+    from eagle_fsd.model.random_numbers import RandomNumbers
     from eagle_fsd.model.target import Target
 
 #: Maximum number of tokens in ``q``, the most frequent ones, and of children of a node.
@@ -86,19 +86,8 @@ class _CountingDrafter(Drafter):
                 return tree.total_tokens
         return complete
 
-    def start(
-        self,
-        prompts: list[Tensor],
-        max_length: int,
-        tree: TreeConfig,
-        sampler: Sampler,
-        cache: TreeCache | None,
-    ) -> _CountingState:
-        rows = [self.new_row() for _ in prompts]
-        for row, prompt in zip(rows, prompts, strict=True):
-            for token in prompt.tolist():
-                row.append(token)
-        return _CountingState(self, rows, tree)
+    def start(self, tree: TreeConfig, draw: Draw | None) -> _CountingState:
+        return _CountingState(self, tree)
 
 
 class NGramDrafter(_CountingDrafter):
@@ -360,25 +349,38 @@ class _CountingState(DraftState):
 
     Args:
         drafter: The drafter.
-        rows: The rows, each with its prompt.
         tree: Shape of the draft trees.
     """
 
     on_device = False
     waits = True
 
-    def __init__(self, drafter: _CountingDrafter, rows: list[_Row], tree: TreeConfig) -> None:
-        self.drafter, self.rows = drafter, rows
+    def __init__(self, drafter: _CountingDrafter, tree: TreeConfig) -> None:
+        self.drafter, self.rows = drafter, list[_Row]()
         self.size, self.depth = drafter.max_nodes(tree), tree.depth + 1
         self.width = tree.top_k
+        self._shown = 0
 
-    def draft(self, roots: Tensor, keys: Tensor | None) -> DraftTree:
+    def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
+        self.rows += [self.drafter.new_row() for _ in range(rows - len(self.rows))]
+
+    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+        for index, prompt in enumerate(prompts, first):
+            self.rows[index] = self.drafter.new_row()
+            for token in prompt.tolist():
+                self.rows[index].append(token)
+
+    def show(self, rows: int) -> None:
+        self._shown = rows
+
+    def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
         """Propose the most probable nodes of each row.
 
         A row with fewer nodes than the tree is padded with isolated nodes, which are never kept. If
         no row has a continuation, the tree is its root.
         """
-        rows = [grow(row.look_up(), self.size, self.depth, self.width) for row in self.rows]
+        live = self.rows[: self._shown]
+        rows = [grow(row.look_up(), self.size, self.depth, self.width) for row in live]
         if all(len(nodes) == 1 for nodes in rows):
             return single_node(roots)
         batch, size = len(rows), self.size
@@ -418,15 +420,15 @@ class _CountingState(DraftState):
         )
 
     def observe(self, tokens: list[list[int]]) -> None:
-        for row, new in zip(self.rows, tokens, strict=True):
+        for row, new in zip(self.rows, tokens, strict=False):
             for token in new:
                 row.append(token)
 
-    def move_row(self, source: int, target: int) -> None:
-        self.rows[target] = self.rows[source].copy()
-
-    def keep(self, count: int) -> None:
-        del self.rows[count:]
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
+        # A row that is overwritten itself moves.
+        read = [self.rows[row] if row in target else self.rows[row].copy() for row in source]
+        for row, copied in zip(target, read, strict=True):
+            self.rows[row] = copied
 
 
 def _upload(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -1,0 +1,149 @@
+"""Random numbers that depend on nothing but a row's seed and the tokens before them.
+
+A number is a hash of the seed, of the tokens of the answer so far, and of what it is used for. So a
+sampled answer depends neither on the other rows of a batch nor, at ``T = 0``, on the draft tree:
+with the same seed, draft trees and plain decoding sample the same tokens. Numbers need no generator
+whose state a compiled or captured step would have to advance.
+
+The hash is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014, doi 10.1145/2660193.2660195),
+in 64-bit integers that wrap around.
+
+Shape letters: ``B`` rows, ``N`` tree nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.model.tree import DraftTree
+from eagle_fsd.model.verify import Verification
+
+#: Odd multipliers of SplitMix64, as signed integers.
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+class Purpose(IntEnum):
+    """What a random number is used for."""
+
+    TARGET = 0  #: the target's sample at a node
+    DRAFT = 1  #: a sample from the draft's distribution at a node
+    RULE = 2  #: the acceptance rule
+    CHAIN = 3  #: a drafted token of a sampled chain
+    ACCEPT = 4  #: whether a token of a sampled chain is accepted
+    RESIDUAL = 5  #: the token that replaces a rejected one
+
+
+@dataclass(frozen=True)
+class RandomNumbers:
+    """The random numbers of one step.
+
+    Attributes:
+        keys: ``[B]`` int64 hashes of the seed and of the answer's tokens before the root.
+        positions: ``[B]`` position of the root.
+    """
+
+    keys: Tensor
+    positions: Tensor
+
+    @classmethod
+    def seeded(cls, seed: int, rows: int) -> RandomNumbers:
+        """Return the random numbers of a first step.
+
+        Args:
+            seed: Any integer that fits 64 bits, as for ``torch.Generator.manual_seed``.
+            rows: ``B``.
+        """
+        return cls(seed_keys(seed, rows), torch.zeros(rows, dtype=torch.long))
+
+    def to(self, device: torch.device) -> RandomNumbers:
+        """Return the same numbers on another device.
+
+        Args:
+            device: The device.
+        """
+        return RandomNumbers(self.keys.to(device), self.positions.to(device))
+
+    def node_keys(self, tree: DraftTree) -> Tensor:
+        """Return ``[B, N]`` int64: a hash of the answer up to every node.
+
+        Args:
+            tree: The draft tree.
+        """
+        own = token_keys(tree.tokens, self.positions[:, None] + tree.depths)
+        return self.keys[:, None] + torch.where(tree.ancestors, own[:, None, :], 0).sum(-1)
+
+    def in_step(self, purpose: Purpose, count: int) -> Tensor:
+        """Return ``[B, count]`` float64: numbers that no other step of a row uses.
+
+        Args:
+            purpose: What the numbers are used for.
+            count: Numbers per row.
+        """
+        index = torch.arange(count, device=self.keys.device)
+        return uniform(mix(self.keys + self.positions)[:, None] + index, purpose)
+
+    def advanced(self, tree: DraftTree, kept: Verification) -> Tensor:
+        """Return the keys of the next step.
+
+        Args:
+            tree: The draft tree.
+            kept: The result of verifying it.
+        """
+        steps = torch.arange(kept.path.shape[1], device=self.keys.device)
+        own = token_keys(tree.tokens.gather(1, kept.path), self.positions[:, None] + steps)
+        return self.keys + torch.where(steps < kept.count[:, None], own, 0).sum(1)
+
+
+def mix(values: Tensor) -> Tensor:
+    """Hash integers, one to one.
+
+    Args:
+        values: int64, of any shape.
+    """
+    values = (values ^ _shifted(values, 30)) * FACTORS[0]
+    values = (values ^ _shifted(values, 27)) * FACTORS[1]
+    return values ^ _shifted(values, 31)
+
+
+def token_keys(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Hash tokens at positions; the sum over a sequence is a hash of the sequence.
+
+    Args:
+        tokens: Token ids, of any shape.
+        positions: Their positions.
+    """
+    return mix(mix(positions * GAMMA) + tokens)
+
+
+def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
+    """Return random numbers in ``[0, 1)``.
+
+    Args:
+        keys: int64, of any shape.
+        purpose: What the numbers are used for.
+
+    Returns:
+        A float64 tensor.
+    """
+    return _shifted(mix(mix(keys) + int(purpose) + 1), 11).double() * 2.0**-53
+
+
+def seed_keys(seed: int, rows: int) -> Tensor:
+    """Return ``[B]`` keys of answers without tokens. They do not depend on the number of rows.
+
+    Args:
+        seed: Any integer that fits 64 bits, as for ``torch.Generator.manual_seed``.
+        rows: ``B``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift right, filling in zeros."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
