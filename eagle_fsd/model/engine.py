@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
+from eagle_fsd.model import memory
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, rule_for
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache
@@ -296,12 +297,14 @@ class Engine:
         draw: Samples the tokens of chains, see :meth:`Drafter.start`.
         caches: Caches of earlier calls.
         clock: Measures the phases of a step.
-        compiled: Compile the passes of drafter and target, see
-            :mod:`~eagle_fsd.model.compilation`.
+        compiled: Number of rows with which steps are compiled, see
+            :mod:`~eagle_fsd.model.compilation`: every other number would take a compilation of its
+            own. 0 for none.
         capture: On CUDA, capture steps in graphs and replay them where possible.
 
     Attributes:
         rows: The rows being decoded.
+        reserved: Number of rows, and of tokens in a row, that there is memory for.
     """
 
     cache: TreeCache
@@ -318,7 +321,7 @@ class Engine:
         draw: Draw | None = None,
         caches: PrefixCache | None = None,
         clock: PhaseClock | None = None,
-        compiled: bool = False,
+        compiled: int = 0,
         capture: bool = True,
     ) -> None:
         self.target, self.drafter, self.tree = target, drafter, tree
@@ -329,7 +332,7 @@ class Engine:
         self.draft = drafter.start(tree, draw)
         self._nodes = drafter.max_nodes(tree)
         self._width = tree.depth + 2  # the most tokens that a step emits
-        self._reserved = 0, 0  # rows, and tokens in a row
+        self.reserved = 0, 0
         self._state = _new_state(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
         self._groups: list[_Group] = []
@@ -339,11 +342,23 @@ class Engine:
         self._ahead: _Launched | None = None
 
     @property
+    def _compiles(self) -> bool:
+        return len(self.rows) == self.compiled
+
+    @property
     def joining(self) -> int:
         """Number of prompts that are being processed."""
         return sum(len(prompts.rows) for prompts in self._prompts)
 
     # -- rows ------------------------------------------------------------------------------------
+
+    def row_bytes(self, max_length: int) -> memory.Bytes:
+        """Return the memory that a row takes.
+
+        Args:
+            max_length: Maximum number of tokens in the row.
+        """
+        return memory.row_bytes(self.target, self.drafter, self.tree, *self._slots(max_length))
 
     def reserve(self, rows: int, max_length: int) -> None:
         """Allocate memory.
@@ -355,22 +370,26 @@ class Engine:
         Raises:
             ValueError: The caches belong to another model.
         """
-        rows, max_length = max(rows, self._reserved[0]), max(max_length, self._reserved[1])
-        if (rows, max_length) == self._reserved:
+        rows, max_length = max(rows, self.reserved[0]), max(max_length, self.reserved[1])
+        if (rows, max_length) == self.reserved:
             return
-        self._reserved = rows, max_length
+        self.reserved = rows, max_length
         self._folds = query_groups(self.target.model)  # the check of its first use decides
-        ahead = self._width if self.target.device.type == "cuda" else 0  # see `step`
-        caches, drafter = self.caches, self.drafter
-        draft_length = drafter.cache_length(max_length + ahead, self.tree)
-        length = max_length + ahead + self._nodes
-        if caches.reserve(self.target, drafter, rows, length, draft_length, self._spare):
+        length, draft_length = self._slots(max_length)
+        caches = self.caches
+        if caches.reserve(self.target, self.drafter, rows, length, draft_length, self._spare):
             self._graphs = StepGraphs()  # the graphs read and write the old ones
         assert caches.target_cache is not None
         self.cache = caches.target_cache
         self._drafts_from_cache = draft_length > 0
         self._grow(rows, self._state[2].shape[1])
         self.draft.reserve(rows, max_length, caches.draft_cache if draft_length else None)
+
+    def _slots(self, max_length: int) -> tuple[int, int]:
+        """Return the slots per row of the target's cache and of the drafter's."""
+        ahead = self._width if self.target.device.type == "cuda" else 0  # see `step`
+        longest = max_length + ahead
+        return longest + self._nodes, self.drafter.cache_length(longest, self.tree)
 
     def admit(self, rows: Sequence[Row]) -> None:
         """Add rows. What the caches hold of a prompt is not processed again.
@@ -389,7 +408,7 @@ class Engine:
         self.reserve(first + len(rows), max(row.max_length for row in rows))
         width = max(row.decision.rule.state_size for row in rows)
         if width > self._state[2].shape[1]:
-            self._grow(self._reserved[0], width)
+            self._grow(self.reserved[0], width)
         prompts = [torch.tensor(row.ids, device=self.target.device) for row in rows]
         groups: list[_Prompts] = []
         for place, row in enumerate(rows, first):
@@ -632,7 +651,7 @@ class Engine:
         """Draft a tree for every row, and run the target on it."""
         self.clock.enter("draft")
         draft, score = self.draft.draft, self.target.forward_tree
-        if self.compiled:  # compiled functions are shared by all objects
+        if self._compiles:  # compiled functions are shared by all objects
             if self.draft.on_device:
                 draft = partial(compiled(type(self.draft).draft), self.draft)
             score = partial(compiled(Target.forward_tree), self.target)
@@ -661,7 +680,7 @@ class Engine:
                 numbers = RandomNumbers(random.keys[index], random.positions[index])
             state = state[:, : decision.rule.state_size]
             judge: Any = _judge
-            if self.compiled and decision.on_device:
+            if self._compiles and decision.on_device:
                 judge = compiled(_judge)
             prefixes = []
             if decision.sampler.needs_prefix:

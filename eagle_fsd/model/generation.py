@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from eagle_fsd.model import memory
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.prefix_cache import PrefixCache
@@ -26,6 +27,9 @@ from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.verify import Origin
 
 log = logging.getLogger(__name__)
+
+#: Engines without rows that a batch keeps, for the tokens in their caches.
+MAX_IDLE_ENGINES = 2
 
 
 @dataclass
@@ -76,6 +80,7 @@ class Request:
         key: Key of its random numbers.
         tree: Shape of its draft trees.
         drafted: Whether trees are drafted; otherwise decoding is plain.
+        engine: Equal for requests that one engine can decode.
         row: Index of the prompt in its call.
         rows: Number of prompts in the call.
     """
@@ -89,8 +94,14 @@ class Request:
     key: int
     tree: TreeConfig
     drafted: bool
+    engine: Hashable
     row: int = 0
     rows: int = 1
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens in the target's cache."""
+        return len(self.tokens) - 1 + self.max_new_tokens
 
 
 class Answer:
@@ -180,20 +191,28 @@ class Batch:
     An answer does not depend on the others in the batch. Requests are taken in the order of their
     arrival, and every step advances all of them.
 
-    If memory runs out, the number of rows is halved, and the answers go on in smaller batches.
+    A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
+    out all the same, the number of rows is halved, and the answers go on in smaller batches.
 
     Args:
         new_engine: Creates an engine without rows that decodes a request.
         max_rows: Maximum number of requests that are decoded at once.
+        max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
+            allocated at once; default: as requests arrive, which copies what is cached.
 
     Attributes:
         max_rows: As above.
         passes: Number of steps so far.
     """
 
-    def __init__(self, new_engine: Callable[[Request], Engine], max_rows: int) -> None:
+    def __init__(
+        self,
+        new_engine: Callable[[Request], Engine],
+        max_rows: int,
+        max_length: int | None = None,
+    ) -> None:
         self.max_rows, self.passes = max_rows, 0
-        self._new_engine = new_engine
+        self._new_engine, self._max_length = new_engine, max_length
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
         self._places: dict[Row, _Place] = {}
@@ -223,6 +242,7 @@ class Batch:
         self._waiting.append(answer)
         return answer
 
+    @torch.inference_mode()
     def cancel(self, answer: Answer) -> None:
         """Remove an answer; the next step decodes the others only.
 
@@ -257,7 +277,7 @@ class Batch:
         return []
 
     def _step(self) -> list[tuple[Answer, StreamChunk]]:
-        self._place()
+        rejected = self._admit()
         found: list[tuple[_Place, StreamChunk]] = []
         for engine in self._engines.values():
             while engine.joining:
@@ -272,7 +292,8 @@ class Batch:
             engine.clock.collect()
         for place, _ in found:
             place.measure()
-        return [(place.answer, chunk) for place, chunk in found]
+        ends = [(answer, StreamChunk(answer.request.row, [], [], True)) for answer in rejected]
+        return ends + [(place.answer, chunk) for place, chunk in found]
 
     def _advance(self, engine: Engine) -> list[tuple[_Place, StreamChunk]]:
         """Take a step of an engine."""
@@ -301,27 +322,61 @@ class Batch:
         self._remove(engine, ended)
         return found
 
-    def _place(self) -> None:
-        """Add waiting requests to engines as long as there are rows for them."""
+    def _admit(self) -> list[Answer]:
+        """Add waiting requests to engines as long as there are rows for them.
+
+        Returns:
+            The requests for which there will never be enough memory.
+        """
         new: dict[Engine, list[Row]] = {}
+        rejected = []
         while self._waiting and self.rows < self.max_rows:
-            answer = self._waiting.popleft()
+            answer = self._waiting[0]
             engine = self._engine(answer.request)
-            row = self._row(answer)
+            rows = new.setdefault(engine, [])
+            if found := self._make_room(engine, len(rows) + 1, answer.request):
+                if self.rows:
+                    break  # there is enough memory when other answers have ended
+                answer.error, answer.finished = MemoryError(found), True
+                rejected.append(self._waiting.popleft())
+                continue
+            row = self._row(self._waiting.popleft())
             self._places[row] = _Place(answer, row, engine, dict(engine.clock.seconds))
-            new.setdefault(engine, []).append(row)
+            rows.append(row)
         for engine, rows in new.items():
-            engine.admit(rows)
+            if rows:
+                engine.admit(rows)
+        return rejected
+
+    def _make_room(self, engine: Engine, new: int, request: Request) -> str | None:
+        """Reserve memory for the last of some new rows; return what is missing, if anything is."""
+        rows, length = len(engine.rows) + engine.joining + new, request.max_length
+        before, longest = engine.reserved
+        if rows <= before and length <= longest:
+            return None
+        # Grow by more than needed, because all that is cached is copied.
+        more = min(self.max_rows, max(rows, 2 * before)), max(length, longest)
+        for size in (more, (max(rows, before), more[1])):
+            found = memory.shortage(engine.row_bytes(size[1]), size[0])
+            if found is None:
+                engine.reserve(*size)
+                return None
+        return f"a row of {more[1]} tokens does not fit: {size[0]} take {found}"
 
     def _engine(self, request: Request) -> Engine:
-        sampler, tree = request.decision.sampler, request.tree
-        # Chains may be sampled with the options of their rows.
-        chain = request.drafted and tree.top_k == 1 and not sampler.greedy
-        options = request.decision.sampling if chain else None
-        key = (tree, options) if request.drafted else None
-        if key not in self._engines:
-            self._engines[key] = self._new_engine(request)
-        return self._engines[key]
+        engine = self._engines.pop(request.engine, None)
+        if engine is None:
+            busy = {place.engine for place in self._places.values()}
+            idle = [key for key, other in self._engines.items() if other not in busy]
+            for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
+                del self._engines[key]
+            engine = self._new_engine(request)
+            if self._max_length is not None:
+                fitting = memory.fitting_rows(engine.row_bytes(self._max_length))
+                if fitting:
+                    engine.reserve(min(self.max_rows, fitting), self._max_length)
+        self._engines[request.engine] = engine
+        return engine
 
     def _row(self, answer: Answer) -> Row:
         """Return a row that goes on where an answer is."""
@@ -332,9 +387,9 @@ class Batch:
             prefix = Prefix(request.ids, capacity, request.row, request.rows)
             prefix.append(torch.tensor(new, dtype=torch.long, device=device))
         key = request.key
-        if new:
-            before = torch.tensor(new[:-1], dtype=torch.long)
-            positions = torch.arange(len(new) - 1) + len(request.tokens)
+        if new:  # the keys of a step are those before its root
+            before = torch.tensor([request.tokens[-1], *new[:-1]])
+            positions = torch.arange(len(new)) + len(request.tokens) - 1
             key = int(torch.tensor(key) + token_keys(before, positions).sum())
         return Row(
             [*request.tokens, *new],

@@ -50,6 +50,7 @@ from eagle_fsd.model.config import (
     read_settings,
 )
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
@@ -126,6 +127,7 @@ class _Call:
         seed: Seed of the random numbers.
         tree: Shape of the draft trees.
         drafted: Whether trees are drafted.
+        draws_chains: Whether the drafter samples chains.
     """
 
     max_new_tokens: int
@@ -135,6 +137,7 @@ class _Call:
     seed: int
     tree: TreeConfig
     drafted: bool
+    draws_chains: bool
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -153,6 +156,10 @@ class _Call:
             row: Index of the prompt.
             rows: Number of prompts.
         """
+        sampling, tree = self.decision.sampling, self.tree
+        # The rows of an engine have trees of the same shape, and chains sampled in the same way.
+        draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
+        engine = (tree, sampling if draws else None) if self.drafted else None
         return Request(
             ids,
             tokens,
@@ -163,6 +170,7 @@ class _Call:
             int(seed_keys(self.seed, row + 1)[row]),
             self.tree,
             self.drafted,
+            engine,
             row,
             rows,
         )
@@ -223,8 +231,8 @@ class EagleFSD:
         model: The target as a Hugging Face model, without wrappers.
         exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
             Assigning to :attr:`tree` sets it too.
-        compiled: Whether the passes of drafter and target are compiled by ``torch.compile``; off by
-            default. See :meth:`compile_if_faster`.
+        compiled: Number of rows with which the passes of drafter and target are compiled by
+            ``torch.compile``; 0 for none, the default. See :meth:`compile_if_faster`.
     """
 
     def __init__(
@@ -242,7 +250,7 @@ class EagleFSD:
             self.drafter.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
-        self.compiled = False
+        self.compiled: int = 0
         self._name: str | None = None
         self._token: str | None = None
         if tokenizer is not None:
@@ -382,7 +390,7 @@ class EagleFSD:
             rows: Number of prompts decoded at once.
 
         Returns:
-            Whether passes are compiled from now on, :attr:`compiled`.
+            Whether passes with so many rows are compiled from now on.
         """
         target = self.target
         check_target(target, projected=self.drafter.projects)
@@ -392,7 +400,7 @@ class EagleFSD:
         @torch.inference_mode()
         def seconds_per_token(compiled: bool) -> float:
             drafter = self.drafter.fresh().attach(target)
-            engine = Engine(target, drafter, self.tree, compiled=compiled)
+            engine = Engine(target, drafter, self.tree, compiled=rows if compiled else 0)
             engine.admit([Row(prompt, limit, Decision.of()) for _ in range(rows)])
             engine.prefill()
             begin = time.perf_counter()
@@ -402,8 +410,9 @@ class EagleFSD:
                 emitted = [count + len(row) for count, row in zip(emitted, new, strict=True)]
             return (time.perf_counter() - begin) / sum(emitted)
 
-        self.compiled = limit > 0 and is_compilation_faster(seconds_per_token, tokens)
-        return self.compiled
+        faster = limit > 0 and is_compilation_faster(seconds_per_token, tokens)
+        self.compiled = rows if faster else 0
+        return faster
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
         """Return the draft tree of calls with given acceptance options.
@@ -582,13 +591,14 @@ class EagleFSD:
         """
         return self._request(self._call(max_new_tokens, **options), ids)
 
-    def batch(self, max_rows: int) -> Batch:
+    def batch(self, max_rows: int, max_length: int | None = None) -> Batch:
         """Return a batch without requests, which decodes requests of :meth:`request`.
 
         Args:
             max_rows: Maximum number of requests that are decoded at once.
+            max_length: See :class:`~eagle_fsd.model.generation.Batch`.
         """
-        return Batch(self._new_engine, max_rows)
+        return Batch(self._new_engine, max_rows, max_length)
 
     def beam_search(
         self,
@@ -799,7 +809,7 @@ class EagleFSD:
 
     def _request(self, call: _Call, ids: Tensor | Sequence[int], row: int = 0) -> Request:
         """Return the request for a prompt without padding."""
-        tensor = torch.as_tensor(ids)
+        tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.long)
         (prompt,) = _prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
         (limit,) = self._limit_new_tokens([len(prompt)], call.max_new_tokens)
         return replace(call.request(tensor, prompt, limit, row), row=0)
@@ -874,6 +884,7 @@ class EagleFSD:
             tree,
             # A tree that consists of its root is plain decoding.
             method == "fsd" and tree.total_tokens > 1,
+            isinstance(self.drafter, LevelDrafter) and self.drafter.draws_chains,
         )
 
     def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:

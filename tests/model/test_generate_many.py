@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import ACCEPT_ALL, VOCAB_SIZE, aligned_pair, prompt, random_pair
-from transformers import MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
+from pairs import ACCEPT_ALL, VOCAB_SIZE, aligned_pair, prompt, random_pair, tiny_target
+from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
 
-from eagle_fsd import EagleFSD, Prompt
-from eagle_fsd.model import engine
+from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
+from eagle_fsd.model import engine, generation, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
+from eagle_fsd.model.engine import Engine, StepResult
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
 #: Options that the rows of a batch mix.
@@ -32,6 +35,8 @@ WAYS: list[dict[str, Any]] = [
     {"eos_token_id": list(range(0, VOCAB_SIZE, 4))},
     {"stopping_criteria": [MaxLengthCriteria(11)]},
 ]
+#: Options with which answers may end before memory runs out a second time.
+SHORT = ("eos_token_id", "stopping_criteria", "rule")
 
 
 @st.composite
@@ -52,6 +57,7 @@ def alone(pair: EagleFSD, item: Prompt) -> tuple[list[int], list[int]]:
     return out.sequences[0, ids.shape[1] :].tolist(), out.origins[0].tolist()
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(requests(), st.integers(1, 5), st.sampled_from([2, 7, 512]), st.booleans())
 def test_every_answer_is_the_one_that_its_prompt_gets_alone(
     items: list[Prompt], rows: int, chunk: int, aligned: bool
@@ -69,3 +75,242 @@ def test_every_answer_is_the_one_that_its_prompt_gets_alone(
         assert len(found[index].details) == (len(tokens) if "details" in item.options else 0)
         assert found[index].stats.tokens == len(tokens)
         assert found[index].stats.prefilled <= len(item.ids) - 1
+
+
+def test_rows_are_replaced_while_others_go_on() -> None:
+    """The short answers pass through one row while the long one keeps the other."""
+    pair = aligned_pair()
+    items = [
+        Prompt(prompt(5, number)[0], max_new_tokens=3 if number else 60) for number in range(6)
+    ]
+    batch = pair.batch(2)
+    answers = [batch.add(pair.request(item.ids, **item.options)) for item in items]
+    order, most = [], 0
+    while len(batch):
+        for answer, chunk in batch.step():
+            most = max(most, batch.rows)
+            if chunk.finished:
+                order.append(answers.index(answer))
+    assert order == [1, 2, 3, 4, 5, 0]
+    assert most <= 2
+    assert batch.passes == answers[0].stats.steps
+
+
+def test_running_answers_go_on_while_a_long_prompt_is_processed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 10)
+    pair = aligned_pair()
+    batch = pair.batch(2)
+    first = batch.add(pair.request(prompt(5)[0], 60))
+    assert batch.step()
+    batch.add(pair.request(prompt(85)[0], 5))
+    for _ in range(8):  # chunks
+        ((answer, _),) = batch.step()
+        assert answer is first
+    assert len(batch.step()) == 2
+
+
+def test_cached_beginning_of_a_prompt_is_not_processed_again() -> None:
+    """Neither that of the last turn nor a prefix that rows share."""
+    pair = aligned_pair()
+    shared = prompt(60, 3)[0].tolist()
+    batch = pair.batch(3)
+    first = [batch.add(pair.request([*shared, last], 6)) for last in (1, 2)]
+    while len(batch):
+        batch.step()
+    turn = [*shared, 2, *first[1].tokens, 5]
+    second = [batch.add(pair.request(ids, 6)) for ids in (turn, [*shared, 3])]
+    while len(batch):
+        batch.step()
+    for answer in (*first, *second):
+        ids = torch.tensor([answer.request.tokens])
+        expected = pair.generate(ids, max_new_tokens=6)
+        assert answer.tokens == expected.sequences[0, ids.shape[1] :].tolist()
+    assert first[1].stats.prefilled == 60
+    assert second[0].stats.prefilled < 10
+    assert second[1].stats.prefilled < 4
+
+
+def test_canceled_answers_leave_at_once_and_change_no_other() -> None:
+    """Waiting, while its prompt is processed, and while it is decoded."""
+    pair = aligned_pair()
+    batch = pair.batch(3)
+    answers = [batch.add(pair.request(prompt(5, number)[0], 30)) for number in range(4)]
+    batch.step()
+    batch.cancel(answers[3])
+    batch.cancel(answers[1])
+    assert batch.rows == len(batch) == 2
+    late = batch.add(pair.request(prompt(30, 9)[0], 30))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "PREFILL_CHUNK", 10)
+        found = [answer for answer, _ in batch.step()]
+        assert found == [answers[0], answers[2]]
+        batch.cancel(late)
+        assert batch.rows == 2
+    while len(batch):
+        assert all(answer in (answers[0], answers[2]) for answer, _ in batch.step())
+    for number in (0, 2):
+        expected = pair.generate(prompt(5, number), max_new_tokens=30).sequences[0, 5:]
+        assert answers[number].tokens == expected.tolist()
+    assert answers[1].finished
+    assert len(answers[1].tokens) < 30
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_out_of_memory_halves_the_batch_and_loses_nothing(
+    options: dict[str, Any],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair, step, failures = aligned_pair(), Engine.step, [3, 5]
+    items = [
+        Prompt(prompt(4 + number, number)[0], max_new_tokens=20, **options) for number in range(5)
+    ]
+    expected = [alone(pair, item) for item in items]
+
+    def fail(self: Engine) -> StepResult:
+        failures[0] -= 1
+        if failures[0] <= 0 and len(self.rows) > 1:
+            failures.pop(0)
+            failures.append(10**6)
+            raise error
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
+    assert [(found[index].tokens, found[index].origins) for index in range(5)] == expected
+    warnings = caplog.text.count("memory ran out")
+    assert warnings == 2 or (warnings == 1 and options.keys() & {*SHORT})
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Engine) -> StepResult:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        list(aligned_pair().generate_many([prompt(4)[0]]))
+
+
+def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the rows for which there is memory; longer prompts are rejected with the numbers."""
+    pair = aligned_pair()
+    pair.generate(prompt(4), max_new_tokens=4)  # so that the layout of the caches is known
+    row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(40)
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda _: int(2.5 * row.total() / memory.USABLE_SHARE)
+    )
+    batch = pair.batch(8)
+    answers = [batch.add(pair.request(prompt(11, number)[0], 30)) for number in range(5)]
+    rejected = batch.add(pair.request(prompt(100)[0], 150))
+    most = 0
+    while len(batch):
+        batch.step()
+        most = max(most, batch.rows)
+    assert most == 2
+    for number, answer in enumerate(answers):
+        expected = pair.generate(prompt(11, number), max_new_tokens=30).sequences[0, 11:]
+        assert answer.tokens == expected.tolist()
+    assert rejected.finished
+    assert re.search(
+        r"249 tokens .* \d\.\d\d GiB on cpu, where \d\.\d\d are free", str(rejected.error)
+    )
+
+
+def test_memory_of_all_rows_is_allocated_at_once() -> None:
+    pair = aligned_pair()
+    batch = pair.batch(4, max_length=50)
+    batch.add(pair.request(prompt(4)[0], 5))
+    batch.step()
+    ((engine_),) = batch._engines.values()
+    before = engine_.cache
+    assert engine_.reserved == (4, 50)
+    for number in range(3):
+        batch.add(pair.request(prompt(20, number)[0], 30))
+    while len(batch):
+        batch.step()
+    assert engine_.cache is before
+
+
+def test_broken_logits_end_one_answer_only() -> None:
+    """The other answers of the batch go on; generate_many raises the error."""
+    pair = aligned_pair()
+
+    class Break(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(scores, torch.nan) if input_ids.shape[1] > 9 else scores
+
+    batch = pair.batch(2)
+    broken = batch.add(pair.request(prompt(4)[0], 20, logits_processor=[Break()]))
+    other = batch.add(pair.request(prompt(4)[0], 20))
+    while len(batch):
+        batch.step()
+    assert isinstance(broken.error, FloatingPointError)
+    assert other.tokens == pair.generate(prompt(4), max_new_tokens=20).sequences[0, 4:].tolist()
+    with pytest.raises(FloatingPointError):
+        list(pair.generate_many([prompt(4)[0]], 20, logits_processor=[Break()]))
+
+
+def test_prompts_are_read_as_rows_become_free() -> None:
+    pair, read = aligned_pair(), []
+
+    def prompts() -> Iterator[torch.Tensor]:
+        for number in range(6):
+            read.append(number)
+            yield prompt(4, number)[0]
+
+    found = pair.generate_many(prompts(), 5, max_batch=2)
+    next(found)
+    assert len(read) <= 4
+    assert len(list(found)) == 5
+
+
+def test_invalid_arguments_are_rejected() -> None:
+    pair = aligned_pair()
+    with pytest.raises(ValueError, match="max_batch must be at least 1; got 0"):
+        list(pair.generate_many([[1, 2]], max_batch=0))
+    with pytest.raises(ValueError, match="empty prompt"):
+        list(pair.generate_many([[1, 2], []]))
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        list(pair.generate_many([Prompt([1, 2], max_new_tokens=0)]))
+
+
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_a_seed_gives_the_same_answer_with_and_without_draft_trees(method: str) -> None:
+    """At ``T = 0``, whatever the shape of the trees: numbers depend on the tokens before them."""
+    pair = aligned_pair()
+    options = {"max_new_tokens": 30, "temperature": 1.2, "top_p": 0.9, "seed": 5}
+    expected = pair.generate(prompt(6), method=method, **options).sequences
+    for tree in (TreeConfig(total_tokens=4, depth=2, top_k=2), TreeConfig(depth=3, top_k=4)):
+        other = EagleFSD(pair.model, pair.drafter, tree)
+        assert torch.equal(other.generate(prompt(6), **options).sequences, expected)
+    ngrams = EagleFSD(pair.model, NGramDrafter(), TreeConfig(total_tokens=8))
+    assert torch.equal(ngrams.generate(prompt(6), **options).sequences, expected)
+
+
+def test_idle_engines_do_not_pile_up() -> None:
+    """Sampled chains of a draft model take an engine per sampling options."""
+    target = aligned_pair().model
+    chain = TreeConfig(total_tokens=4, depth=3, top_k=1)
+    pair = EagleFSD(target, DraftModel(tiny_target()), chain)
+    batch = pair.batch(3)
+    items = [
+        Prompt(prompt(4)[0], max_new_tokens=8, temperature=0.5 + number / 10, seed=number)
+        for number in range(9)
+    ]
+    answers = [batch.add(pair.request(item.ids, **item.options)) for item in items]
+    while len(batch):
+        batch.step()
+        assert len(batch._engines) <= 3 + generation.MAX_IDLE_ENGINES
+    for item, answer in zip(items, answers, strict=True):
+        assert (answer.tokens, answer.origins) == alone(pair, item)

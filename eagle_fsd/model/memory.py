@@ -1,0 +1,94 @@
+"""How many rows fit in memory.
+
+With ``L`` slots per row in the target's cache and ``D`` in the drafter's, ``N`` tree nodes and a
+vocabulary of ``V`` tokens, ``B`` rows take ::
+
+    B (L l + D d + 4 V (2 N + M))
+
+bytes: ``l`` and ``d`` are the bytes of a slot in all layers, and the last term is for the target's
+logits, a copy of them and the draft's distributions at its ``M`` expanded nodes. If layers are on
+several devices, each holds their slots, and the last one the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import psutil
+import torch
+
+from eagle_fsd.model.cache import Layout
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.target import Target
+
+#: Share of the free memory that rows may take; allocators lose some of the rest.
+USABLE_SHARE = 0.9
+
+#: Bytes by device.
+Bytes = Counter[torch.device]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free on a device.
+
+    Args:
+        device: The device.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds without using it is free, too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(psutil.virtual_memory().available)
+
+
+def row_bytes(
+    target: Target, drafter: Drafter, tree: TreeConfig, length: int, draft_length: int
+) -> Bytes:
+    """Return the memory that a row takes.
+
+    Args:
+        target: The target, after its first pass.
+        drafter: Proposes the trees.
+        tree: Shape of the draft trees.
+        length: ``L``.
+        draft_length: ``D``; 0 if the drafter has no cache.
+    """
+    found = _slot_bytes(target.new_cache(0, 0).layout, length)
+    if draft_length:
+        found += _slot_bytes(drafter.new_cache(0, 0).layout, draft_length)
+    nodes = drafter.max_nodes(tree)
+    expanded = 1 + tree.depth * tree.top_k if nodes > 1 else 0
+    found[target.device] += 4 * target.vocab_size * (2 * nodes + expanded)
+    return found
+
+
+def fitting_rows(needed: Bytes) -> int:
+    """Return how many rows fit in the free memory.
+
+    Args:
+        needed: The memory that a row takes.
+    """
+    return min(int(USABLE_SHARE * free_bytes(device) / count) for device, count in needed.items())
+
+
+def shortage(needed: Bytes, rows: int) -> str | None:
+    """Return what is missing for rows, for a message; None if they fit.
+
+    Args:
+        needed: The memory that a row takes.
+        rows: Number of rows.
+    """
+    for device, count in needed.items():
+        free = USABLE_SHARE * free_bytes(device)
+        if rows * count > free:
+            return f"{rows * count / 2**30:.2f} GiB on {device}, where {free / 2**30:.2f} are free"
+    return None
+
+
+def _slot_bytes(layout: Layout, slots: int) -> Bytes:
+    """Return the bytes of slots in all layers, given what the caches of a model allocated."""
+    found = Bytes()
+    for kind, count in layout.items():
+        found[kind.device] += slots * count * kind.heads * kind.head_size * kind.dtype.itemsize
+    return found
