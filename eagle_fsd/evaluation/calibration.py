@@ -5,25 +5,28 @@ them best. The settings are all combinations of an acceptance setting with a tre
 first, the fastest chain and the fastest bushy tree by prediction (see
 :mod:`eagle_fsd.evaluation.tuning`), because a bushy tree loses less accuracy at the same threshold.
 
-Part of the questions, :data:`SELECTION_SHARE`, select a setting: the fastest one that is likely to
-be certified. They are answered in :data:`ROUNDS`, beginning with the settings that are predicted to
-be the fastest; a setting that clearly loses too much is dropped after a few questions, and so are
-those that are slower than enough others. The speeds of the last ones are measured.
+Part of the questions, :data:`SELECTION_SHARE`, select the settings to test. They are answered in
+:data:`ROUNDS`. After each round, the settings with the largest expected gain remain: the gain in
+speed times the probability that the setting will be certified, given its answers so far. The speeds
+of the last ones are measured, and at most :data:`MAX_TESTS` of them are chosen.
 
-The other questions, which had no part in that choice, *certify* it: an exact upper confidence bound
-on its loss (:func:`~eagle_fsd.evaluation.statistics.loss_bound`) must be within the allowed loss. A
-single setting is tested, so that the error probability need not be divided, however many settings
-there are to choose from. With the stated confidence, a certified setting loses no more than allowed
-on questions like these.
+The other questions, which had no part in that choice, *certify* a setting: an exact upper bound on
+its loss (:func:`~eagle_fsd.evaluation.statistics.loss_bound`) must be within the allowed loss. The
+chosen settings are tested from the fastest to the slowest, until one of them is certified. Their
+number and order are fixed before the first of these questions is answered, and the error
+probability is divided among them (Bonferroni). So the probability that a setting which loses more
+than allowed on questions like these is certified is at most one minus the stated confidence,
+however many settings there are to choose from.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +72,17 @@ log = logging.getLogger(__name__)
 
 #: Default number of bundled questions.
 DEFAULT_COUNT = 2000
-#: Part of the questions on which a setting is selected; the others certify it.
-SELECTION_SHARE = 0.25
+#: Part of the questions on which settings are selected; the others certify them.
+SELECTION_SHARE = 0.2
 #: Questions of each round of the selection (None: all of them), and the settings that remain.
-ROUNDS: tuple[tuple[int | None, int], ...] = ((24, 8), (96, 3), (None, 3))
-#: Confidence that the loss exceeds the bound, above which a setting is dropped early.
-HOPELESS = 0.9
+ROUNDS: tuple[tuple[int | None, int], ...] = ((16, 6), (64, 3), (None, 3))
+#: Largest number of settings to test.
+MAX_TESTS = 2
+#: Probability of being certified below which a setting is dropped, and the number of draws that
+#: it is estimated from.
+MIN_CHANCE, DRAWS = 0.02, 200
 #: Groups of prompts on which speeds are measured.
-RACE_GROUPS = 32
-#: Relative difference below which two speeds count as equal; repeated timings vary by as much.
-SPEED_TOLERANCE = 0.02
+RACE_GROUPS = 24
 #: Minimum accuracy of exact decoding, in percent and as a multiple of the allowed loss. Below it
 #: there is little accuracy to lose, usually because answers are cut off or cannot be parsed.
 MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
@@ -98,13 +102,12 @@ class Verdict:
     Attributes:
         row: The setting's row of the report.
         drop: Upper bound on the loss of accuracy in percentage points.
-        certified: Whether the loss is within the allowed one; None if an earlier failure ended the
-            series.
+        certified: Whether the loss is within the allowed one.
     """
 
     row: Row
     drop: float
-    certified: bool | None
+    certified: bool
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,12 @@ class Setting:
 
     Attributes:
         method: The method, with its tree.
-        speed: Predicted tokens per second.
+        acceptance: Name of the acceptance setting, which has several trees.
+        speed: Predicted speed relative to exact decoding.
     """
 
     method: Method
+    acceptance: str
     speed: float
 
     @property
@@ -130,9 +135,9 @@ class Calibration:
     """The result of :func:`calibrate`.
 
     Attributes:
-        report: The report of the last run, on all questions or, if no setting was selected, on
-            those for the selection. Its speeds were measured separately, at the batch size of the
-            options. ``calibration`` holds the chosen settings, ``selection`` the rows that the
+        report: The report on the questions that certify settings or, if none was tested, on the
+            first ones for the selection. Its speeds were measured separately, at the batch size of
+            the options. ``calibration`` holds the chosen settings, ``selection`` the rows that the
             selection is based on, ``tables`` both stages, ``conclusions`` the conclusion, and
             ``flags`` the settings in the form that another engine takes, if one was named.
         chosen: Name of the chosen method.
@@ -217,7 +222,7 @@ def calibrate(
     exact, plan = replace(EXACT, tree=trees.exact), plan_settings(trees, candidates, engine)
     answering = config.updated(batch=config.answer_batch)
 
-    # Only the final answers are judged and compared with Hugging Face's.
+    # Only the answers that certify are judged and compared with Hugging Face's.
     rounds = request.model_copy(
         update={"judge_base_url": None, "baseline": None, "assistant": None}
     )
@@ -240,8 +245,8 @@ def calibrate(
         if not part or (rows and not plan):
             break
         methods = [item.method for item in plan]
-        found = answer(rounds, part, methods, folder / f"round-{number}", Hooks(progress))
-        add_rows(rows, found["rows"] if found is not None else [])
+        report = answer(rounds, part, methods, folder / f"round-{number}", Hooks(progress))
+        add_rows(rows, report["rows"] if report is not None else [])
 
         def drop(plan: list[Setting] = plan, kept: int = kept) -> list[Setting]:
             check_accuracy(rows[EXACT.name], bounds.max_drop)
@@ -249,47 +254,51 @@ def calibrate(
 
         plan = on_first_process(drop)
 
-    def choose() -> Method | None:
+    def choose() -> list[Method]:
         measured = race_settings(workload, exact, plan, progress)
         for name, row in rows.items():
             row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
-        compared = [rows[name] for name in measured if name in rows]
-        best = select(compared, bounds.max_drop, bounds.confidence, len(fresh))["method"]
-        return next((item.method for item in plan if item.name == best), None)
+        methods = {item.name: item.method for item in plan}
+        compared = [rows[name] for name in methods]
+        return [methods[row["method"]] for row in choose_tests(compared, bounds, len(fresh))]
 
-    chosen = on_first_process(choose)
+    tests = on_first_process(choose)
+    tested: list[Method] = []
     result: list[Calibration] = []
 
     def finish(_: Evaluation, report: Report) -> None:
         for row in report["rows"]:
             own = rows.get(row["method"], {})
             row |= {name: own.get(name) for name in SPEED_FIELDS}
-        verdict = None
-        if chosen is not None:
-            (verdict,) = certify(report["rows"], [[chosen]], bounds.max_drop, bounds.confidence)
-        method = chosen if chosen is not None and verdict and verdict.certified else exact
-        table = selection_table(list(rows.values()), chosen)
+        by_name = {row["method"]: row for row in report["rows"]}
+        verdicts = [certify(by_name[item.name], bounds, len(tests)) for item in tested]
+        method = tested[-1] if verdicts and verdicts[-1].certified else exact
+        table = selection_table(list(rows.values()), tests)
         report["selection"] = list(rows.values())
-        report["tables"] = [table, *([verdict_table([verdict])] if verdict else [])]
-        report["conclusions"] = [conclude(verdict, bounds, len(candidates))]
-        report["calibration"] = chosen_settings(model, method, exact, verdict, bounds, report)
+        report["tables"] = [table, *([verdict_table(verdicts)] if verdicts else [])]
+        report["conclusions"] = [conclude(verdicts, bounds, len(tests), len(candidates))]
+        report["calibration"] = chosen_settings(model, method, exact, verdicts, bounds, report)
         tree = method.pair_for(model).tree
         report["flags"] = engines.settings(engine, method, tree) if engine else None
         result.append(Calibration(report, method.name, table))
 
     hooks = Hooks(progress, on_report=finish)
-    if chosen is None:
+    if not tests:
         answer(request, used[: ROUNDS[0][0]], [], folder, hooks)
-    else:
-        answer(request, fresh, [chosen], folder, hooks)
+    for method in tests:
+        tested.append(method)
+        answer(request, fresh, tested, folder, hooks)
+        if on_first_process(lambda: result[-1].chosen != EXACT.name):
+            break
     if not result:
         return None
+    found = result[-1]
     files = [] if engine else [folder / SETTINGS_FILE]
     if install:
         files.append(drafter / SETTINGS_FILE)
     for file in files:
-        atomic_write(file, json.dumps(result[0].report["calibration"], indent=2) + "\n")
-    return replace(result[0], files=files)
+        atomic_write(file, json.dumps(found.report["calibration"], indent=2) + "\n")
+    return replace(found, files=files)
 
 
 def candidate_methods(
@@ -334,7 +343,7 @@ def plan_settings(
             if item.tokens_per_second > exact:
                 name = f"{method.name} tree {shape(item.tree, '-')}"
                 own = replace(method, name=name, tree=item.tree)
-                settings.append(Setting(own, item.tokens_per_second))
+                settings.append(Setting(own, method.name, item.tokens_per_second / exact))
     return sorted(settings, key=lambda item: -item.speed)
 
 
@@ -364,34 +373,30 @@ def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
 def drop_settings(
     plan: Sequence[Setting], rows: Mapping[str, Row], bounds: LossBounds, fresh: int, kept: int
 ) -> list[Setting]:
-    """Drop settings that clearly lose too much, and those that are slower than enough others.
+    """Keep the settings with the largest expected gain. Nothing here certifies a setting.
 
-    Settings that are likely to be certified come first. Nothing here certifies a setting.
+    Of the trees of an acceptance setting, only the most promising one remains.
 
     Args:
         plan: The settings, fastest first.
         rows: Rows of the report by method.
         bounds: The largest loss to accept.
-        fresh: Number of fresh questions that will certify the setting.
+        fresh: Number of fresh questions that will certify a setting.
         kept: Number of settings to keep.
 
     Returns:
         The remaining settings, fastest first.
     """
-    active = []
+    gains = {}
     for item in plan:
-        lost, gained, paired = _outcomes(rows[item.name])
-        # Bounds the gain: below -max_drop, the loss exceeds max_drop.
-        if loss_bound(gained, lost, paired, HOPELESS) >= -bounds.max_drop / 100:
-            active.append(item)
-    likely = [
-        item
-        for item in active
-        if is_likely(rows[item.name], bounds.max_drop, bounds.confidence, fresh)
-    ]
-    names = [item.name for item in likely]
-    others = [item for item in active if item.name not in names]
-    remaining = {item.name for item in [*likely, *others][:kept]}
+        probability = chance(rows[item.name], bounds, fresh)
+        if probability >= MIN_CHANCE:
+            gains[item.name] = probability * (item.speed - 1)
+    promising = [item for item in plan if item.name in gains]
+    best: dict[str, str] = {}
+    for item in sorted(promising, key=lambda item: -gains[item.name]):
+        best.setdefault(item.acceptance, item.name)
+    remaining = list(best.values())[:kept]
     return [item for item in plan if item.name in remaining]
 
 
@@ -403,7 +408,7 @@ def race_settings(
     Args:
         workload: The prompts.
         exact: Exact decoding with its tree.
-        plan: The settings; the race may drop some of them.
+        plan: The settings.
         progress: Reports progress.
 
     Returns:
@@ -412,9 +417,9 @@ def race_settings(
     reference, plain = Runner(exact, workload), Runner(PLAIN, workload)
     runners = [Runner(item.method, workload) for item in plan]
     with progress("measuring speeds") as advance:
-        finalists = race([*runners, reference, plain], advance, keep=[reference, plain])
+        race([reference, *runners, plain], advance, keep=[reference, *runners, plain])
     found = {}
-    for runner in [reference, *(item for item in finalists if item is not reference)]:
+    for runner in (reference, *runners, plain):
         over_exact, over_plain = runner.over(reference), runner.over(plain)
         waits = [seconds for seconds, _ in runner.timings]
         found[runner.method.name] = {
@@ -494,51 +499,72 @@ def check_accuracy(exact: Row, max_drop: float) -> None:
         )
 
 
-def select(rows: Sequence[Row], max_drop: float, confidence: float, fresh: int) -> Row:
-    """Choose the fastest setting that is likely to be certified, or exact decoding.
+def choose_tests(rows: Sequence[Row], bounds: LossBounds, fresh: int) -> list[Row]:
+    """Choose the settings to test: the series that has the largest expected speed.
 
-    Among settings within :data:`SPEED_TOLERANCE` of the fastest, choose the one with the smallest
-    estimate of the loss.
+    A series is tested from its fastest setting to its slowest, until one is certified; exact
+    decoding remains if none is. The outcomes of its tests are taken to be independent.
 
     Args:
         rows: Rows of the report on which settings are selected, with measured speeds.
-        max_drop: The largest loss to accept, in percentage points.
-        confidence: Confidence of the certificate.
-        fresh: Number of fresh questions that will certify the setting.
+        bounds: The largest loss to accept.
+        fresh: Number of fresh questions that will certify a setting.
 
     Returns:
-        The row of the chosen method.
+        The rows of the chosen settings, fastest first; none if no setting is faster than exact
+        decoding and may be certified.
     """
-    candidates = [(next(row for row in rows if row["method"] == EXACT.name), 0.0)]
-    for row in rows:
-        if row["method"] == EXACT.name or not is_faster(row):
-            continue
-        if is_likely(row, max_drop, confidence, fresh):
-            candidates.append((row, loss_bound(*_outcomes(row), 0.5)))
-    speed = max(row["speed_over_exact"] for row, _ in candidates)
-    near = [
-        item for item in candidates if item[0]["speed_over_exact"] >= (1 - SPEED_TOLERANCE) * speed
-    ]
-    return min(near, key=lambda item: item[1])[0]
+    faster = sorted(filter(is_faster, rows), key=lambda row: -row["speed_over_exact"])
+    best, chosen = 1.0, []
+    for count in range(1, MAX_TESTS + 1):
+        for series in combinations(faster, count):
+            speed = 1.0
+            for row in reversed(series):
+                probability = chance(row, bounds, fresh, count)
+                speed = probability * row["speed_over_exact"] + (1 - probability) * speed
+            if speed > best:
+                best, chosen = speed, list(series)
+    return chosen
 
 
-def is_likely(row: Row, max_drop: float, confidence: float, fresh: int) -> bool:
-    """Return whether a setting is likely to be certified.
+def chance(row: Row, bounds: LossBounds, fresh: int, tests: int = 1) -> float:
+    """Estimate the probability that a setting will be certified, given its answers so far.
 
-    It is if it would be after losing as many of the fresh questions as its median-unbiased estimate
-    says.
+    The shares of lost and gained answers are drawn from their posterior distribution under
+    Jeffreys' prior, and the answers to the fresh questions with these shares.
 
     Args:
         row: The row of the setting.
-        max_drop: The largest loss to accept, in percentage points.
-        confidence: Confidence of the certificate.
+        bounds: The largest loss to accept.
         fresh: Number of fresh questions that will certify the setting.
+        tests: Number of settings to test.
     """
-    lost, gained, paired = _outcomes(row)
-    estimate = loss_bound(lost, gained, paired, 0.5)
-    gained = fresh * gained // paired
-    lost = max(0, gained + math.ceil(estimate * fresh))
-    return is_loss_below(max_drop / 100, lost, gained, max(fresh, lost + gained), confidence)
+    level = confidence_per_test(bounds.confidence, tests)
+    return _chance(*_outcomes(row), fresh, bounds.max_drop / 100, level)
+
+
+@lru_cache(maxsize=4096)
+def _chance(
+    lost: int, gained: int, paired: int, fresh: int, max_loss: float, confidence: float
+) -> float:
+    random = np.random.default_rng(0)
+    counts = np.array([lost, gained, paired - lost - gained])
+    drawn = random.multinomial(fresh, random.dirichlet(counts + 0.5, DRAWS))[:, :2]
+    # A bound is not below its estimate.
+    possible = drawn[drawn[:, 0] - drawn[:, 1] <= max_loss * fresh]
+    found, repeats = np.unique(possible, axis=0, return_counts=True)
+    passed = [is_loss_below(max_loss, int(b), int(c), fresh, confidence) for b, c in found]
+    return float(repeats @ np.array(passed, dtype=float)) / DRAWS
+
+
+def confidence_per_test(confidence: float, tests: int) -> float:
+    """Return the confidence of each test, so that all of them together have the stated one.
+
+    Args:
+        confidence: The confidence of all tests together (Bonferroni).
+        tests: Number of tests.
+    """
+    return 1 - (1 - confidence) / tests
 
 
 def _outcomes(row: Row) -> tuple[int, int, int]:
@@ -549,76 +575,86 @@ def _outcomes(row: Row) -> tuple[int, int, int]:
     return against["lost"], against["gained"], against["paired"]
 
 
-def certify(
-    rows: Sequence[Row],
-    series: Sequence[Sequence[Method]],
-    max_drop: float,
-    confidence: float,
-) -> list[Verdict]:
-    """Test every series of methods in order.
-
-    The first failure ends a series, so that its methods share one error probability (fixed-sequence
-    testing; Angelopoulos et al., "Learn then Test", arXiv 2110.01052). The error probability is
-    divided among the series (Bonferroni). The order must not depend on the answers that are tested.
+def certify(row: Row, bounds: LossBounds, tests: int) -> Verdict:
+    """Test a setting on questions that had no part in its selection.
 
     Args:
-        rows: Rows of the report.
-        series: Series of methods; the first failure ends a series.
-        max_drop: The largest loss to accept, in percentage points.
-        confidence: Confidence that the losses of all certified methods are within it.
-
-    Returns:
-        A verdict on every method.
+        row: Row of the report on these questions.
+        bounds: The largest loss to accept.
+        tests: Number of settings to test, among which the error probability is divided. It must
+            not depend on the answers that are tested.
 
     Raises:
-        ValueError: Nothing was answered, or there is no score to bound.
+        ValueError: There is no score to bound.
     """
-    by_name = {row["method"]: row for row in rows}
-    level = 1 - (1 - confidence) / len(series)
-    verdicts = []
-    for methods in series:
-        active = True
-        for method in methods:
-            row = by_name[method.name]
-            lost, gained, paired = _outcomes(row)
-            passed = is_loss_below(max_drop / 100, lost, gained, paired, level)
-            drop = 100 * loss_bound(lost, gained, paired, level)
-            verdicts.append(Verdict(row, drop, passed if active else None))
-            active = active and passed
-    return verdicts
+    level = confidence_per_test(bounds.confidence, tests)
+    lost, gained, paired = _outcomes(row)
+    passed = is_loss_below(bounds.max_drop / 100, lost, gained, paired, level)
+    return Verdict(row, 100 * loss_bound(lost, gained, paired, level), passed)
 
 
-def conclude(verdict: Verdict | None, bounds: LossBounds, settings: int) -> str:
-    """Return a sentence on the outcome that states the bound.
+def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, settings: int) -> str:
+    """Return sentences on the outcome that state the bound.
 
     Args:
-        verdict: The verdict on the selected setting; None if none was selected.
+        verdicts: The verdicts on the tested settings, in their order.
         bounds: The largest loss to accept.
+        tests: Number of settings to test, including those after the first certified one.
         settings: Number of settings to choose from.
     """
     allowed = f"{bounds.max_drop:g} points"
-    if verdict is None:
+    if not verdicts:
         return (
             f"Exact decoding: none of {settings} settings is faster and likely to be certified to"
             f" lose at most {allowed} on this many questions."
         )
-    row, against = verdict.row, verdict.row["against_exact"]
-    measured = (
-        f"on {against['paired']} questions that had no part in its selection, it lost"
-        f" {against['lost']} answers and gained {against['gained']}, so that with"
-        f" {100 * bounds.confidence:g}% confidence it loses at most {verdict.drop:.2f} points of"
-        " accuracy relative to exact decoding"
-    )
-    if not verdict.certified:
-        return f"Exact decoding: {row['method']} is not certified; {measured}, not {allowed}."
-    return f"{row['method']}, {row['speed_over_exact']:.2f} times exact decoding: {measured}."
+    last = verdicts[-1]
+    failed = [item for item in verdicts if not item.certified]
+    paired = last.row["against_exact"]["paired"]
+    confidence = f"with {100 * bounds.confidence:g}% confidence"
+    sentences = []
+    if last.certified:
+        sentences.append(
+            f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
+            f" {paired} questions that had no part in its selection, it {_changes(last)}, so that"
+            f" {confidence} it loses at most {last.drop:.2f} points of accuracy relative to exact"
+            " decoding."
+        )
+        sentences += [
+            f"{item.row['method']} was tested before and is not certified: it {_changes(item)},"
+            f" which shows at most {item.drop:.2f} points, not {allowed}."
+            for item in failed
+        ]
+    else:
+        found = "; ".join(
+            f"{item.row['method']} {_changes(item)}, so that it loses at most {item.drop:.2f}"
+            " points"
+            for item in failed
+        )
+        sentences.append(
+            f"Exact decoding: nothing is certified to lose at most {allowed} of accuracy relative"
+            f" to exact decoding. On {paired} questions that had no part in the selection,"
+            f" {confidence}: {found}."
+        )
+    if tests > 1:
+        level = confidence_per_test(bounds.confidence, tests)
+        sentences.append(
+            f"Each of up to {tests} tests has a confidence of {100 * level:.4g}%, so that the"
+            " stated one holds whichever setting is reported."
+        )
+    return " ".join(sentences)
+
+
+def _changes(verdict: Verdict) -> str:
+    against = verdict.row["against_exact"]
+    return f"lost {against['lost']} answers and gained {against['gained']}"
 
 
 def chosen_settings(
     model: EagleFSD,
     method: Method,
     exact: Method,
-    verdict: Verdict | None,
+    verdicts: Sequence[Verdict],
     bounds: LossBounds,
     report: Report,
 ) -> dict[str, Any]:
@@ -628,7 +664,8 @@ def chosen_settings(
         model: The pair.
         method: The chosen method.
         exact: Exact decoding with its tree.
-        verdict: The verdict on the selected setting; None if none was selected.
+        verdicts: The verdicts on the tested settings; the last one is about the chosen method if
+            that is certified.
         bounds: The largest loss to accept.
         report: The report.
     """
@@ -649,9 +686,15 @@ def chosen_settings(
             "made_by": "eagle-fsd calibrate",
             "max_drop_points": bounds.max_drop,
             "confidence": bounds.confidence,
-            "tested": verdict.row["method"] if verdict is not None else None,
-            "drop_is_below_points": verdict.drop if verdict is not None else None,
-            "certified_on": _counts(verdict.row) if verdict is not None else None,
+            "tested": [
+                {
+                    "method": item.row["method"],
+                    **dict(zip(("lost", "gained", "paired"), _outcomes(item.row), strict=True)),
+                    "drop_is_below_points": item.drop,
+                    "certified": item.certified,
+                }
+                for item in verdicts
+            ],
             "accuracy": row["accuracy"],
             "accuracy_exact": reference["accuracy"],
             **{
@@ -670,22 +713,19 @@ def chosen_settings(
     }
 
 
-def _counts(row: Row) -> dict[str, int]:
-    return dict(zip(("lost", "gained", "paired"), _outcomes(row), strict=True))
-
-
-def selection_table(rows: Sequence[Row], chosen: Method | None) -> Table:
+def selection_table(rows: Sequence[Row], tests: Sequence[Method]) -> Table:
     """Return a table of the settings on the questions for the selection.
 
     Args:
         rows: Rows of the report. Those whose speed was not measured were dropped before.
-        chosen: The selected method, if any.
+        tests: The methods to test, in their order.
     """
     headers = ["selection", "n", "tau", "accuracy", "lost/gained", "tokens/s", "x exact"]
+    order = {method.name: number for number, method in enumerate(tests, 1)}
     cells = []
     for row in rows:
         name, tau, accuracy, changes, speed, over = _cells(row)
-        mark = " (selected)" if chosen is not None and row["method"] == chosen.name else ""
+        mark = f" (test {order[row['method']]})" if row["method"] in order else ""
         cells.append([name + mark, str(row["scored"]), tau, accuracy, changes, speed, over])
     return headers, cells
 

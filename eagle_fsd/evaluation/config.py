@@ -109,7 +109,7 @@ class EvaluationConfig(SamplingConfig):
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling and of bundled questions.")
     batch: int = Field(
-        1, ge=1, le=1024, description="Questions answered at once; speeds are for this batch size."
+        1, ge=1, le=1024, description="Answers decoded at once; speeds are for this batch size."
     )
     samples: int = Field(
         1, ge=1, le=1000, description="Answers to each question; requires a temperature above 0."
@@ -151,7 +151,7 @@ class CalibrationConfig(EvaluationConfig):
 
     seed: int = Field(1, ge=0, le=2**31, description="Seed of sampling and of bundled questions.")
     answer_batch: int = Field(
-        16,
+        32,
         ge=1,
         le=1024,
         description="Questions answered at once where only quality is measured; speeds are measured"
@@ -201,8 +201,11 @@ class SweepGrid(GridConfig):
 class CalibrationGrid(GridConfig):
     """Acceptance settings that calibration chooses from."""
 
+    thresholds: tuple[float, ...] = Field(
+        (0.003, 0.01, 0.03, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
+    )
     min_ratios: tuple[float, ...] = Field(
-        (0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
+        (0.3,), min_length=1, description="Floors (min_ratio) to combine with each T."
     )
 
     @model_validator(mode="after")
