@@ -116,6 +116,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
         dtype=pair.dtype,
         device_map=pair.device,
         draft_vocabulary=pair.draft_vocabulary,
+        quantize=pair.quantize,
     )
     model.configure(settings)
     model.compiled = bool(pair.compiled)

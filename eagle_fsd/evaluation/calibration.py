@@ -680,6 +680,7 @@ def chosen_settings(
         **pair.acceptance.model_dump(),
         **pair.tree.model_dump(),
         "exact": lossless.tree.model_dump(),
+        "batch": {str(rows): tree.model_dump() for rows, tree in model.batch_trees.items()},
         "target": identify(about["target"], model.model, dtype).model_dump(),
         "drafter": identify(about["drafter"], model.drafter, dtype).model_dump(),
         "about": {

@@ -31,6 +31,7 @@ from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
+from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
@@ -315,7 +316,7 @@ def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str
     _check(path, head.state_dict(), weights)
     head.load_state_dict(weights)
     if embedding is not None:
-        own = target.embed.weight
+        own = whole(target.embed.weight)
         if embedding.shape == own.shape and torch.equal(embedding.to(own.device, own.dtype), own):
             head.embed_tokens = None
         else:

@@ -39,6 +39,8 @@ DivergenceName = Literal[
 ]
 #: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
 DIVERGENCE_NAMES: tuple[str, ...] = get_args(DivergenceName)
+#: Types of weights that are quantized when a model is loaded.
+Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
 class TreeConfig(Options):
@@ -234,6 +236,11 @@ class PairOptions(TargetOptions):
     device: str | None = Field(
         default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
     )
+    quantize: Quantization | None = Field(
+        default=None,
+        description="Quantize the weights of the target's layers: int8, int4 or fp8 with torchao,"
+        " nf4 with bitsandbytes; default: as in the checkpoint.",
+    )
     draft_vocabulary: int | None = Field(
         default=None,
         ge=1,
@@ -261,6 +268,11 @@ class Settings(AcceptanceConfig, TreeConfig):
     exact: TreeConfig | None = Field(
         default=None, description="Tree for lossless decoding; default: the same tree."
     )
+    batch: dict[str, TreeConfig] = Field(
+        default_factory=dict,
+        description="Trees for lossless decoding of so many prompts at once, or more; default: the"
+        " same tree for any number.",
+    )
     target: ModelIdentity | None = Field(
         default=None, description="The target that was calibrated; default: not recorded."
     )
@@ -270,6 +282,14 @@ class Settings(AcceptanceConfig, TreeConfig):
     about: dict[str, Any] = Field(
         default_factory=dict, description="How the settings were chosen; not read."
     )
+
+    @field_validator("batch")
+    @classmethod
+    def _check_batch(cls, trees: dict[str, TreeConfig]) -> dict[str, TreeConfig]:
+        for rows in trees:
+            if not rows.isdecimal() or int(rows) < 2:
+                raise ValueError(f"batch maps numbers of prompts above 1 to trees; got {rows!r}")
+        return trees
 
     @property
     def tree(self) -> dict[str, Any]:

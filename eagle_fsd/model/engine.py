@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -301,8 +301,10 @@ class Engine:
             :mod:`~eagle_fsd.model.compilation`: every other number would take a compilation of its
             own. 0 for none.
         capture: On CUDA, capture steps in graphs and replay them where possible.
+        batch_trees: Trees for so many rows or more, where they differ from ``tree``.
 
     Attributes:
+        tree: Shape of the next step's trees.
         rows: The rows being decoded.
         reserved: Number of rows, and of tokens in a row, that there is memory for.
     """
@@ -323,15 +325,18 @@ class Engine:
         clock: PhaseClock | None = None,
         compiled: int = 0,
         capture: bool = True,
+        batch_trees: Mapping[int, TreeConfig] | None = None,
     ) -> None:
         self.target, self.drafter, self.tree = target, drafter, tree
+        self._trees = {0: tree, **(batch_trees or {})}
         self.caches, self._spare = caches or PrefixCache(), SPARE if caches else 0
         self.clock = clock or PhaseClock(target.device)
         self.compiled, self.capture = compiled, capture
         self.rows: list[Row] = []
-        self.draft = drafter.start(tree, draw)
-        self._nodes = drafter.max_nodes(tree)
-        self._width = tree.depth + 2  # the most tokens that a step emits
+        trees = self._trees.values()
+        self.draft = drafter.start(max(trees, key=lambda item: item.depth), draw)
+        self._nodes = max(map(drafter.max_nodes, trees))
+        self._width = max(item.depth for item in trees) + 2  # the most tokens that a step emits
         self.reserved = 0, 0
         self._state = _new_state(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
@@ -358,7 +363,16 @@ class Engine:
         Args:
             max_length: Maximum number of tokens in the row.
         """
-        return memory.row_bytes(self.target, self.drafter, self.tree, *self._slots(max_length))
+        tree = self._trees[0]
+        return memory.row_bytes(self.target, self.drafter, tree, *self._slots(max_length))
+
+    def fitting_rows(self, max_length: int) -> int:
+        """Return how many rows fit in the free memory.
+
+        Args:
+            max_length: Maximum number of tokens in a row.
+        """
+        return self.target.agree(memory.fitting_rows(self.row_bytes(max_length)))
 
     def reserve(self, rows: int, max_length: int) -> None:
         """Allocate memory.
@@ -389,7 +403,8 @@ class Engine:
         """Return the slots per row of the target's cache and of the drafter's."""
         ahead = self._width if self.target.device.type == "cuda" else 0  # see `step`
         longest = max_length + ahead
-        return longest + self._nodes, self.drafter.cache_length(longest, self.tree)
+        draft = max(self.drafter.cache_length(longest, tree) for tree in self._trees.values())
+        return longest + self._nodes, draft
 
     def admit(self, rows: Sequence[Row]) -> None:
         """Add rows. What the caches hold of a prompt is not processed again.
@@ -540,6 +555,8 @@ class Engine:
     def _set_rows(self, rows: list[Row]) -> None:
         """Set the rows that steps decode."""
         self.rows = rows
+        self.tree = self._trees[max(least for least in self._trees if least <= len(rows))]
+        self.draft.use(self.tree)
         self.draft.show(len(rows))
         self._show()
         groups: list[tuple[Decision, list[int]]] = []

@@ -80,6 +80,7 @@ class Request:
         key: Key of its random numbers.
         tree: Shape of its draft trees.
         drafted: Whether trees are drafted; otherwise decoding is plain.
+        varies: Whether the shape of the trees may follow the number of rows.
         engine: Equal for requests that one engine can decode.
         row: Index of the prompt in its call.
         rows: Number of prompts in the call.
@@ -94,6 +95,7 @@ class Request:
     key: int
     tree: TreeConfig
     drafted: bool
+    varies: bool
     engine: Hashable
     row: int = 0
     rows: int = 1
@@ -357,10 +359,10 @@ class Batch:
         # Grow by more than needed, because all that is cached is copied.
         more = min(self.max_rows, max(rows, 2 * before)), max(length, longest)
         for size in (more, (max(rows, before), more[1])):
-            found = memory.shortage(engine.row_bytes(size[1]), size[0])
-            if found is None:
+            if size[0] <= engine.fitting_rows(size[1]):
                 engine.reserve(*size)
                 return None
+        found = memory.shortage(engine.row_bytes(more[1]), size[0])
         return f"a row of {more[1]} tokens does not fit: {size[0]} take {found}"
 
     def _engine(self, request: Request) -> Engine:
@@ -372,7 +374,7 @@ class Batch:
                 del self._engines[key]
             engine = self._new_engine(request)
             if self._max_length is not None:
-                fitting = memory.fitting_rows(engine.row_bytes(self._max_length))
+                fitting = engine.fitting_rows(self._max_length)
                 if fitting:
                     engine.reserve(min(self.max_rows, fitting), self._max_length)
         self._engines[request.engine] = engine

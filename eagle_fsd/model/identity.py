@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from eagle_fsd.model.config import ModelIdentity
+from eagle_fsd.model.weights import plain_tensors
 
 #: Approximate number of elements per tensor that a fingerprint hashes.
 FINGERPRINT_ELEMENTS = 256
@@ -44,7 +45,8 @@ def fingerprint(module: object) -> str:
     """Hash the name, shape, type and some elements of every tensor of a module.
 
     The hash identifies the weights in memory, whatever files they come from. Of tensors that are
-    offloaded to disk, only name, shape and type are hashed.
+    offloaded to disk, only name, shape and type are hashed. If the module is split over processes,
+    all of them must call this; the hash is that of the whole module.
 
     Args:
         module: The module. Other objects, such as drafters without weights, have no tensors.
@@ -55,8 +57,10 @@ def fingerprint(module: object) -> str:
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items() if isinstance(module, nn.Module) else ():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.device.type != "meta" and tensor.numel():
-            flat = tensor.detach().flatten()
+        if tensor.device.type == "meta":
+            continue
+        for part in filter(torch.numel, plain_tensors(tensor.detach())):
+            flat = part.flatten()
             sample = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)].cpu().contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -6,20 +6,31 @@ import json
 import pickle
 import zipfile
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    TorchAoConfig,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from eagle_fsd.model.config import Quantization
 from eagle_fsd.utils.text import one_line
 
 #: Data types by name; ``auto`` is the checkpoint's own.
@@ -53,9 +64,14 @@ def load_target(
     dtype: str | torch.dtype | None = None,
     device_map: str | torch.device | dict[str, Any] | None = None,
     role: str = "target",
+    *,
+    quantize: Quantization | None = None,
+    tp_plan: Literal["auto"] | dict[str, str] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a causal language model with Hugging Face's ``from_pretrained``.
+
+    A checkpoint with quantized weights needs no option: its configuration says how to load it.
 
     Args:
         name: A folder or a Hub name.
@@ -63,14 +79,29 @@ def load_target(
             checkpoint's own.
         device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
         role: What error messages call the model.
+        quantize: Type to quantize the weights of the layers to, see :func:`quantization_config`;
+            ``dtype`` is that of the other weights and of all activations. Default: none.
+        tp_plan: Split every layer over the processes that ``torchrun`` started, one device each:
+            ``"auto"`` for the plan of the model's architecture, or rules that override it. All
+            processes then decode the same calls in step. Default: load the whole model.
         **options: Passed to ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
-        LoadError: The files are missing or damaged.
-        ValueError: The dtype or the device does not exist.
+        LoadError: The files are missing or damaged, or the weights cannot be quantized or split.
+        ValueError: The dtype, the device or the type of quantization does not exist, its package is
+            not installed, or options exclude each other.
         TypeError: An option does not exist.
     """
+    if tp_plan is not None and device_map is not None:
+        raise ValueError("tp_plan and device_map exclude each other: every process has one device")
     dtype, device_map = _check_placement(name, dtype, device_map, role)
+    if tp_plan is not None:
+        options["distributed_config"] = split = DistributedConfig(tp_plan=tp_plan)
+        device_map = device_map if split.tp_size == 1 else None
+    if quantize is not None:
+        if "quantization_config" in options:
+            raise ValueError("quantize and quantization_config exclude each other")
+        options["quantization_config"] = quantization_config(quantize)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
@@ -84,6 +115,40 @@ def load_target(
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise LoadError(f"the {role} {name} lacks {len(missing)} tensors: {shown}")
     return model
+
+
+def quantization_config(kind: Quantization) -> QuantizationConfigMixin:
+    """Return transformers' configuration for weights that are quantized when a model is loaded.
+
+    Embedding and output projection are not quantized.
+
+    Args:
+        kind: ``int8``, ``fp8`` and ``int4`` with torchao (``int4`` on CUDA in bfloat16 only), or
+            ``nf4`` with bitsandbytes.
+
+    Raises:
+        ValueError: There is no such type, or the package is not installed.
+    """
+    kinds = get_args(Quantization)
+    if kind not in kinds:
+        raise ValueError(f"quantize must be one of {', '.join(kinds)}; got {kind!r}")
+    package = "bitsandbytes" if kind == "nf4" else "torchao"
+    if find_spec(package) is None:
+        raise ValueError(f"quantize={kind} requires {package}; install it with pip")
+    if kind == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+    )
+
+    if kind == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "fp8":
+        return TorchAoConfig(Float8WeightOnlyConfig())
+    # The layout of torch's own kernel; the default one needs another package.
+    return TorchAoConfig(Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"))
 
 
 def load_embeddings(

@@ -72,18 +72,17 @@ def fitting_rows(needed: Bytes) -> int:
     return min(int(USABLE_SHARE * free_bytes(device) / count) for device, count in needed.items())
 
 
-def shortage(needed: Bytes, rows: int) -> str | None:
-    """Return what is missing for rows, for a message; None if they fit.
+def shortage(needed: Bytes, rows: int) -> str:
+    """Return what rows need and what there is, for a message.
 
     Args:
         needed: The memory that a row takes.
         rows: Number of rows.
     """
-    for device, count in needed.items():
-        free = USABLE_SHARE * free_bytes(device)
-        if rows * count > free:
-            return f"{rows * count / 2**30:.2f} GiB on {device}, where {free / 2**30:.2f} are free"
-    return None
+    free = {device: USABLE_SHARE * free_bytes(device) for device in needed}
+    device = max(needed, key=lambda item: needed[item] / max(free[item], 1.0))
+    missing, there = rows * needed[device] / 2**30, free[device] / 2**30
+    return f"{missing:.2f} GiB on {device}, where {there:.2f} are free"
 
 
 def _slot_bytes(layout: Layout, slots: int) -> Bytes:

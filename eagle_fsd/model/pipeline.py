@@ -128,6 +128,7 @@ class _Call:
         tree: Shape of the draft trees.
         drafted: Whether trees are drafted.
         draws_chains: Whether the drafter samples chains.
+        lossless: Whether the tokens do not depend on the draft tree.
     """
 
     max_new_tokens: int
@@ -138,6 +139,7 @@ class _Call:
     tree: TreeConfig
     drafted: bool
     draws_chains: bool
+    lossless: bool
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -159,7 +161,8 @@ class _Call:
         sampling, tree = self.decision.sampling, self.tree
         # The rows of an engine have trees of the same shape, and chains sampled in the same way.
         draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
-        engine = (tree, sampling if draws else None) if self.drafted else None
+        varies = self.lossless and not draws
+        engine = (tree, varies, sampling if draws else None) if self.drafted else None
         return Request(
             ids,
             tokens,
@@ -170,6 +173,7 @@ class _Call:
             int(seed_keys(self.seed, row + 1)[row]),
             self.tree,
             self.drafted,
+            varies,
             engine,
             row,
             rows,
@@ -231,6 +235,9 @@ class EagleFSD:
         model: The target as a Hugging Face model, without wrappers.
         exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
             Assigning to :attr:`tree` sets it too.
+        batch_trees: Shapes of the draft trees of lossless calls while so many prompts or more are
+            decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
+            them.
         compiled: Number of rows with which the passes of drafter and target are compiled by
             ``torch.compile``; 0 for none, the default. See :meth:`compile_if_faster`.
     """
@@ -352,6 +359,7 @@ class EagleFSD:
             tree: Shape of the draft tree.
         """
         self._tree = self.exact_tree = tree
+        self.batch_trees: dict[int, TreeConfig] = {}
 
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that a file sets.
@@ -365,6 +373,8 @@ class EagleFSD:
         if settings.tree:
             self.tree = self.tree.updated(**settings.tree)
         self.exact_tree = settings.exact or self.exact_tree
+        if settings.batch:
+            self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         recorded = {"target": settings.target, "drafter": settings.drafter}
         for kind, module in (("target", self.model), ("drafter", self.drafter)):
@@ -867,7 +877,7 @@ class EagleFSD:
         tree = self.tree_for(acceptance)
         chosen = sampling.seed
         if chosen is None and sampling.temperature > 0.0:
-            chosen = int(torch.randint(2**62, ()))
+            chosen = self.target.agree(int(torch.randint(2**62, ())))
         return _Call(
             limits.max_new_tokens,
             self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id),
@@ -885,6 +895,7 @@ class EagleFSD:
             # A tree that consists of its root is plain decoding.
             method == "fsd" and tree.total_tokens > 1,
             isinstance(self.drafter, LevelDrafter) and self.drafter.draws_chains,
+            rule is None and not acceptance.threshold,
         )
 
     def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:
@@ -893,7 +904,15 @@ class EagleFSD:
         check_target(self.target, projected=drafter.projects)
         sampler = request.decision.sampler
         draw = None if sampler.greedy else sampler.draw_draft
-        return Engine(self.target, drafter, request.tree, draw, caches, compiled=self.compiled)
+        return Engine(
+            self.target,
+            drafter,
+            request.tree,
+            draw,
+            caches,
+            compiled=self.compiled,
+            batch_trees=self.batch_trees if request.varies and request.drafted else None,
+        )
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:

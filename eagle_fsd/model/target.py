@@ -15,8 +15,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.model.attention import fold_mask
@@ -130,8 +133,33 @@ class Target:
 
     @cached_property
     def one_device(self) -> bool:
-        """Whether all weights are on one device."""
-        return len({parameter.device for parameter in self.model.parameters()}) == 1
+        """Whether all weights are on one device, whose process needs no other one."""
+        devices = {parameter.device for parameter in self.model.parameters()}
+        return len(devices) == 1 and self.group is None
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The processes that the layers are split over; None if this process has whole layers.
+
+        Each has parts of the layers, a drafter of its own, and the same results: all processes must
+        make the same calls.
+        """
+        for parameter in self.model.parameters():
+            if isinstance(parameter, DTensor):
+                return parameter.device_mesh.get_group()
+        return None
+
+    def agree(self, number: int) -> int:
+        """Return the number that the first process of :attr:`group` passed, in all of them.
+
+        Args:
+            number: A 64-bit integer.
+        """
+        if self.group is None:
+            return number
+        shared = torch.tensor(number, device=self.device)
+        dist.broadcast(shared, group=self.group, group_src=0)
+        return int(shared)
 
     def project(self, features: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
         """Apply the output projection, scaled as the model scales its logits.

@@ -18,6 +18,7 @@ from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.evaluation.tuning import costs as costs_module
 from eagle_fsd.evaluation.tuning import search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.candidates import (
@@ -73,11 +74,32 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
         assert costs.seconds(shape) == pytest.approx(linear_seconds(shape))
 
 
-def test_noise_does_not_make_levels_or_nodes_cheaper_than_nothing() -> None:
+def test_noise_does_not_make_parts_of_a_step_cheaper_than_nothing() -> None:
+    """Steps with deep trees are measured as too fast, or as too slow."""
     seconds = {shape: linear_seconds(shape) / shape.depth**2 for shape in measured_trees()}
     costs = StepCosts.fit(0.001, seconds)
     assert min(costs.level.values()) == 0.0
     assert min(costs.nodes.values()) == 0.001
+    seconds = {shape: linear_seconds(shape) * shape.depth**2 for shape in measured_trees()}
+    costs = StepCosts.fit(0.001, seconds)
+    assert set(costs.draft.values()) == {0.0}
+    assert all(costs.seconds(shape) >= 0.001 for shape in candidate_trees())
+
+
+def test_interrupted_measurements_of_costs_do_not_count(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one of the repetitions of every tree are disturbed by other processes."""
+    machine = linear_costs()
+
+    def seconds(_: Workload, method: Method, repetition: int) -> float:
+        shape = method.tree
+        own = linear_seconds(shape) if shape is not None else 0.001
+        quiet = repetition == (shape.depth if shape is not None else 0) % costs_module.ROUNDS
+        return own if quiet else 3 * own
+
+    monkeypatch.setattr(costs_module, "step_seconds", seconds)
+    assert measure_costs(workload(model), lambda *_: None) == machine
 
 
 def test_steps_are_measured_without_the_prefill(model: EagleFSD) -> None:
@@ -325,13 +347,16 @@ def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path, bundled_copy: Pat
     assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
     written = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert written["complete"]
-    assert len(written["conclusions"]) == 2
+    assert len(written["conclusions"]) == 4
+    assert list(written["batch"]) == ["4", "16"]
+    assert all(item["over_plain"] >= 1.0 for item in written["batch"].values())
     assert next(len(cells) for _, cells in tuning.tables()) == 11
     settings = read_settings(bundled_copy / "fsd.json")
     assert settings == read_settings(tmp_path / "out" / "fsd.json")
     pair = EagleFSD.from_pretrained(drafter=bundled_copy)
     exact, fsd = tuning.methods
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
+    assert pair.batch_trees == {rows: item.tree for rows, item in tuning.batch.items()}
     assert pair.acceptance == EagleFSD.from_pretrained().acceptance
     assert settings.about["made_by"] == "eagle-fsd tune"
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import ACCEPT_ALL, VOCAB_SIZE, aligned_pair, prompt, random_pair, tiny_target
+from pairs import ACCEPT_ALL, VOCAB_SIZE, aligned_pair, prompt, random_pair, small_tree, tiny_target
 from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
@@ -48,6 +48,14 @@ def requests(draw: st.DrawFn) -> list[Prompt]:
         ids = prompt(draw(st.integers(1, 30)), number)[0]
         found.append(Prompt(ids, max_new_tokens=draw(st.integers(1, 20)), **way))
     return found
+
+
+def ngram_pair() -> EagleFSD:
+    return EagleFSD(aligned_pair().model, NGramDrafter(), small_tree())
+
+
+def draft_model_pair() -> EagleFSD:
+    return EagleFSD(aligned_pair().model, DraftModel(aligned_pair().model), small_tree())
 
 
 def alone(pair: EagleFSD, item: Prompt) -> tuple[list[int], list[int]]:
@@ -314,3 +322,46 @@ def test_idle_engines_do_not_pile_up() -> None:
         assert len(batch._engines) <= 3 + generation.MAX_IDLE_ENGINES
     for item, answer in zip(items, answers, strict=True):
         assert (answer.tokens, answer.origins) == alone(pair, item)
+
+
+@pytest.mark.parametrize("make", [aligned_pair, ngram_pair, draft_model_pair])
+def test_trees_follow_the_number_of_rows(make: Callable[[], EagleFSD]) -> None:
+    """Down to plain decoding and up again, without changing a token."""
+    given = make()
+    pair = EagleFSD(given.model, given.drafter, given.tree)
+    items = [
+        Prompt(prompt(3 + number, number)[0], max_new_tokens=5 + 9 * number, **options)
+        for number, options in enumerate([{}, {"temperature": 1.0, "seed": 1}] * 3)
+    ]
+    expected = [alone(pair, item)[0] for item in items]
+    pair.batch_trees = {
+        2: TreeConfig(total_tokens=4, depth=2, top_k=2),
+        4: TreeConfig(total_tokens=1),
+    }
+    batch = pair.batch(6)
+    answers = [batch.add(pair.request(item.ids, **item.options)) for item in items]
+    sizes: dict[int, set[int]] = {}
+    while len(batch):
+        rows = batch.rows or 6
+        batch.step()
+        (running,) = batch._engines.values()
+        sizes.setdefault(len(running.rows), set()).add(running.tree.total_tokens)
+        assert rows >= batch.rows
+    assert sizes[6] == {1}
+    assert sizes[2] == {4}
+    assert sizes[1] == {pair.tree.total_tokens}
+    assert [answer.tokens for answer in answers] == expected
+    assert (answers[-1].stats.tau > 1.0) == (make is not ngram_pair)
+    pair.tree = pair.tree
+    assert not pair.batch_trees
+
+
+def test_trees_of_fuzzy_answers_do_not_follow_the_number_of_rows() -> None:
+    """Their tokens depend on the tree."""
+    given = aligned_pair()
+    pair = EagleFSD(given.model, given.drafter, given.tree)
+    items = [Prompt(prompt(5, n)[0], max_new_tokens=20, threshold=0.4) for n in range(4)]
+    expected = [alone(pair, item) for item in items]
+    pair.batch_trees = {2: TreeConfig(total_tokens=1)}
+    found = sorted(pair.generate_many(items, max_batch=4), key=lambda item: item.index)
+    assert [(item.tokens, item.origins) for item in found] == expected

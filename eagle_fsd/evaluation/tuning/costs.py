@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -29,7 +28,7 @@ LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
 STEPS, SECONDS = 5, 0.05
-#: Every measurement is repeated; the median counts.
+#: Every measurement is repeated; the fastest counts, because other processes only add time.
 ROUNDS = 7
 
 
@@ -70,7 +69,9 @@ class StepCosts:
         widest = WIDTHS[-1]
         nodes = {count: max(plain, by_shape[count, 1, widest] - level[widest]) for count in NODES}
         draft = {
-            width: by_shape[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
+            width: max(
+                0.0, by_shape[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
+            )
             for width in WIDTHS
         }
         return cls({1: plain, **nodes}, draft, level)
@@ -98,7 +99,7 @@ def measured_trees() -> list[TreeConfig]:
     return [TreeConfig(total_tokens=n, depth=depth, top_k=width) for n, depth, width in shapes]
 
 
-def measure_costs(workload: Workload, progress: Progress) -> StepCosts:
+def measure_costs(workload: Workload, progress: Progress, rounds: int = ROUNDS) -> StepCosts:
     """Measure the costs of a step, at the batch size of the workload.
 
     The measurements rotate, so that changes in the machine's speed affect all of them alike.
@@ -106,15 +107,16 @@ def measure_costs(workload: Workload, progress: Progress) -> StepCosts:
     Args:
         workload: The prompts.
         progress: Called with the number of measurements so far and the total.
+        rounds: Number of times that every measurement is repeated.
     """
     trees = measured_trees()
     methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
     seconds: list[list[float]] = [[] for _ in methods]
-    for round_ in range(ROUNDS):
+    for round_ in range(rounds):
         for at, method in enumerate(methods):
             seconds[at].append(step_seconds(workload, method, round_))
-            progress(round_ * len(methods) + at + 1, ROUNDS * len(methods))
-    plain, *others = map(median, seconds)
+            progress(round_ * len(methods) + at + 1, rounds * len(methods))
+    plain, *others = map(min, seconds)
     return StepCosts.fit(plain, dict(zip(trees, others, strict=True)))
 
 

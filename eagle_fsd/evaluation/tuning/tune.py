@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,41 @@ from eagle_fsd.utils.provenance import describe_environment
 RESULT_FILE, LENGTHS_FILE = "tune.json", "lengths.jsonl"
 #: Default number of prompts.
 DEFAULT_COUNT = 32
+#: Numbers of prompts, decoded at once, for which lossless trees are chosen; the number of times
+#: that their costs are measured; and the predicted speed-up with which a tree replaces that of
+#: fewer prompts.
+BATCHES, BATCH_ROUNDS, MIN_BATCH_GAIN = (4, 16), 3, 1.02
 #: Trees that are also measured in bfloat16.
 BFLOAT16_TREES = 3
 #: Speed-up of a matrix product in bfloat16 above which decoding in bfloat16 is measured, and the
 #: number of products that are timed.
 NATIVE_SPEEDUP, PRODUCTS = 1.2, 20
+
+
+@dataclass(frozen=True)
+class BatchTree:
+    """The lossless tree for several prompts at once.
+
+    Attributes:
+        tree: The tree; plain decoding if speculation would lose.
+        tokens_per_second: Predicted speed of all prompts together.
+        over_plain: Predicted speed relative to plain decoding of as many prompts.
+    """
+
+    tree: TreeConfig
+    tokens_per_second: float
+    over_plain: float
+
+    def sentence(self, rows: int) -> str:
+        """Return the outcome.
+
+        Args:
+            rows: Number of prompts.
+        """
+        return (
+            f"For {rows} prompts at once, lossless decoding with the tree {shape(self.tree)} is"
+            f" predicted to be {self.over_plain:.2f} times as fast as plain decoding."
+        )
 
 
 @dataclass
@@ -51,6 +81,7 @@ class Tuning:
         about: What was tuned, and how.
         methods: The methods, exact decoding first.
         costs: The time of a step; None if it was not measured yet.
+        batch: For numbers of prompts that are decoded at once, the predictions for lossless trees.
         bfloat16: The methods in bfloat16, if that was tried.
         settings: The contents of ``fsd.json``; None if the trees are not known yet.
         complete: Whether no measurement is missing.
@@ -59,6 +90,7 @@ class Tuning:
     about: dict[str, Any]
     methods: list[TreeRace]
     costs: StepCosts | None = None
+    batch: dict[int, BatchTree] = field(default_factory=dict)
     bfloat16: list[TreeRace] = field(default_factory=list)
     settings: dict[str, Any] | None = None
     complete: bool = False
@@ -73,6 +105,10 @@ class Tuning:
             if costs is None
             else {"nodes": costs.nodes, "draft": costs.draft, "level": costs.level},
             "methods": {item.method.name: item.as_dict() for item in self.methods},
+            "batch": {
+                str(rows): {**asdict(found), "tree": found.tree.model_dump()}
+                for rows, found in self.batch.items()
+            },
             "bfloat16": {item.method.name: item.as_dict() for item in self.bfloat16},
             "settings": self.settings,
             **self.about,
@@ -81,6 +117,7 @@ class Tuning:
     def conclusions(self) -> list[str]:
         """Return the outcome in sentences."""
         found = [item.sentence() for item in self.methods if item.finalists]
+        found += [item.sentence(rows) for rows, item in self.batch.items()]
         found += [f"In bfloat16, {item.sentence()}" for item in self.bfloat16 if item.finalists]
         if self.bfloat16:
             found.append(
@@ -177,6 +214,7 @@ def tune(
     with folder_lock(folder):
         try:
             _race_trees(tuning, workload, folder / LENGTHS_FILE, progress)
+            _choose_batch_trees(tuning, workload, progress)
             tuning.settings = tuned_settings(tuning, model, request)
             if tries_bfloat16(model):
                 _race_bfloat16(tuning, workload, request, settings, progress)
@@ -212,6 +250,28 @@ def _race_trees(
             item.run(workload, trees, advance)
         if item.tree != PLAIN_TREE:
             best[item.method.name] = replace(item.method, tree=item.tree)
+
+
+def _choose_batch_trees(tuning: Tuning, workload: Workload, progress: ProgressFactory) -> None:
+    """Predict the best lossless trees for several prompts at once, by measured costs.
+
+    Accepted lengths do not depend on the number of prompts.
+    """
+    if workload.config.batch != 1:
+        return
+    item = tuning.methods[0]
+    tree = item.tree
+    for rows in BATCHES:
+        with progress(f"measuring steps of {rows} prompts") as advance:
+            costs = measure_costs(workload.with_batch(rows), advance, BATCH_ROUNDS)
+        speeds = {
+            guess.tree: rows * guess.tau / costs.seconds(guess.tree) for guess in item.predicted
+        }
+        plain = speeds[PLAIN_TREE] = rows / costs.nodes[1]
+        best = max(speeds, key=speeds.__getitem__)
+        if tree not in speeds or speeds[best] > MIN_BATCH_GAIN * speeds[tree]:
+            tree = best
+        tuning.batch[rows] = BatchTree(tree, speeds[tree], speeds[tree] / plain)
 
 
 def tries_bfloat16(model: EagleFSD) -> bool:
@@ -287,6 +347,7 @@ def tuned_settings(tuning: Tuning, model: EagleFSD, request: EvaluationRequest) 
         **model.acceptance.model_dump(),
         **tuning.methods[-1].tree.model_dump(),
         "exact": tuning.methods[0].tree.model_dump(),
+        "batch": {str(rows): found.tree.model_dump() for rows, found in tuning.batch.items()},
         **{name: identity.model_dump() for name, identity in identities.items()},
         "about": {
             "made_by": "eagle-fsd tune",

@@ -65,6 +65,16 @@ class Workload:
         other.model = model
         return other
 
+    def with_batch(self, rows: int) -> Workload:
+        """Return the same prompts for another batch size.
+
+        Args:
+            rows: Number of prompts that are decoded at once.
+        """
+        other = copy.copy(self)
+        other.config = self.config.updated(batch=rows)
+        return other
+
     def subset(self, count: int) -> Workload:
         """Return the first prompts.
 

@@ -193,10 +193,9 @@ class AdaptiveState(LevelState):
 
     waits = True
 
-    def __init__(self, drafter: LevelDrafter, tree: TreeConfig, draw: Draw | None) -> None:
-        super().__init__(drafter, tree, draw)
-        self._tree, self._builders = tree, {tree.depth: self.builder}
-        self._depth = float(tree.depth)
+    def use(self, tree: TreeConfig) -> None:
+        self._tree, self._depth = tree, float(tree.depth)
+        super().use(tree)
 
     def observe(self, tokens: list[list[int]]) -> None:
         """Choose the depth of the next tree.
@@ -207,10 +206,7 @@ class AdaptiveState(LevelState):
         full = min(self.builder.depth + 2, self._tree.total_tokens)  # tokens, with the bonus token
         accepted = sum(len(row) >= full for row in tokens) / len(tokens)
         self._depth = min(max(self._depth + 3 * accepted - 1, 1.0), self._tree.depth)
-        depth = round(self._depth)
-        if depth not in self._builders:
-            self._builders[depth] = self._new_builder(self._tree.updated(depth=depth))
-        self.builder = self._builders[depth]
+        super().use(self._tree.updated(depth=round(self._depth)))
 
 
 def load_draft_model(

@@ -24,6 +24,7 @@ from eagle_fsd.model.attention import config_groups, fold_mask
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
 from eagle_fsd.model.target import LAST, Target
+from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.text import one_line
 
 
@@ -101,7 +102,10 @@ class EagleHead(DraftHead):
             projection = self.target.lm_head
             self.token_ids = token_ids = token_ids.to(self.target.device)
             bias = getattr(projection, "bias", None)
-            self._rows = projection.weight[token_ids], None if bias is None else bias[token_ids]
+            self._rows = (
+                whole(projection.weight)[token_ids],
+                None if bias is None else whole(bias)[token_ids],
+            )
 
     def attach(self, target: Target) -> Self:
         super().attach(target)

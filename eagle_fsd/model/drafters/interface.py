@@ -34,6 +34,15 @@ class DraftState(ABC):
     on_device = True
     waits = False
 
+    def use(self, tree: TreeConfig) -> None:
+        """Change the shape of the trees; by default, nothing.
+
+        Args:
+            tree: Like the one of :meth:`Drafter.start`, but not deeper; without levels if it
+                consists of its root.
+        """
+        return
+
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         """Make room for rows, without changing those that there are; by default, nothing.
 
@@ -157,7 +166,7 @@ class Drafter(ABC):
         """Create a state without rows.
 
         Args:
-            tree: Shape of the draft trees.
+            tree: Shape of the deepest trees.
             draw: Samples from the draft's distributions, see :class:`TreeBuilder`; None if all rows
                 are decoded greedily.
         """

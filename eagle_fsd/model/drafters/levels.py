@@ -18,7 +18,7 @@ from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter, DraftState
 from eagle_fsd.model.random_numbers import Purpose, RandomNumbers
-from eagle_fsd.model.tree import DraftTree, Draw, TreeBuilder
+from eagle_fsd.model.tree import DraftTree, Draw, TreeBuilder, single_node
 
 if TYPE_CHECKING:
     from eagle_fsd.model.verify import Verification
@@ -158,7 +158,7 @@ class LevelState(DraftState):
 
     Args:
         drafter: The network.
-        tree: Shape of the draft trees.
+        tree: Shape of the deepest trees.
         draw: Samples the tokens of chains; see :meth:`Drafter.start`.
     """
 
@@ -167,7 +167,8 @@ class LevelState(DraftState):
     def __init__(self, drafter: LevelDrafter, tree: TreeConfig, draw: Draw | None) -> None:
         self.drafter = drafter
         self.draw = draw if drafter.draws_chains and tree.top_k == 1 else None
-        self.builder = self._new_builder(tree)
+        self._builders: dict[TreeConfig, TreeBuilder] = {}
+        self.use(tree)
         # A feature is paired with the token after it. A prompt of one token has none; zeros take
         # its place.
         self.shift = bool(drafter.reads)
@@ -176,9 +177,13 @@ class LevelState(DraftState):
         self._rows = self._state(0)
         self.show(0)
 
-    def _new_builder(self, tree: TreeConfig) -> TreeBuilder:
+    def use(self, tree: TreeConfig) -> None:
         drafter = self.drafter
-        return TreeBuilder(tree, drafter.vocab_size, drafter.device, drafter.token_ids, self.draw)
+        if tree not in self._builders:
+            self._builders[tree] = TreeBuilder(
+                tree, drafter.vocab_size, drafter.device, drafter.token_ids, self.draw
+            )
+        self.builder = self._builders[tree]
 
     def _state(self, rows: int) -> tuple[Tensor, ...]:
         """Allocate what is kept per row; see :meth:`show`."""
@@ -249,6 +254,8 @@ class LevelState(DraftState):
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         hidden = output.gather(1, last)  # [B, 1, H], at the root
         self.lengths.add_(self.pending)
+        if builder.total_tokens == 1:
+            return single_node(roots)
         depth, width, lengths = builder.depth, builder.width, self.lengths[:, None]
         points = None if self.draw is None else random.in_step(Purpose.CHAIN, depth + 1)
         builder.start(drafter.log_probs(hidden[:, 0]), points)

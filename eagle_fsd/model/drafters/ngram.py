@@ -357,9 +357,12 @@ class _CountingState(DraftState):
 
     def __init__(self, drafter: _CountingDrafter, tree: TreeConfig) -> None:
         self.drafter, self.rows = drafter, list[_Row]()
-        self.size, self.depth = drafter.max_nodes(tree), tree.depth + 1
-        self.width = tree.top_k
         self._shown = 0
+        self.use(tree)
+
+    def use(self, tree: TreeConfig) -> None:
+        self.size, self.depth = self.drafter.max_nodes(tree), tree.depth + 1
+        self.width = tree.top_k
 
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         self.rows += [self.drafter.new_row() for _ in range(rows - len(self.rows))]

@@ -1,0 +1,136 @@
+"""Targets whose layers are split over two processes decode what the whole target decodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel_worker as worker
+import torch
+from pairs import MODEL_SIZES, aligned_pair, tiny_target
+from safetensors.torch import load_file, save_file
+
+from eagle_fsd.model.checkpoint import save_head
+from eagle_fsd.model.loading import LoadError, load_target
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.weights import plain_tensors, whole
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TESTS = Path(__file__).parents[1]
+NAMES = [
+    *worker.CALLS,
+    *(f"{kind}-{name}" for kind in worker.DRAFTERS for name in ("fsd", "fsd-sampled")),
+    *worker.OTHERS,
+]
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")  # one launch serves all tests
+
+
+def save_pair(folder: Path) -> None:
+    """Write a target, and a head with the target's embedding, as published heads have one."""
+    pair = aligned_pair()
+    pair.model.save_pretrained(folder / "target")
+    save_head(pair.drafter, folder / "head")
+    weights = load_file(folder / "head" / "model.safetensors")
+    weights["embed_tokens.weight"] = pair.target.embed.weight.detach()
+    save_file(weights, folder / "head" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes decoded."""
+    folder = tmp_path_factory.mktemp("tensor-parallel")
+    save_pair(folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TESTS / "model")))
+    command = [sys.executable, *TORCHRUN, worker.__file__, folder]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    """What one process decodes."""
+    return worker.results(aligned_pair().model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_both_processes_decode_what_one_decodes(
+    name: str, split: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    """Token for token in float32, with the same origins in the same number of passes."""
+    assert split[0].keys() >= single.keys() == set(NAMES)
+    for found in split:
+        torch.testing.assert_close(found[name], single[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_pairs_from_files_decode_what_one_process_decodes(
+    split: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The fingerprint is that of the whole target, and the head's embedding is the target's."""
+    save_pair(tmp_path)
+    expected = worker.from_files(tmp_path)
+    assert expected["own embedding"] is False
+    for found in split:
+        assert found["files"].pop("fingerprint") == expected["fingerprint"]
+        for name, result in found["files"].items():
+            torch.testing.assert_close(result, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_processes_agree_on_a_seed(split: list[dict[str, Any]]) -> None:
+    """Their global generators have different seeds."""
+    torch.testing.assert_close(split[0]["unseeded"], split[1]["unseeded"], rtol=0, atol=0)
+
+
+def test_calls_differ(single: dict[str, Any]) -> None:
+    """So that equal results are not those of another call."""
+    sequences = [single[name][0] for name in worker.CALLS if name not in ("plain", "exact")]
+    assert len({tuple(item.flatten().tolist()) for item in sequences}) >= 4
+    assert single["exact"][2] > 2
+
+
+@pytest.mark.slow
+def test_layers_are_split_and_numbers_agreed(split: list[dict[str, Any]]) -> None:
+    assert [found["rows"] for found in split] == [MODEL_SIZES["intermediate_size"] // 2] * 2
+    assert [found["agreed"] for found in split] == [5, 5]
+    assert [found["one_device"] for found in split] == [False, False]
+
+
+def test_whole_target_has_no_group() -> None:
+    target = Target(tiny_target())
+    assert target.group is None
+    assert target.agree(7) == 7
+    weight = target.lm_head.weight
+    assert whole(weight) is weight
+    assert plain_tensors(weight)[0] is weight
+
+
+def test_plan_of_one_process_loads_the_whole_target(tmp_path: Path) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    assert Target(load_target(tmp_path, tp_plan="auto")).group is None
+
+
+def test_plan_excludes_a_device_map(tmp_path: Path) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tp_plan and device_map exclude each other"):
+        load_target(tmp_path, device_map="cpu", tp_plan="auto")
+
+
+def test_processes_that_were_not_started_raise_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LoadError, match=r"cannot load the target .*torch\.distributed") as error:
+        load_target(tmp_path, tp_plan="auto")
+    assert str(error.value).isprintable()
