@@ -32,6 +32,7 @@ part shapes 180 benchmarks/shapes.py "${COMMON[@]}"
 part vocabulary 40 benchmarks/vocabulary.py "${COMMON[@]}"
 part attention 30 benchmarks/attention.py "${COMMON[@]}"
 part compare 100 benchmarks/compare.py --count 10 --trial 2 "${COMMON[@]}"
+part batches 60 benchmarks/batches.py "${COMMON[@]}"
 part growth 180 benchmarks/growth.py --minutes 2 "${COMMON[@]}"
 echo "== finished after $SECONDS s"
 exit $FAILED

@@ -22,6 +22,7 @@ MARK = "## Results"
 #: Reports in the order of the page; names of files without ``-cpu.md``.
 REPORTS = (
     "compare",
+    "batches",
     "drafters",
     "step-bundled",
     "revisions",

@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 
 #: Compiled versions of a function: for one row and for several, and for every tree.
 RECOMPILE_LIMIT = 128
+#: CUDA graphs that are kept, the latest ones.
+MAX_GRAPHS = 64
 #: Measurements of a trial, each of both kinds of decoding.
 TRIAL_BLOCKS = 3
 #: Smallest gain of a trial, as a factor, with which compiled passes are used.
@@ -129,6 +131,8 @@ class StepGraphs:
                 log.warning("decoding without CUDA graphs: %s", one_line(error))
                 self._failed = True
                 return step()
+            if len(self._graphs) == MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[shapes] = graph, result
         graph, result = self._graphs[shapes]
         graph.replay()

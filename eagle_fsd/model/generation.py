@@ -230,6 +230,11 @@ class Batch:
         return len(self._places)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the caches of all rows take."""
+        return sum(engine.caches.nbytes for engine in self._engines.values())
+
+    @property
     def free(self) -> int:
         """Number of requests that can be added and start with the next step."""
         return max(0, self.max_rows - len(self))

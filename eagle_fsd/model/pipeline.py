@@ -72,6 +72,8 @@ log = logging.getLogger(__name__)
 METHODS = ("fsd", "ar")
 #: Prompt tokens and new tokens per row with which the gain of a compilation is measured.
 TRIAL_PROMPT, TRIAL_TOKENS = 32, 48
+#: Default number of prompts that :meth:`EagleFSD.generate_many` decodes at once.
+MAX_BATCH = 32
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
@@ -536,7 +538,7 @@ class EagleFSD:
         prompts: Iterable[Prompt | Tensor | Sequence[int]],
         max_new_tokens: int = 256,
         *,
-        max_batch: int = 8,
+        max_batch: int = MAX_BATCH,
         **options: Unpack[DecodeOptions],
     ) -> Iterator[Completion]:
         """Continue any number of prompts, several at once.
@@ -550,7 +552,8 @@ class EagleFSD:
             prompts: Token ids of each prompt, ``[S]``, without padding; or :class:`Prompt`, with
                 options of its own. An iterator is read as far as there are free rows.
             max_new_tokens: See :meth:`generate`.
-            max_batch: Maximum number of prompts that are decoded at once.
+            max_batch: Maximum number of prompts that are decoded at once; fewer where memory is
+                short.
             **options: See :meth:`generate`; without ``prefix_cache`` and ``pad_token_id``. With
                 ``seed``, prompt ``i`` is sampled as row ``i`` of a call of :meth:`generate`.
 

@@ -41,6 +41,12 @@ class PrefixCache:
         """Number of rows."""
         return len(self.tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        caches = self.target_cache, self.draft_cache
+        return sum(cache.nbytes for cache in caches if cache is not None)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep other calls from using the caches.

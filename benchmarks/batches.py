@@ -1,0 +1,159 @@
+"""Time many prompts in batches of 1 to 32.
+
+::
+
+    python benchmarks/batches.py --threads 2
+
+The bundled pair answers the same word problems at every batch size, greedily, each way with its own
+tree; rows that end are replaced. Every batch size is measured once for each way, in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from measurement import (
+    COLORS,
+    PLAIN,
+    Contender,
+    Table,
+    contenders,
+    new_figure,
+    new_parser,
+    parse,
+    progress,
+    save_report,
+    synchronize,
+    tree_name,
+)
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.bundled.problems import chat_messages, problems
+
+SIZES = (1, 2, 4, 8, 16, 32)
+MAX_NEW_TOKENS = 256
+COLUMNS = {
+    "rows": "prompts at once",
+    "method": "method",
+    "tokens_per_second": "tokens/s",
+    "over_one": "relative to one prompt",
+    "over_plain": "relative to plain",
+    "tau": "tau",
+    "identical": "same answer (%)",
+    "cache_mib": "caches (MiB)",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All prompts answered in batches.
+
+    Attributes:
+        seconds: Duration.
+        answers: Tokens of each answer, in the order of the prompts.
+        steps: Target passes, summed over the answers.
+        bytes: Bytes of the caches.
+    """
+
+    seconds: float
+    answers: list[list[int]]
+    steps: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(map(len, self.answers))
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all prompts together."""
+        return self.tokens / self.seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table and save it.
+
+    Args:
+        arguments: The command line; default: that of the process.
+    """
+    parser = new_parser("Time many prompts in batches.")
+    parser.add_argument("--count", type=int, default=200, help="problems to answer")
+    options = parse(parser, arguments)
+    sizes, new_tokens = SIZES, MAX_NEW_TOKENS
+    if options.quick:
+        options.count, sizes, new_tokens = 4, (1, 3), 12
+    model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
+    model.compiled = options.compile
+    prompts: list[Any] = [
+        model.tokenizer.apply_chat_template(
+            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for problem in problems("test", options.count)
+    ]
+    ways = contenders(model)
+    for way in ways:
+        answer(way, prompts[:2], 2, new_tokens)
+    runs = {
+        (size, way.name): answer(way, prompts, size, new_tokens)
+        for size, way in progress([(size, way) for size in sizes for way in ways], "answering")
+    }
+    rows = []
+    for (size, name), run in runs.items():
+        one, plain = runs[sizes[0], name], runs[size, PLAIN]
+        same = sum(own == other for own, other in zip(run.answers, one.answers, strict=True))
+        rows.append(
+            {
+                "rows": size,
+                "method": name,
+                "tokens_per_second": run.speed,
+                "over_one": run.speed / one.speed,
+                "over_plain": run.speed / plain.speed,
+                "tau": run.tokens / run.steps,
+                "identical": 100 * same / len(prompts),
+                "cache_mib": run.bytes / 2**20,
+            }
+        )
+    trees = ", ".join(f"{way.name} {tree_name(way.tree)}" for way in ways if way.tree)
+    note = f"{options.count} problems, greedy, at most {new_tokens} new tokens. Trees: {trees}."
+    figure, (axis,) = new_figure()
+    for way, color in zip(ways, COLORS, strict=False):
+        speeds = [runs[size, way.name].speed for size in sizes]
+        axis.plot(sizes, speeds, marker="o", color=color, label=way.name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, sizes)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("prompts at once")
+    axis.set_ylabel("tokens/s")
+    axis.legend()
+    table = Table("Many prompts at once", COLUMNS, rows, note)
+    save_report(options, "batches", [table], figure)
+
+
+def answer(way: Contender, prompts: Sequence[Any], rows: int, new_tokens: int) -> Run:
+    """Answer all prompts.
+
+    Args:
+        way: How to decode.
+        prompts: Token ids of each prompt.
+        rows: Number of prompts that are decoded at once.
+        new_tokens: Maximum number of new tokens.
+    """
+    synchronize()
+    begin = time.perf_counter()
+    batch = way.model.batch(rows)
+    requests = [way.model.request(ids, new_tokens, **way.options()) for ids in prompts]
+    answers = [batch.add(request) for request in requests]
+    while len(batch):
+        batch.step()
+    synchronize()
+    seconds = time.perf_counter() - begin
+    steps = sum(answer.stats.steps for answer in answers)
+    return Run(seconds, [answer.tokens for answer in answers], steps, batch.nbytes)
+
+
+if __name__ == "__main__":
+    main()
