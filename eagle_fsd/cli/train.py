@@ -107,7 +107,8 @@ def regenerate(
     from eagle_fsd.train.regenerate import regenerate as run
 
     written = run(request, config, server, progress=progress)
-    err.print(f"{len(written)} rewritten chats are in {request.out}", soft_wrap=True)
+    if written is not None:
+        err.print(f"{len(written)} rewritten chats are in {request.out}", soft_wrap=True)
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +20,7 @@ from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import Mean
-from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.pipeline import EagleFSD, Prompt
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 
@@ -78,6 +77,11 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
 def _turns(record: Record) -> list[list[int]]:
     turns: list[list[int]] = record["choices"][0]["token_ids"]
     return turns
+
+
+def _prompts(record: Record) -> list[list[int]]:
+    prompts: list[list[int]] = record["choices"][0]["prompt_ids"]
+    return prompts
 
 
 def _first_difference(
@@ -149,47 +153,44 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def fuzzy_divergences(
-    model: EagleFSD, method: Method, record: Record
-) -> list[list[float | None]] | None:
-    """Decode an answer again to learn the divergence at each of its fuzzy tokens.
+    model: EagleFSD, method: Method, records: Sequence[Record], max_batch: int = 1
+) -> dict[int | str, list[list[float | None]]]:
+    """Decode answers again to learn the divergence at each of their fuzzy tokens.
 
     Args:
         model: The pair.
-        method: The method that gave the answer, greedily.
-        record: The answer.
+        method: The method that gave the answers, greedily.
+        records: The answers.
+        max_batch: Maximum number of turns that are decoded at once.
 
     Returns:
-        For each turn, the divergences at its fuzzy tokens, by the divergence that the method
-        selects; None at tokens without one. None in total if the answer is not the same again, as
-        with drafters that learn from earlier answers.
+        For each question, the divergences at the fuzzy tokens of each turn, by the divergence that
+        the method selects; None at tokens without one. Answers that are not the same again, as with
+        drafters that learn from earlier answers, are omitted.
     """
-    choice = record["choices"][0]
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
-    found = []
-    for prompt, tokens in zip(choice["prompt_ids"], choice["token_ids"], strict=True):
-        turn: list[float | None] = []
-        emitted: list[int] = []
-        if tokens:
-            ids = torch.tensor([prompt], device=pair.target.device)
-            stream = pair.stream(
-                ids,
-                torch.ones_like(ids),
-                len(tokens),
-                temperature=0.0,
-                rule=method.rule_for(pair),
-                details=0,
-            )
-            for chunk in stream:
-                emitted += chunk.tokens
-                turn += [
-                    detail.divergence
-                    for detail, origin in zip(chunk.details or (), chunk.origins, strict=True)
-                    if origin == Origin.FUZZY
-                ]
-        if emitted != tokens:
-            return None
-        found.append(turn)
+    turns = [
+        (record["question_id"], turn, prompt, tokens)
+        for record in records
+        for turn, (prompt, tokens) in enumerate(zip(_prompts(record), _turns(record), strict=True))
+        if tokens
+    ]
+    found: dict[int | str, list[list[float | None]]] = {
+        record["question_id"]: [[] for _ in _turns(record)] for record in records
+    }
+    for item in pair.generate_many(
+        [Prompt(prompt, max_new_tokens=len(tokens)) for *_, prompt, tokens in turns],
+        max_batch=max_batch,
+        rule=method.rule_for(pair),
+        details=0,
+    ):
+        key, turn, _, tokens = turns[item.index]
+        if item.tokens != tokens:
+            found.pop(key, None)
+        elif key in found:
+            fuzzy = (origin == Origin.FUZZY for origin in item.origins)
+            found[key][turn] = [detail.divergence for detail in compress(item.details, fuzzy)]
     return found
 
 
@@ -220,6 +221,7 @@ def compare_answers(
     scores: Mapping[str, Mapping[int | str, bool]],
     greedy: bool = True,
     decoded: int = MAX_SHOWN_ANSWERS,
+    max_batch: int = 1,
 ) -> dict[str, Any]:
     """Prepare the changed answers of a method for a report.
 
@@ -235,6 +237,7 @@ def compare_answers(
         greedy: Whether the answers were decoded greedily; divergences are known only then.
         decoded: Maximum number of answers that are decoded again for the divergences of their fuzzy
             tokens, those shown first.
+        max_batch: Maximum number of turns that are decoded at once.
 
     Returns:
         JSON values: ``method`` (its name); ``changed``, the number of changed answers; ``answers``,
@@ -266,10 +269,8 @@ def compare_answers(
 
     ranks = ["lost", "gained", "changed"]
     changed.sort(key=lambda pair: (ranks.index(outcome(pair[1])), -regret(pair[1])))
-    divergences = {
-        record["question_id"]: fuzzy_divergences(model, method, record)
-        for _, record in [*changed, *unchanged][: decoded if greedy else 0]
-    }
+    again = [record for _, record in [*changed, *unchanged][: decoded if greedy else 0]]
+    divergences = fuzzy_divergences(model, method, again, max_batch)
     answers = []
     for before, after in changed[:MAX_SHOWN_ANSWERS]:
         key = after["question_id"]

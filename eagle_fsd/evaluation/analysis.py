@@ -172,22 +172,21 @@ def probe_divergences(
     probe = DivergenceProbe(names)
     stop = chat_template.stop
     criteria = [StopStringCriteria(model.tokenizer, list(stop))] if stop else []
-    answered = 0
-    for question in balanced_subset(questions, MAX_PROBED_QUESTIONS):
-        ids = encode_prompt(question.first_chat(), model.tokenizer, chat_template).to(
-            model.target.device
-        )
-        if ids.shape[1] < model.target.context_length:
-            answered += 1
-            model.generate(
-                ids,
-                torch.ones_like(ids),
-                config.max_new_tokens,
-                sampling=config.sampling(config.seed),
-                rule=probe,
-                eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
-                stopping_criteria=criteria,
-            )
+    encoded = [
+        encode_prompt(question.first_chat(), model.tokenizer, chat_template)[0]
+        for question in balanced_subset(questions, MAX_PROBED_QUESTIONS)
+    ]
+    prompts = [prompt for prompt in encoded if len(prompt) < model.target.context_length]
+    for _ in model.generate_many(
+        prompts,
+        config.max_new_tokens,
+        max_batch=config.batch,
+        sampling=config.sampling(config.seed),
+        rule=probe,
+        eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
+        stopping_criteria=criteria,
+    ):
+        pass  # the probe has recorded it
     empty = torch.zeros(0)
     return NodeDivergences(
         torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)]),
@@ -195,5 +194,5 @@ def probe_divergences(
             name: torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
             for name in names
         },
-        answered,
+        len(prompts),
     )

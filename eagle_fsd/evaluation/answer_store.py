@@ -27,6 +27,7 @@ CHOICE_LISTS = (
     "idxs",
     "new_tokens",
     "wall_time",
+    "latency",
     "accepted",
     "origins",
     "prompt_ids",

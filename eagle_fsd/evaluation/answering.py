@@ -7,7 +7,10 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
+from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, Reply, TreeBatch
 from eagle_fsd.evaluation.config import BenchConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
-from eagle_fsd.evaluation.methods import Method, MethodOutput, decode, synchronize
-from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.methods import Method, synchronize
+from eagle_fsd.evaluation.questions.question import Message, Question
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import Origin
@@ -26,39 +30,81 @@ from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 
 #: Maximum number of positions whose distributions are in memory at once.
 LIKELIHOOD_CHUNK = 512
-#: A question with its index in the set.
-IndexedQuestion = tuple[int, Question]
+#: Maximum number of answers per row of the batch that a method decodes before the next method takes
+#: its turn: the batch is full except at the end of these answers.
+ANSWERS_PER_ROW = 4
+#: Number of turns that each method takes if there are enough questions to fill a batch every time:
+#: intervals of speeds are over turns.
+MIN_GROUPS = 4
 
-#: Values of a turn that was not decoded.
-EMPTY_TURN: dict[str, Any] = {
-    "turns": "",
-    "idxs": 0,
-    "new_tokens": 0,
-    "wall_time": 0.0,
-    "accepted": [],
-    "origins": [],
-    "prompt_ids": [],
-    "token_ids": [],
-    "log_likelihood": None,
-    "regrets": [],
-    "memory": None,
-    "cut_off": False,
-}
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of an answer.
+
+    Attributes:
+        prompt: ``[S]`` token ids; none if it was not answered.
+        reply: What was emitted.
+        text: The reply's text.
+        seconds: Seconds from the step in which it joined the batch to its end.
+        error: Why it was not answered.
+    """
+
+    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    reply: Reply = field(default_factory=Reply)
+    text: str = ""
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class Conversation:
+    """A sample of the answers to a question.
+
+    Args:
+        question: The question.
+        sample: Index of the sample.
+
+    Attributes:
+        chat: The messages so far.
+        turns: The turns so far.
+    """
+
+    def __init__(self, question: Question, sample: int) -> None:
+        self.question, self.sample = question, sample
+        self.chat: list[Message] = question.opening()
+        self.turns: list[Turn] = []
+
+    def ask(self) -> bool:
+        """Add the next message of the user; return whether there is one."""
+        if len(self.turns) == len(self.question.turns):
+            return False
+        self.chat.append({"role": "user", "content": self.question.turns[len(self.turns)]})
+        return True
+
+    def answer(self, turn: Turn, content: str = "") -> None:
+        """Add the assistant's turn.
+
+        Args:
+            turn: The turn.
+            content: Its message.
+        """
+        self.chat.append({"role": "assistant", "content": content})
+        self.turns.append(turn)
 
 
 class Answerer:
     """Answer questions with each of several methods.
 
-    Every batch of questions is answered by all methods in rotating order, so that changes in the
-    machine's speed affect all of them alike. Each method first decodes one turn untimed.
+    All methods answer a few questions in rotating order, then the next ones, so that changes in the
+    machine's speed affect all of them alike. Each method first decodes a batch untimed.
 
     Args:
         model: The pair; its tokenizer is used.
         chat_template: How chats are formatted.
         methods: The methods.
         stores: One opened store per method, in the same order.
-        config: How answers are decoded. A :class:`BenchConfig` decodes each turn ``repeats`` times
-            and records the seconds spent in each phase.
+        config: How answers are decoded. A :class:`BenchConfig` decodes every answer ``repeats``
+            times and records the seconds spent in each phase.
         session: The session recorded in every answer.
         process: Index of this process, which answers every ``processes``-th question.
         processes: Number of processes.
@@ -79,6 +125,7 @@ class Answerer:
         self.session = session
         self.methods, self.stores = list(methods), list(stores)
         self.process, self.processes = process, processes
+        self.samples = config.samples * config.seeds
         self.memory = PeakMemory(model.target.device)
         self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
         stop = list(chat_template.stop)
@@ -94,62 +141,76 @@ class Answerer:
             questions: All questions.
             progress: Called with the number of answers so far and the total.
         """
-        share = list(enumerate(questions))[self.process :: self.processes]
-        size, count = self.group_size, len(self.methods)
-        work: list[tuple[int, list[IndexedQuestion]]] = []
-        for round_, start in enumerate(range(0, len(share), size)):
+        share = questions[self.process :: self.processes]
+        size, count = self.group_size(len(share)), len(self.methods)
+        work: list[tuple[int, int, list[Question]]] = []
+        for number, start in enumerate(range(0, len(share), size)):
             for step in range(count):
-                method = (round_ + step) % count
+                method = (number + step) % count
                 group = [
-                    (index, question)
-                    for index, question in share[start : start + size]
+                    question
+                    for question in share[start : start + size]
                     if question.question_id not in self.stores[method]
                 ]
                 if group:
-                    work.append((method, group))
+                    work.append((method, number, group))
         total = len(share) * count
-        done = total - sum(len(group) for _, group in work)
+        done = total - sum(len(group) for _, _, group in work)
         warmed_up: set[int] = set()
-        for method, group in work:
+        for method, _, group in work:
             if method not in warmed_up:
                 warmed_up.add(method)
-                chats = [item.first_chat() for _, item in group]
-                self._answer_turn(self.methods[method], chats, [0] * len(group))
+                first = [replace(item, turns=item.turns[:1]) for item in group]
+                self._converse(first[: self.config.batch], self.methods[method], 1)
         self._pairs.clear()  # forget what was learned from these answers
-        for method, group in work:
-            for record in self.answer(group, self.methods[method]):
+        for method, number, group in work:
+            for record in self.answer(group, self.methods[method], number):
                 self.stores[method].append(record)
             done += len(group)
             if progress is not None:
                 progress(done, total)
 
-    @property
-    def group_size(self) -> int:
-        """Number of questions after which the next method takes its turn."""
-        return self.config.batch if self.config.samples * self.config.seeds == 1 else 1
-
-    def answer(self, group: Sequence[IndexedQuestion], method: Method) -> list[Record]:
-        """Answer a group of questions, all samples and turns.
-
-        A batch consists of several questions or, if there are several samples, of the samples of
-        one question, which thus do not depend on other questions.
+    def group_size(self, count: int) -> int:
+        """Return the number of questions after which the next method takes its turn.
 
         Args:
-            group: Questions with their index in the set, at most :attr:`group_size`.
+            count: Number of questions.
+        """
+        rows = self.config.batch
+        if rows == 1:
+            return 1
+        answers = max(rows, count * self.samples // MIN_GROUPS)
+        return max(1, min(answers, ANSWERS_PER_ROW * rows) // self.samples)
+
+    def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
+        """Answer a group of questions, all samples and turns, in one batch.
+
+        Args:
+            questions: The questions.
             method: The method.
+            group: Index of the group, recorded as ``batch``.
 
         Returns:
-            A record of the answer file for each question, with a choice per sample. ``batch`` is
-            the same for the questions of a group; in a choice, it tells apart the samples that were
-            not decoded at once.
+            A record of the answer file for each question, with a choice per sample. The time of the
+            group, ``wall_time``, is divided in proportion to the time that each turn was in the
+            batch, ``latency``.
         """
-        size, count = self.config.batch, self.config.samples * self.config.seeds
-        samples = [(question, sample) for _, question in group for sample in range(count)]
-        choices = [
-            {"batch": first // size, **choice}
-            for first in range(0, len(samples), size)
-            for choice in self._answer_batch(samples[first : first + size], method)
-        ]
+        repeats = 1
+        if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
+            repeats = self.config.repeats
+        self.memory.start()
+        runs = [self._converse(questions, method, self.samples) for _ in range(repeats)]
+        memory = self.memory.read()
+        answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
+        total = sum(turn.seconds for turns in answers for turn in turns)
+        share = fmean(seconds for _, seconds in runs) / total if total else 0.0
+        choices = []
+        for row, turns in enumerate(answers):
+            choice: dict[str, Any] = {"index": row % self.samples}
+            for turn in turns:
+                for name, value in self._values(turn, share, memory).items():
+                    choice.setdefault(name, []).append(value)
+            choices.append(choice)
         return [
             {
                 "question_id": question.question_id,
@@ -157,64 +218,68 @@ class Answerer:
                 "answer_id": uuid.uuid4().hex[:22],
                 "model_id": method.name,
                 "session": self.session.begin(),
-                "batch": index // (self.group_size * self.processes),
-                "choices": choices[row * count : (row + 1) * count],
+                "batch": group,
+                "choices": choices[row * self.samples : (row + 1) * self.samples],
                 "tstamp": time.time(),
             }
-            for row, (index, question) in enumerate(group)
+            for row, question in enumerate(questions)
         ]
 
-    def _answer_batch(
-        self, samples: Sequence[tuple[Question, int]], method: Method
-    ) -> list[dict[str, Any]]:
-        """Answer questions at once, all turns; each comes with the index of the sample."""
-        choices: list[dict[str, Any]] = [{"index": sample} for _, sample in samples]
-        chats = [question.opening() for question, _ in samples]
-        for turn in range(max(len(question.turns) for question, _ in samples)):
-            rows = [row for row, (question, _) in enumerate(samples) if turn < len(question.turns)]
-            seeds = []
-            for row in rows:
-                question, sample = samples[row]
-                chats[row].append({"role": "user", "content": question.turns[turn]})
-                repetition, number = divmod(sample, self.config.samples)
-                seed = self.config.seed + repetition
-                seeds.append(answer_seed(seed, question.question_id, number, turn))
-            answers = self._answer_turn(method, [chats[row] for row in rows], seeds)
-            for row, values in zip(rows, answers, strict=True):
-                chats[row].append({"role": "assistant", "content": values["turns"]})
-                for name, value in values.items():
-                    choices[row].setdefault(name, []).append(value)
-        return choices
+    def _converse(
+        self, questions: Sequence[Question], method: Method, samples: int
+    ) -> tuple[list[list[Turn]], float]:
+        """Answer questions in one batch, in which each turn takes the place of the one before.
 
-    def _answer_turn(
-        self,
-        method: Method,
-        chats: Sequence[Sequence[dict[str, str]]],
-        seeds: Sequence[int],
-    ) -> list[dict[str, Any]]:
-        """Answer one turn of each chat, and return the turn's values for each."""
-        model, limit = self.model, self.config.max_new_tokens
-        prompts = [encode_prompt(chat, model.tokenizer, self.chat_template)[0] for chat in chats]
-        answers: list[dict[str, Any]] = []
-        calls: list[tuple[list[int], int]] = []
-        full: list[int] = []
-        for row, prompt in enumerate(prompts):
+        Returns:
+            The turns of every sample of every question, and the seconds that decoding took.
+        """
+        kind: type[MethodBatch] = PaddedBatch if method.decoder == "hf" else TreeBatch
+        batch = kind(
+            self._pair(method), method, self.config, self.eos_token_ids, self.stopping_criteria
+        )
+        answers = [Conversation(item, sample) for item in questions for sample in range(samples)]
+        waiting, seconds = deque(answers), 0.0
+        running: dict[Hashable, tuple[Conversation, Tensor, float]] = {}
+        synchronize(self.model)
+        while True:
+            while waiting and batch.free:
+                answer = waiting.popleft()
+                prompt = self._next_prompt(answer)
+                if prompt is not None:
+                    room = self.model.target.context_length - len(prompt)
+                    limit = min(room, self.config.max_new_tokens)
+                    key = batch.add(prompt, limit, self._seed(answer))
+                    running[key] = answer, prompt, seconds
+            if not running:
+                return [answer.turns for answer in answers], seconds
+            begin = time.perf_counter()
+            replies = batch.step()
+            seconds += time.perf_counter() - begin
+            for key, reply in replies:
+                answer, prompt, joined = running.pop(key)
+                text = str(self.model.tokenizer.decode(reply.tokens, skip_special_tokens=True))
+                turn = Turn(prompt, reply, text, seconds - joined)
+                answer.answer(turn, self._content(text))
+                waiting.appendleft(answer)
+
+    def _next_prompt(self, answer: Conversation) -> Tensor | None:
+        """Return the prompt of the next turn; None after the last one.
+
+        Turns whose prompt fills the context are skipped.
+        """
+        while answer.ask():
+            prompt = encode_prompt(answer.chat, self.model.tokenizer, self.chat_template)[0]
+            if len(prompt) < self.model.target.context_length:
+                return prompt
             error = f"the prompt's {len(prompt)} tokens fill the context"
-            answers.append({**EMPTY_TURN, "errors": error, **self._phases({}, 0.0)})
-            room = model.target.context_length - len(prompt)
-            if room >= limit:
-                full.append(row)
-            elif room > 0:
-                # Decoded separately: the longest prompt limits the new tokens of all rows, and an
-                # answer must not depend on the rest of its batch.
-                calls.append(([row], room))
-        if full:
-            calls.insert(0, (full, limit))
-        for rows, room in calls:
-            decoded = self._decode(method, [prompts[row] for row in rows], room, seeds[rows[0]])
-            for row, values in zip(rows, decoded, strict=True):
-                answers[row] = values
-        return answers
+            answer.answer(Turn(error=error))
+        return None
+
+    def _seed(self, answer: Conversation) -> int:
+        """Return the seed of the next turn."""
+        repetition, number = divmod(answer.sample, self.config.samples)
+        seed = self.config.seed + repetition
+        return answer_seed(seed, answer.question.question_id, number, len(answer.turns))
 
     def _pair(self, method: Method) -> EagleFSD:
         """Return the pair for a method; a drafter that learns does so from its answers only."""
@@ -224,88 +289,69 @@ class Answerer:
             self._pairs[method.name] = pair
         return self._pairs[method.name]
 
-    def _decode(
-        self, method: Method, prompts: Sequence[Tensor], max_new_tokens: int, seed: int
-    ) -> list[dict[str, Any]]:
-        """Decode prompts in one call, and return a turn's values for each."""
-        model, config = self._pair(method), self.config
-        padded = model.tokenizer.pad(
-            {"input_ids": [prompt.tolist() for prompt in prompts]},
-            padding_side="left",
-            return_tensors="pt",
-        ).to(model.target.device)
-        repeats = 1
-        if isinstance(config, BenchConfig) and not model.drafter.learns:
-            repeats = config.repeats
-        seconds = 0.0
-        phases: dict[str, float] = {}
-        self.memory.start()
-        for _ in range(repeats):
-            synchronize(model)
-            begin = time.perf_counter()
-            out = decode(
-                model,
-                method,
-                padded["input_ids"],
-                padded["attention_mask"],
-                config.sampling(seed),
-                max_new_tokens,
-                self.eos_token_ids,
-                self.stopping_criteria,
-            )
-            synchronize(model)
-            seconds += (time.perf_counter() - begin) / repeats
-            for phase, spent in (out.stats.seconds if out.stats else {}).items():
-                phases[phase] = phases.get(phase, 0.0) + spent / repeats
-        memory = self.memory.read()
-        total = max(1, sum(map(len, out.tokens)))
-        turns = []
-        for row, tokens in enumerate(out.tokens):
-            origins = out.origins[row] if out.origins else []
-            own, best = answer_log_probs(model.target, prompts[row], tokens)
-            text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
-            share = len(tokens) / total  # a batch's time is divided in proportion to tokens
-            turns.append(
-                {
-                    "turns": _truncate_at_stop(text, self.chat_template.stop).strip(),
-                    "idxs": _count_passes(method, out, row),
-                    "new_tokens": len(tokens),
-                    "wall_time": seconds * share,
-                    "accepted": out.stats.accepted[row] if out.stats else [],
-                    "origins": origins,
-                    "prompt_ids": prompts[row].tolist(),
-                    "token_ids": tokens.tolist(),
-                    "log_likelihood": float(own.mean()) if len(tokens) else None,
-                    "regrets": [
-                        max(0.0, float(best[at] - own[at]))
-                        for at, origin in enumerate(origins)
-                        if origin == Origin.FUZZY
-                    ],
-                    "memory": memory,
-                    "cut_off": self._is_cut_off(text, tokens),
-                    "errors": None,
-                    **self._phases(phases, share),
-                }
-            )
-        return turns
+    def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
+        """Return the values of a turn that are recorded.
 
-    def _phases(self, seconds: dict[str, float], share: float) -> dict[str, Any]:
-        """Return the field ``phases`` with a row's seconds, which only benchmarks record."""
-        if not isinstance(self.config, BenchConfig):
-            return {}
-        return {"phases": {phase: share * spent for phase, spent in seconds.items()}}
+        Args:
+            turn: The turn.
+            share: The part of its seconds that counts as its own.
+            memory: Peak memory of the group in bytes.
+        """
+        reply, tokens = turn.reply, turn.reply.tokens
+        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
+        values: dict[str, Any] = {
+            "turns": self._content(turn.text),
+            "idxs": reply.passes,
+            "new_tokens": len(tokens),
+            "wall_time": share * turn.seconds,
+            "latency": turn.seconds,
+            "accepted": reply.accepted,
+            "origins": reply.origins,
+            "prompt_ids": turn.prompt.tolist(),
+            "token_ids": tokens,
+            "log_likelihood": float(own.mean()) if tokens else None,
+            "regrets": [
+                max(0.0, float(best[at] - own[at]))
+                for at, origin in enumerate(reply.origins)
+                if origin == Origin.FUZZY
+            ],
+            "memory": memory,
+            "cut_off": turn.error is None and self._is_cut_off(turn),
+            "errors": turn.error,
+        }
+        if isinstance(self.config, BenchConfig):
+            values["phases"] = {name: share * spent for name, spent in reply.phases.items()}
+        return values
 
-    def _is_cut_off(self, text: str, tokens: Tensor) -> bool:
-        """Return whether an answer ended without an end token or a stop string."""
-        ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
-        return not ended and not any(stop in text for stop in self.chat_template.stop)
+    def _content(self, text: str) -> str:
+        """Return the message that consists of a reply's text."""
+        return _truncate_at_stop(text, self.chat_template.stop).strip()
+
+    def _is_cut_off(self, turn: Turn) -> bool:
+        """Return whether a turn ended without an end token or a stop string."""
+        ended = bool(turn.reply.tokens) and turn.reply.tokens[-1] in self.eos_token_ids
+        return not ended and not any(stop in turn.text for stop in self.chat_template.stop)
+
+
+def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:
+    """Return the turns of an answer with the mean times of several runs."""
+    found = []
+    for same in zip(*runs, strict=True):
+        first, replies = same[0], [turn.reply for turn in same]
+        phases = {
+            name: fmean(item.phases.get(name, 0.0) for item in replies)
+            for name in first.reply.phases
+        }
+        reply = replace(first.reply, phases=phases)
+        found.append(replace(first, reply=reply, seconds=fmean(turn.seconds for turn in same)))
+    return found
 
 
 def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> int:
     """Return the seed with which a turn of an answer is sampled.
 
     It depends neither on the other questions of a run nor on their order, so that a larger run
-    draws the same answers. A batch is sampled with the seed of its first answer.
+    draws the same answers.
 
     Args:
         seed: The run's seed.
@@ -318,13 +364,6 @@ def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> in
     """
     key = json.dumps([seed, question_id, sample, turn])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
-
-
-def _count_passes(method: Method, out: MethodOutput, row: int) -> int | None:
-    """Return the number of target passes; None if the method does not report it."""
-    if out.stats is not None:
-        return len(out.stats.accepted[row])
-    return len(out.tokens[row]) if method.assistant is None else None
 
 
 def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -121,16 +121,11 @@ def measure(
         ``[answers, 3]``: tokens, target passes, and the sum of log-probabilities in nats.
     """
     totals = np.zeros((len(prompts), 3))
-    for first in range(0, len(prompts), BATCH):
-        group = prompts[first : first + BATCH]
-        width = max(map(len, group))
-        ids = torch.zeros(len(group), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(group):
-            ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-        for chunk in model.stream(ids, mask, max_new_tokens, acceptance=acceptance, details=0):
-            found = [detail.log_prob for detail in chunk.details or ()]
-            totals[first + chunk.row] += (len(chunk.tokens), 1, sum(found))
+    for item in model.generate_many(
+        prompts, max_new_tokens, max_batch=BATCH, acceptance=acceptance, details=0
+    ):
+        log_probs = sum(detail.log_prob for detail in item.details)
+        totals[item.index] = len(item.tokens), item.stats.steps, log_probs
     return totals
 
 

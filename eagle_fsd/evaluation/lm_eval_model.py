@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +17,9 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from eagle_fsd.bundled import BUNDLED_TARGET
@@ -28,7 +30,7 @@ from eagle_fsd.model.config import (
     TreeConfig,
     settings_dict,
 )
-from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.pipeline import EagleFSD, Prompt
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import FastChatTemplate
 from eagle_fsd.utils.options import OptionsError
@@ -37,6 +39,8 @@ from eagle_fsd.utils.options import OptionsError
 NAME = "eagle-fsd"
 #: The tree's ``top_k`` in model arguments; ``top_k`` alone is an option of sampling.
 TREE_TOP_K = "tree_top_k"
+#: Statistics of all answers in the harness's results.
+STATISTICS = ("tokens", "steps", "tau", "tokens_per_second", "origins", "seconds")
 #: The device that the harness passes unless ``--device`` is given, also where there is no GPU.
 HARNESS_DEVICE = "cuda:0"
 #: Model arguments of the harness's ``hf`` that apply to a loaded model.
@@ -87,8 +91,8 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
     Answers are decoded with draft trees.
 
     Args:
-        batch_size: Requests per batch, or ``auto``.
-        max_batch_size: Maximum number of requests per batch with ``batch_size="auto"``.
+        batch_size: Requests that are decoded at once, or ``auto``.
+        max_batch_size: Maximum number of requests that ``auto`` stands for.
         max_length: Maximum number of tokens of a prompt and its answer. Default: the target's
             context length.
         method: ``"fsd"``, or ``"ar"`` for plain decoding.
@@ -132,9 +136,12 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
             dtype=loaded.dtype,
             device_map=loaded.device,
             draft_vocabulary=loaded.draft_vocabulary,
+            quantize=loaded.quantize,
             settings=settings,
         )
-        self.pair.compiled = bool(loaded.compiled)
+        # Memory for batches is planned, so that "auto" need not find out.
+        self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
+        self.pair.compiled = self._rows if loaded.compiled else 0
         self.pair.tree = self.pair.tree.updated(**tree)
         self.pair.acceptance = self.pair.acceptance.updated(**acceptance)
         self.method, self.stats = method, DecodeStats.empty(0)
@@ -166,45 +173,67 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         Raises:
             OptionsError: A generation argument is not supported.
         """
-        answers: list[str] = super().generate_until(requests, disable_tqdm)
-        for stop in self._template.stop if self._template else ():
-            answers = [answer.split(stop)[0] for answer in answers]
+        found = [self._prompt(*request.args) for request in requests]
+        answers = [""] * len(requests)
+        disabled = disable_tqdm or self.rank != 0
+        begin = time.perf_counter()
+        with tqdm(total=len(requests), disable=disabled, desc="Answering") as bar:
+            prompts = (prompt for prompt, _ in found)
+            for item in self.pair.generate_many(prompts, max_batch=self._rows, method=self.method):
+                request, (_, stop) = requests[item.index], found[item.index]
+                answers[item.index] = self._text(item.tokens, stop)
+                self.cache_hook.add_partial("generate_until", request.args, answers[item.index])
+                self.stats.accepted += item.stats.accepted
+                self.stats.origins += item.stats.origins
+                bar.update()
+        seconds = self.stats.seconds.get("generate", 0.0) + time.perf_counter() - begin
+        self.stats.seconds["generate"] = seconds
         stats = self.stats
         log.info(
             "%d tokens, tau %.2f, %.1f tokens/s", stats.tokens, stats.tau, stats.tokens_per_second
         )
         return answers
 
-    def _model_generate(
-        self,
-        context: Tensor,
-        max_length: int,
-        stop: Sequence[str],
-        attention_mask: Tensor,
-        **generation_kwargs: Any,
-    ) -> Tensor:
-        """Decode a batch; the harness calls this, and cuts the answers at the stop strings."""
-        pair, length = self.pair, context.shape[1]
-        fsd = generation_kwargs.pop("fsd", {})
+    def _prompt(self, context: str, arguments: dict[str, Any]) -> tuple[Prompt, list[str]]:
+        """Return a prompt with its options, and the strings before which its answer is cut."""
+        pair, template = self.pair, self._template
+        options = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
+        limit, stop = int(options.pop("max_gen_toks")), set(options.pop("until", []))
+        if limit >= self.max_length:
+            raise OptionsError(
+                f"max_gen_toks must be less than max_length, {self.max_length}; got {limit}"
+            )
         eos = pair.eos_token_ids
-        strings = set(stop) - {self.tok_decode(self.eot_token_id, skip_special_tokens=False), ""}
-        if self._template is not None:
-            eos = [*eos, *self._template.stop_token_ids]
-            strings |= set(self._template.stop)
-        out = pair.generate(
-            context.cpu(),  # the stopping criteria read it after every token
-            attention_mask.cpu(),
-            max_length - length,
-            sampling=_sampling(generation_kwargs),
-            acceptance=pair.acceptance.updated(**fsd),
-            method=self.method,
-            eos_token_id=eos,
-            stopping_criteria=[StopAtStrings(pair.tokenizer, sorted(strings), length)]
-            if strings
-            else [],
+        if template is not None:
+            eos = [*eos, *template.stop_token_ids]
+            stop |= set(template.stop)
+        strings = sorted(stop - {self.tok_decode(self.eot_token_id, skip_special_tokens=False), ""})
+        acceptance = pair.acceptance.updated(**options.pop("fsd", {}))
+        (ids,), _ = self.tok_batch_encode(
+            [context], left_truncate_len=self.max_length - limit, truncation=self.truncation
         )
-        self.stats = _sum(self.stats, out.stats)
-        return out.sequences
+        criteria = [StopAtStrings(pair.tokenizer, strings, len(ids))] if strings else []
+        prompt = Prompt(
+            ids,
+            max_new_tokens=limit,
+            sampling=_sampling(options),
+            acceptance=acceptance,
+            eos_token_id=eos,
+            stopping_criteria=criteria,
+        )
+        return prompt, strings
+
+    def _text(self, tokens: list[int], stop: list[str]) -> str:
+        """Return the text of an answer, without its reasoning and what follows a stop string."""
+        end = self.think_end_token
+        if isinstance(end, int) and end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        text: str = self.tok_decode(tokens)
+        if isinstance(end, int):
+            text = text.lstrip()
+        marker = end if isinstance(end, str) else None
+        cut: str = postprocess_generated_text(text, stop, marker)
+        return cut
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the chat template, which the harness writes to its results.
@@ -238,8 +267,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness writes to its results: settings, and statistics of answers."""
-        stats = self.stats.as_dict()
-        del stats["accepted"]
+        stats = {name: value for name, value in self.stats.as_dict().items() if name in STATISTICS}
         settings = settings_dict(self.pair.tree, self.pair.acceptance)
         own = {"method": self.method, "settings": settings, "stats": stats}
         return {**super().get_model_info(), "eagle_fsd": own}
@@ -293,14 +321,3 @@ def _sampling(arguments: dict[str, Any]) -> SamplingConfig:
     sampled = values.pop("do_sample", False)
     temperature = values.pop("temperature", 1.0)
     return SamplingConfig.from_dict({**values, "temperature": temperature if sampled else 0.0})
-
-
-def _sum(first: DecodeStats, second: DecodeStats) -> DecodeStats:
-    """Add up the statistics of two calls."""
-    return DecodeStats(
-        first.accepted + second.accepted,
-        first.origins + second.origins,
-        dict(Counter(first.seconds) + Counter(second.seconds)),
-        first.passes + second.passes,
-        first.prefilled + second.prefilled,
-    )

@@ -77,7 +77,7 @@ class Method:
         decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
             Hugging Face's ``generate``.
         assistant: Draft model for Hugging Face's assisted generation.
-        tree: Shape of the draft tree; default: the model's.
+        tree: Shape of the draft tree; default: the model's, which may depend on the batch.
         phase: Markers at the beginning of a line between which ``rule`` applies; without the first
             one, it applies from the beginning of the answer. Of a marker of several tokens, the
             last one counts.
@@ -100,6 +100,8 @@ class Method:
         pair = copy.copy(model)
         pair.acceptance = model.acceptance.updated(**self.acceptance)
         pair.tree = self.tree or model.tree_for(pair.acceptance)
+        if self.tree is None:
+            pair.batch_trees = model.batch_trees
         return pair
 
     def rule_for(self, model: EagleFSD) -> AcceptanceRule | None:
@@ -137,7 +139,8 @@ class Method:
             phase = {"phase": list(self.phase)} if self.phase else {}
             return {"method": repr(self.rule), **phase, **shape}
         if pair.acceptance == pair.acceptance.updated(**EAGLE_ACCEPTANCE):
-            return {"method": "exact", **shape}
+            trees = {str(rows): tree.model_dump() for rows, tree in pair.batch_trees.items()}
+            return {"method": "exact", **shape, **({"batch_trees": trees} if trees else {})}
         return {"method": "fsd", **values}
 
 

@@ -38,7 +38,7 @@ class Summary:
         scores: Whether the answer is correct, for each question with a score.
         likelihoods: The target's mean log-probability of the answer to each question, in nats per
             token.
-        timings: Session, batch, seconds and tokens for each question.
+        timings: Session, group, seconds and tokens for each question.
         by_category: Tokens and steps for each category.
         phases: Seconds by phase of decoding; None if they were not recorded.
         answers: Number of answers.
@@ -111,30 +111,24 @@ class Summary:
         """Compare speeds on the questions that both methods answered in the same session.
 
         Speeds measured in different sessions, at other times or on other machines, are not
-        comparable. The questions of a batch share one measured time, so that batches, not
+        comparable. The questions of a group share one measured time, so that groups, not
         questions, are the independent measurements of the interval.
 
         Args:
             other: The method in the denominator; None gives a ratio of NaN.
         """
         theirs = other.timings if other is not None else {}
-        batches: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
-        for key, (session, batch, *own) in self.timings.items():
+        groups: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
+        for key, (session, group, *own) in self.timings.items():
             if key in theirs and theirs[key][0] == session:
-                batches[session, batch] += (own, theirs[key][2:])
-        pairs = np.asarray(list(batches.values()), dtype=float).reshape(-1, 2, 2)
+                groups[session, group] += (own, theirs[key][2:])
+        pairs = np.asarray(list(groups.values()), dtype=float).reshape(-1, 2, 2)
         return Ratio.of_speeds(pairs[:, 0], pairs[:, 1])
 
     def latency(self) -> dict[str, float] | None:
-        """Return ``median`` and ``p95`` of the seconds per answer; None without answers.
-
-        The answers of a batch arrive together, so that each takes as long as the batch.
-        """
-        batches: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for session, batch, seconds, _ in self.timings.values():
-            batches[session, batch].append(seconds)
-        calls = max((record["choices"][-1]["batch"] + 1 for record in self.records), default=1)
-        waits = [sum(batch) / calls for batch in batches.values() for _ in batch]
+        """Return ``median`` and ``p95`` of the seconds per answer; None without answers."""
+        choices = [choice for record in self.records for choice in record["choices"]]
+        waits = [sum(choice["latency"]) for choice in choices]
         if not waits:
             return None
         median, high = np.quantile(waits, (0.5, 0.95)).tolist()

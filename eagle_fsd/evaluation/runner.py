@@ -129,7 +129,7 @@ class Evaluation:
             "environment": describe_environment(),
             "dtype": str(model.target.dtype),
             "device": str(model.target.device),
-            "compiled": model.compiled,
+            "compiled": bool(model.compiled),
         }
         self.stores: dict[str, AnswerStore] = {}
         self.scores: dict[str, dict[int | str, bool]] = {}
@@ -279,9 +279,14 @@ class Evaluation:
         row = main_row(report)
         method = next((item for item in self.methods if row and item.name == row["method"]), None)
         if method is not None:
-            greedy = not self.config.temperature
             report["comparison"] = compare_answers(
-                self.model, method, self.questions, self.merge(), self.scores, greedy
+                self.model,
+                method,
+                self.questions,
+                self.merge(),
+                self.scores,
+                greedy=not self.config.temperature,
+                max_batch=self.config.batch,
             )
 
     def write(self, report: Report) -> None:
@@ -417,8 +422,8 @@ def run_evaluation(
             use_sandbox(request.unsafe)  # raises an exception before hours of decoding
         hooks.on_questions(questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
-    model.compiled = bool(request.compiled)
-    # A batch shrinks as its rows end, and every number of rows would take compilations, too.
+    # Of a batch, only steps with all rows are compiled, which pays in long evaluations at most.
+    model.compiled = config.batch if request.compiled else 0
     if request.compiled is None and config.batch == 1 and len(methods) <= MAX_COMPILED_METHODS:
         with hooks.progress("compiling"):
             per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
@@ -508,6 +513,7 @@ def load_pair(
         dtype=request.dtype,
         device_map=device,
         draft_vocabulary=request.draft_vocabulary,
+        quantize=request.quantize,
     )
     if settings is not None:
         model.configure(settings)

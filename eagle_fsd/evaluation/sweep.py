@@ -150,6 +150,7 @@ def sweep(
                 evaluation.merge(),
                 evaluation.scores,
                 decoded=MAX_PROBED_QUESTIONS,
+                max_batch=config.batch,
             )
             draw_regrets(compared, folder / "regret.png", report, grid.thresholds, grid.min_ratios)
             report["figures"].append("regret.png")

@@ -361,12 +361,11 @@ def measurement(report: dict[str, Any]) -> str:
     revisions = list(dict.fromkeys(str(item["revision"]) for item in sessions))
     trees = list(dict.fromkeys(tree for row in report["rows"] if (tree := tree_text(row))))
     shape = f"; tree {trees[0]}" if len(trees) == 1 else ""
-    batch = "" if about["batch"] == 1 else f", batches of {about['batch']}"
     repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     return (
-        f"{report['questions']} questions of {about['questions']}{batch}{repeats};"
-        f" {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
+        f"{report['questions']} questions of {about['questions']}, batch size {about['batch']}"
+        f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {threads}{shape}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
         f" revision {', '.join(revisions)}. Intervals are 95%."

@@ -7,19 +7,33 @@ accepted length than heads trained on other text.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor
+
 from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.generation import Answer
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
-from eagle_fsd.train.loaded_target import TRIAL_CHATS, LoadedTarget, open_chat_file
+from eagle_fsd.train.loaded_target import (
+    TRIAL_CHATS,
+    LoadedTarget,
+    check_device_map,
+    open_chat_file,
+)
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.chat_templates import encode_prompt
 from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
@@ -35,6 +49,8 @@ _LATER_OPTIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 REJECTIONS = (400, 413, 422)
 #: Options that a server replaces.
 LOCAL_OPTIONS = ("target", "dtype", "chat_template", "device_map")
+#: How long a process may wait for the others to finish.
+PROCESS_TIMEOUT = timedelta(days=7)
 #: Upper bound of the turns of a chat, which keeps the seeds of different chats apart.
 MAX_TURNS = 1024
 
@@ -46,8 +62,11 @@ def regenerate(
     *,
     token: str | None = None,
     progress: ProgressFactory = no_progress,
-) -> ChatFile:
+) -> ChatFile | None:
     """Rewrite a chat file with the target.
+
+    Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
+    see the same output file.
 
     Args:
         request: The chats, the target and the file to write.
@@ -58,23 +77,20 @@ def regenerate(
         progress: Reports ``reading`` (in bytes) and ``rewriting`` (in chats).
 
     Returns:
-        The rewritten chats.
+        The rewritten chats; None on processes other than the first.
 
     Raises:
-        OptionsError: An option of the target is set together with a server, or there are several
-            processes.
+        OptionsError: An option of the target is set together with a server, or a server or a device
+            map is set and there are several processes.
         ValueError: No chat is valid, the chat template or the server rejects the chats, or the
             output was written from other chats or options.
         OSError: A file cannot be read or written.
         LoadError: The target cannot be loaded.
         KeyboardInterrupt: A signal stopped the requests to a server; the chats so far are saved.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise OptionsError(
-            "regenerate requires a single process; to use several GPUs, start a server for the"
-            " target and pass --base-url"
-        )
     if server is not None and server.base_url is not None:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise OptionsError("--base-url requires a single process; see --concurrency")
         given = [name for name in LOCAL_OPTIONS if getattr(request, name) is not None]
         if given:
             names = ", ".join(given).replace("_", " ")
@@ -83,11 +99,19 @@ def regenerate(
             chats = open_chat_file(request.data, report)
         with progress("rewriting") as report:
             return request_chats(server, chats, request.out, config, report)
-    loaded = LoadedTarget.load(request, request.device_map, token)
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+    check_device_map(request.device_map, state.num_processes)
+    progress = progress if state.is_main_process else no_progress
+    device = request.device_map or (state.device if state.num_processes > 1 else None)
+    loaded = LoadedTarget.load(request, device, token)
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, progress=report).file
     with progress("rewriting") as report:
-        return rewrite_chats(loaded, chats, request.out, config, report)
+        rewritten = rewrite_chats(loaded, chats, request.out, config, report, state)
+    is_main = state.is_main_process
+    state.destroy_process_group()
+    return rewritten if is_main else None
 
 
 def rewrite_chats(
@@ -96,19 +120,23 @@ def rewrite_chats(
     out: str | Path,
     config: RegenerateConfig | None = None,
     progress: Progress | None = None,
+    state: PartialState | None = None,
 ) -> ChatFile:
     """Rewrite chats with a loaded target, resuming an interrupted run.
 
-    The result does not depend on interruptions: batches always start at the same chats, and a
-    batch's seed depends on its position. ``OUT.meta.json`` holds the fingerprint of the chats and
-    the options.
+    The result does not depend on interruptions, on the number of processes or on the batch size: a
+    turn depends on its chat and on a seed of its own. Until all chats are rewritten, lines are in
+    the order of their completion, and several processes write to files of their own, ``OUT.part0``
+    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options.
 
     Args:
         loaded: The target.
         chats: The chats.
         out: JSON Lines of ``{"index", "messages"}`` to write.
         config: How turns are generated; default: sampled from the target's distribution.
-        progress: Called with the chats rewritten and the number of chats.
+        progress: Called with the chats that all processes have rewritten, if they are equally fast,
+            and the number of chats.
+        state: The processes that share the work, all of which call this; default: only this one.
 
     Returns:
         The rewritten chats.
@@ -119,22 +147,59 @@ def rewrite_chats(
     """
     config = config or RegenerateConfig()
     out = Path(out)
-    fingerprint = {**loaded.fingerprint(chats.path), **config.model_dump()}
-    _check_fingerprint(out, fingerprint)
-    truncate_partial_line(out)
-    done = len(read_jsonl(out)) if out.exists() else 0
-    size = config.batch_size
+    process, processes = 0, 1
+    if state is not None:
+        process, processes = state.process_index, state.num_processes
+    if process == 0:
+        options = config.model_dump(exclude={"batch_size"})
+        _check_fingerprint(out, {**loaded.fingerprint(chats.path), **options})
+        for file in _files(out):
+            truncate_partial_line(file)
+    _wait(state)
+    done = _read_lines(out).keys()
+    _wait(state)  # until all have read what there is, before it changes
+    missing = [index for index in range(len(chats)) if index not in done]
+    part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
     rejections: list[str] = []
-    for start in range(done - done % size, len(chats), size):
-        batch = [chats[index] for index in range(start, min(start + size, len(chats)))]
-        rewritten = _rewrite_batch(loaded, batch, config, _seed(config, start), rejections)
-        for index, chat in enumerate(rewritten, start):
-            if index >= done:
-                append_line(out, json.dumps({"index": index, "messages": chat}))
+    share = (_Chat(index, chats[index]) for index in missing[process::processes])
+    for count, chat in enumerate(_rewrite(loaded, share, config, rejections), 1):
+        append_line(part, json.dumps({"index": chat.index, "messages": chat.new}))
         if progress is not None:
-            progress(start + len(batch), len(chats))
+            progress(min(len(done) + count * processes, len(chats)), len(chats))
     _report_rejections(rejections, len(chats))
+    _wait(state)
+    if process == 0:
+        _merge(out)
+    _wait(state)
     return ChatFile(out)
+
+
+def _wait(state: PartialState | None) -> None:
+    if state is not None:
+        state.wait_for_everyone()
+
+
+def _files(out: Path) -> list[Path]:
+    """Return the files with rewritten chats: the output and the parts that processes wrote."""
+    parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
+    return [file for file in (out, *parts) if file.exists()]
+
+
+def _read_lines(out: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of the output and its parts by the index of their chat."""
+    lines = (line for file in _files(out) for line in read_jsonl(file))
+    return {int(line["index"]): line for line in lines}
+
+
+def _merge(out: Path) -> None:
+    """Write all lines to the output, in the order of the chats, and remove its parts."""
+    lines = _read_lines(out)
+    if _files(out) != [out] or list(lines) != sorted(lines):
+        text = "".join(json.dumps(lines[index]) + "\n" for index in sorted(lines))
+        atomic_write(out, text)
+    for file in _files(out):
+        if file != out:
+            file.unlink()
 
 
 def request_chats(
@@ -219,10 +284,7 @@ def request_chats(
     _report_rejections(rejections, len(chats))
     if len(done) < len(chats):
         raise KeyboardInterrupt
-    lines = read_jsonl(out)
-    ordered = sorted(lines, key=lambda line: int(line["index"]))
-    if lines != ordered:
-        atomic_write(out, "".join(json.dumps(line) + "\n" for line in ordered))
+    _merge(out)
     return ChatFile(out)
 
 
@@ -289,60 +351,87 @@ def _seed(config: RegenerateConfig, chat: int, turn: int = 0) -> int:
 def _check_fingerprint(out: Path, fingerprint: dict[str, Any]) -> None:
     """Write the fingerprint, or check it against that of an earlier run."""
     file = out.with_name(out.name + ".meta.json")
-    if out.exists():
+    if _files(out):
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        before.pop("batch_size", None)  # of earlier versions
         if {**_LATER_OPTIONS, **before} != fingerprint:
             raise ValueError(f"{out} was written from other chats or options; choose another file")
     else:
         atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
 
 
-def _rewrite_batch(
+@dataclass(eq=False)
+class _Chat:
+    """A chat that is being rewritten.
+
+    Attributes:
+        index: Its index in the file.
+        messages: The messages to rewrite.
+        new: The new messages so far.
+    """
+
+    index: int
+    messages: Chat
+    new: Chat = field(default_factory=list)
+
+
+def _rewrite(
     loaded: LoadedTarget,
-    chats: Sequence[Chat],
+    chats: Iterator[_Chat],
     config: RegenerateConfig,
-    seed: int,
     rejections: list[str],
-) -> list[Chat]:
-    """Generate the assistant turns in order.
+) -> Iterator[_Chat]:
+    """Generate the assistant turns in order, those of several chats at once.
 
     A chat ends when the context is full, or when the chat template rejects it; the template's
     messages are appended to ``rejections``.
+
+    Yields:
+        The chats in the order in which they end.
     """
     model = EagleFSD(loaded.target.model, None)
-    tokenizer = loaded.tokenizer
-    sampling = config.model_dump(include=set(SamplingConfig.model_fields))
-    rewritten: list[Chat] = [[] for _ in chats]
-    for turn in range(max(map(len, chats))):
-        prompts = []
-        for chat, new in zip(chats, rewritten, strict=True):
-            if turn >= len(chat) or len(new) < turn:
-                continue  # the chat has ended
-            if not is_answer(chat[turn]):
-                new.append(chat[turn])
+    sampling = SamplingConfig.from_dict(config.model_dump(include=set(SamplingConfig.model_fields)))
+    batch = model.batch(config.batch_size)
+    begun: deque[_Chat] = deque()
+    running: dict[Answer, _Chat] = {}
+    while True:
+        while batch.free and (chat := begun.popleft() if begun else next(chats, None)):
+            prompt = _next_prompt(loaded, chat, rejections)
+            if prompt is None:
+                yield chat
                 continue
+            request = model.request(
+                prompt,
+                min(config.max_new_tokens, loaded.target.context_length - len(prompt)),
+                sampling=sampling.updated(seed=_seed(config, chat.index, len(chat.new))),
+                method="ar",
+            )
+            running[batch.add(request)] = chat
+        if not running:
+            return
+        for answer, chunk in batch.step():
+            if answer.error is not None:
+                raise answer.error
+            if chunk.finished:
+                chat = running.pop(answer)
+                text = str(loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+                chat.new.append({"role": "assistant", "content": text.strip()})
+                begun.append(chat)
+
+
+def _next_prompt(loaded: LoadedTarget, chat: _Chat, rejections: list[str]) -> Tensor | None:
+    """Copy messages up to the next assistant turn.
+
+    Returns:
+        The prompt of that turn, ``[S]``; None if the chat ends.
+    """
+    for message in chat.messages[len(chat.new) :]:
+        if is_answer(message):
             try:
-                ids = encode_prompt(new, tokenizer, loaded.chat_template)[0].tolist()
+                ids = encode_prompt(chat.new, loaded.tokenizer, loaded.chat_template)[0]
             except ValueError as error:
                 rejections.append(str(error))
-                continue
-            if len(ids) + 1 < loaded.target.context_length:
-                prompts.append((new, ids))
-        if not prompts:
-            continue
-        padded = tokenizer.pad(
-            {"input_ids": [ids for _, ids in prompts]}, padding_side="left", return_tensors="pt"
-        ).to(loaded.target.device)
-        output = model.generate(
-            padded["input_ids"],
-            padded["attention_mask"],
-            max_new_tokens=config.max_new_tokens,
-            sampling=SamplingConfig.from_dict({**sampling, "seed": seed + turn}),
-            method="ar",
-        )
-        texts = tokenizer.batch_decode(
-            output.sequences[:, padded["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        for (new, _), text in zip(prompts, texts, strict=True):
-            new.append({"role": "assistant", "content": text.strip()})
-    return rewritten
+                return None
+            return ids if len(ids) + 1 < loaded.target.context_length else None
+        chat.new.append(message)
+    return None

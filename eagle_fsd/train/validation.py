@@ -95,14 +95,8 @@ def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]
     model = EagleFSD(target.model, head)
     probe = DivergenceProbe()
     tokens = steps = 0
-    for prompt in prompts:
-        output = model.generate(
-            prompt[None].to(target.device),
-            torch.ones_like(prompt[None]),
-            max_new_tokens=MAX_NEW_TOKENS,
-            rule=probe,
-        )
-        tokens, steps = tokens + output.stats.tokens, steps + output.stats.steps
+    for item in model.generate_many(prompts, MAX_NEW_TOKENS, rule=probe):
+        tokens, steps = tokens + item.stats.tokens, steps + item.stats.steps
     return {
         "tau": tokens / steps if steps else None,
         "js_by_depth": _mean_js_by_depth(probe.records),

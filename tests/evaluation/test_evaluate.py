@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
 def test_each_turn_sees_the_turns_before(model: EagleFSD, tmp_path: Path) -> None:
     template = load_chat_template(model.tokenizer)
     asked = answerer(model, template, tmp_path, max_new_tokens=8)
-    (record,) = asked.answer([(0, Question(0, "c", ("Hello!", "What can you do?")))], EXACT)
+    (record,) = asked.answer([Question(0, "c", ("Hello!", "What can you do?"))], EXACT)
     first, second = record["choices"][0]["turns"]
     chat = [
         {"role": "user", "content": "Hello!"},
@@ -149,24 +150,67 @@ def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> N
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 
-def test_the_batch_does_not_change_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "samples": 2}], ids=str)
+def test_the_batch_does_not_change_answers(options: dict[str, Any], tmp_path: Path) -> None:
     """Different lengths, one with a second turn and one too long for the context."""
-    turns = [["Hello!"], ["Hello!", "Thank you!"], [LONG], ["What can you do?"]]
+    turns = [["Hello!"], ["Hello!", "Thank you!"], [LONG], ["What can you do?"], ["Hi"]]
     file = write_questions(tmp_path / "mixed.jsonl", turns)
+    methods = ["plain", "exact", "fsd"]
     found = []
-    for batch in (1, 3):
+    for batch in (1, 8):
         out = tmp_path / str(batch)
         request = {"questions": file, "count": None}
-        run(out, ["exact", "fsd"], request=request, batch=batch, max_new_tokens=16)
-        found.append([*read_jsonl(out / "exact.jsonl"), *read_jsonl(out / "fsd.jsonl")])
-    assert len(found[0]) == len(found[1]) == 8
+        run(out, methods, request=request, batch=batch, max_new_tokens=16, **options)
+        found.append([record for name in methods for record in read_jsonl(out / f"{name}.jsonl")])
+    assert {len(records) for records in found} == {15}
+    assert found[0][2]["choices"][0]["errors"] != [None]
     for single, batched in zip(*found, strict=True):
-        (one,), (other,) = single["choices"], batched["choices"]
         assert single["question_id"] == batched["question_id"]
-        for key in ("turns", "idxs", "new_tokens", "accepted", "origins", "errors"):
-            assert one[key] == other[key]
-        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
-    assert found[1][2]["choices"][0]["errors"] != [None]
+        for one, other in zip(single["choices"], batched["choices"], strict=True):
+            for key in ("turns", "new_tokens", "token_ids", "errors"):
+                assert one[key] == other[key]
+            assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
+
+
+@pytest.mark.parametrize("method", [EXACT, HF], ids=lambda method: method.name)
+def test_times_of_a_group_add_up(method: Method, model: EagleFSD, tmp_path: Path) -> None:
+    """Each turn has a share of the group's time, and at least that much time in the batch."""
+    texts = ("Hello!", "What can you do?", "Hi", "Thank you!", "Hello!")
+    questions = [Question(index, "c", (text, "Why?")) for index, text in enumerate(texts)]
+    template = load_chat_template(model.tokenizer)
+    sizes = {}
+    for batch in (1, 2):
+        asked = answerer(model, template, tmp_path, max_new_tokens=12, batch=batch)
+        begin = time.perf_counter()
+        records = asked.answer(questions, method)
+        seconds = time.perf_counter() - begin
+        turns = [record["choices"][0] for record in records]
+        wall, latency = (
+            sum(sum(turn[name]) for turn in turns) for name in ("wall_time", "latency")
+        )
+        assert 0 < wall < seconds
+        sizes[batch] = latency / wall
+    assert sizes[1] == pytest.approx(1.0)
+    assert 1.0 < sizes[2] <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "questions"),
+    [
+        ({}, 500, 1),
+        ({"batch": 8}, 500, 32),  # four answers per row
+        ({"batch": 8}, 100, 25),  # four turns of each method
+        ({"batch": 8}, 20, 8),  # a full batch
+        ({"temperature": 1.0, "samples": 16}, 500, 1),
+        ({"temperature": 1.0, "samples": 2, "seeds": 2, "batch": 8}, 500, 8),
+        ({"temperature": 1.0, "samples": 100, "batch": 8}, 500, 1),
+    ],
+)
+def test_methods_take_turns(
+    options: dict[str, Any], count: int, questions: int, model: EagleFSD, tmp_path: Path
+) -> None:
+    template = load_chat_template(model.tokenizer)
+    assert answerer(model, template, tmp_path, **options).group_size(count) == questions
 
 
 def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
@@ -308,7 +352,7 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
     other_threshold = Settings(threshold=0.3)
     with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(threshold was 0.2, is 0.3\)"):
         run(tmp_path, ["fsd"], other_threshold, temperature=1.0, top_k=50)
-    with pytest.raises(ValueError, match=r"exact\.jsonl .*\(depth was \d, is 3\)"):
+    with pytest.raises(ValueError, match=r"exact\.jsonl .*\(depth was \d+, is 3"):
         run(tmp_path, ["exact"], Settings(depth=3), temperature=1.0, top_k=50)
     assert {path: path.read_bytes() for path in before} == before
     run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)
@@ -411,6 +455,23 @@ def test_describe_names_the_tree_that_is_used(model: EagleFSD) -> None:
     assert replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)["depth"] == 5
 
 
+def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -> None:
+    """Those of the model, unless a tree is given; the answers are the same."""
+    pair, template = copy.copy(model), load_chat_template(model.tokenizer)
+    pair.batch_trees = {2: TreeConfig(total_tokens=1)}
+    assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
+    own = replace(EXACT, tree=pair.exact_tree)
+    assert "batch_trees" not in own.describe(pair)
+    questions = [Question(index, "c", (f"Hello{'!' * index}",)) for index in range(2)]
+    found = [
+        answerer(pair, template, tmp_path, max_new_tokens=12, batch=2).answer(questions, method)
+        for method in (EXACT, own)
+    ]
+    wide, deep = ([record["choices"][0] for record in records] for records in found)
+    assert [item["turns"] for item in wide] == [item["turns"] for item in deep]
+    assert sum(item["idxs"][0] for item in wide) > sum(item["idxs"][0] for item in deep)
+
+
 def test_find_methods_drops_duplicates() -> None:
     assert find_methods(["exact", EXACT, "plain", "exact"]) == [EXACT, PLAIN]
 
@@ -456,7 +517,7 @@ def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     limit = room + 8
     assert 0 < room < 64
     texts = ("Hello!", long, "What can you do?")
-    questions = [(index, Question(index, "c", (text,))) for index, text in enumerate(texts)]
+    questions = [Question(index, "c", (text,)) for index, text in enumerate(texts)]
     asked = answerer(model, template, tmp_path, max_new_tokens=limit, batch=3)
     answers = [record["choices"][0] for record in asked.answer(questions, method)]
     assert 0 < answers[1]["new_tokens"][0] <= room
@@ -469,7 +530,7 @@ def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
 def test_a_stop_string_ends_decoding(method: Method, model: EagleFSD, tmp_path: Path) -> None:
     """What follows it is neither decoded nor counted."""
     template = load_chat_template(model.tokenizer)
-    question = (0, Question(0, "c", ("Hello!",)))
+    question = Question(0, "c", ("Hello!",))
     (record,) = answerer(model, template, tmp_path, max_new_tokens=32).answer([question], method)
     text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
     stop = text.split()[2]

@@ -403,7 +403,7 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     lines.append({"question_id": 101, "category": "math", "turns": ["Hello!", "What can you do?"]})
     write_lines(file, lines)
     command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "fsd", "--max-new-tokens", 16]
-    command += ["--judge-base-url", stub.url, "--judge-model", "a/b"]
+    command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--threshold", 0]
     stub.intercept = lambda prompt: (404, {"error": {"message": "model not found"}})
     status, printed, errors = run(*command)
     assert status == 1

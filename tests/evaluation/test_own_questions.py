@@ -443,7 +443,7 @@ def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Pat
     def answer() -> dict[str, Any]:
         config, session = EvaluationConfig(max_new_tokens=32), Session(tmp_path, {})
         asked = Answerer(model, template, [], [], config, session)
-        (record,) = asked.answer([(0, question)], EXACT)
+        (record,) = asked.answer([question], EXACT)
         return dict(record["choices"][0])
 
     whole = answer()

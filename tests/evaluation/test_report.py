@@ -32,11 +32,11 @@ def record_of(
 ) -> dict[str, Any]:
     choice = {
         "index": 0,
-        "batch": 0,
         "turns": ["x"],
         "errors": [None],
         "cut_off": [False],
         "wall_time": [seconds],
+        "latency": [3 * seconds],
         "new_tokens": [sum(accepted)],
         "accepted": [accepted],
         "origins": [origins],
@@ -84,7 +84,7 @@ def test_figures_of_known_answers() -> None:
     assert fuzzy["against_exact"]["loss_limit"] == loss_bound(1, 0, 2, 0.95)
     assert fuzzy["against_exact"]["agreement"]["identical"] == 2  # token ids, not texts
     assert fuzzy["regret"]["per_token"] == pytest.approx(0.25)
-    assert fuzzy["latency"] == {"median": 0.5, "p95": 0.5}
+    assert fuzzy["latency"] == {"median": 1.5, "p95": 1.5}
     rows = [plain, exact, fuzzy]
     headers, cells = speed_table(rows)
     assert headers == [
@@ -107,12 +107,12 @@ def test_figures_of_known_answers() -> None:
     assert not phase_table(rows)[1]
 
 
-def test_answers_of_a_batch_take_as_long_as_the_batch() -> None:
-    records = [record_of(at, 1.0, [1], [3], batch=at // 4) for at in range(8)]
-    records += [record_of(8, 10.0, [1], [3], batch=2)]
-    (row,) = summarize(["exact"], {"exact": records}, {"exact": {}})
-    assert row["latency"]["median"] == 4.0
-    assert 4.0 < row["latency"]["p95"] < 10.0
+def test_every_sample_is_an_answer_with_a_latency() -> None:
+    record = record_of(0, 1.0, [1], [3])
+    (choice,) = record["choices"]
+    record["choices"] = [{**choice, "latency": [at, at]} for at in (1.0, 2.0, 6.0)]
+    (row,) = summarize(["exact"], {"exact": [record]}, {"exact": {}})
+    assert row["latency"] == {"median": 4.0, "p95": pytest.approx(11.2)}
 
 
 def test_limits_on_the_loss_hold_at_once() -> None:

@@ -108,7 +108,7 @@ def test_greedy_answers_are_not_repeated(name: str) -> None:
 
 @pytest.mark.slow
 def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Path) -> None:
-    """Neither in a larger run, nor in one that grows, nor in batches of the same question."""
+    """Neither in a larger run, nor in one that grows, nor in batches."""
     questions = [Question(n, "c", (f"Ann has {n} pens. How many?",)) for n in range(4)]
 
     def answers(out: str, count: int, samples: int, **options: Any) -> dict[int, list[str]]:
@@ -133,12 +133,10 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
     repeated = answers("seeds", 2, 1, seeds=2)
     assert {key: texts[:1] for key, texts in repeated.items()} == one
     assert {key: texts[1:] for key, texts in repeated.items()} == answers("next", 2, 1, seed=1)
-    batched = answers("batched", 1, 4, batch=2)
-    assert batched.items() <= answers("more", 2, 4, batch=2).items()
+    batched = answers("batched", 4, 4, batch=2)
+    assert {key: texts[:2] for key, texts in batched.items()} == grown
     assert all(len(set(texts)) > 1 for texts in batched.values())
-    record = read_jsonl(tmp_path / "batched" / "fsd.jsonl")[0]
-    places = [(choice["index"], choice["batch"]) for choice in record["choices"]]
-    assert places == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert answers("larger", 4, 4, batch=16) == batched
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

@@ -58,7 +58,7 @@ NEW_TOKENS = 48
 METHODS = ("plain", "exact", "fsd", "rules")
 #: Of an answer line: what differs from run to run.
 VOLATILE_ANSWER = ("answer_id", "session", "tstamp")
-VOLATILE_CHOICE = ("wall_time", "memory")
+VOLATILE_CHOICE = ("wall_time", "latency", "memory")
 
 TRAINING = {
     "max-steps": 6,

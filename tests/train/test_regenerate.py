@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from trainings import train_here
 
 from eagle_fsd.bundled.problems import problems
-from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.config import SamplingConfig, TargetOptions
+from eagle_fsd.model.generation import Answer, Batch, Request
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
@@ -99,39 +97,71 @@ def test_greedy_answer_is_the_targets_answer_to_the_rewritten_chat(
             assert message["content"] == answer.strip()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_batch_does_not_change_the_result(
+    temperature: float, loaded: LoadedTarget, chats: ChatFile, tmp_path: Path
+) -> None:
+    """Chats of one to three turns, alone, more than a batch holds, and all at once."""
+    found = []
+    for size in (1, 2, 8):
+        out = tmp_path / f"{size}.jsonl"
+        options = {"temperature": temperature, "batch_size": size, "max_new_tokens": 40}
+        rewrite(loaded, chats, out, **options)
+        found.append(out.read_bytes())
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_next_turn_joins_the_running_batch(
+    loaded: LoadedTarget, chats: ChatFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two chats with three turns each, one is running when a turn of the other joins."""
+    running, add = [], Batch.add
+
+    def recorded(batch: Batch, request: Request) -> Answer:
+        running.append(len(batch))
+        return add(batch, request)
+
+    monkeypatch.setattr(Batch, "add", recorded)
+    path = tmp_path / "chats.jsonl"
+    chosen = [chat for chat in chats if len(chat) >= 6]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chosen))
+    rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", max_new_tokens=400, temperature=0.0)
+    assert len(running) == 6
+    assert running[:5] == [0, 1, 1, 1, 1]  # the last turn may be alone
+
+
 @pytest.mark.parametrize(
-    ("kept", "partial"), [(0, True), (1, False), (3, True), (5, True), (6, False), (7, False)]
+    ("kept", "partial"), [([], True), ([0], False), ([4, 1], True), ([*range(6, -1, -1)], False)]
 )
 def test_interrupted_run_resumes_to_the_same_result(
-    kept: int,
+    kept: list[int],
     partial: bool,
     uninterrupted: Path,
     loaded: LoadedTarget,
     chats: ChatFile,
     tmp_path: Path,
 ) -> None:
-    """With some complete lines and part of the next; the interrupted batch is generated again."""
+    """With some complete lines and part of another, and another batch size."""
     lines = uninterrupted.read_text().splitlines(keepends=True)
     out = tmp_path / "chats.jsonl"
-    rest = "".join(lines[kept : kept + 1])[:30] if partial else ""
-    out.write_text("".join(lines[:kept]) + rest)
+    rest = lines[2][:30] if partial else ""
+    out.write_text("".join(lines[index] for index in kept) + rest)
     shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
     reported: list[tuple[int, int]] = []
-    rewrite(loaded, chats, out, progress=lambda *now: reported.append(now))
+    rewrite(loaded, chats, out, progress=lambda *now: reported.append(now), batch_size=2)
     assert out.read_bytes() == uninterrupted.read_bytes()
-    assert len(reported) <= -(-COUNT // BATCH_SIZE) - kept // BATCH_SIZE
-    assert kept == COUNT or reported[-1] == (COUNT, COUNT)
+    assert reported == [(done, COUNT) for done in range(len(kept) + 1, COUNT + 1)]
 
 
 def test_output_of_an_earlier_version_is_resumed(
     uninterrupted: Path, loaded: LoadedTarget, chats: ChatFile, tmp_path: Path
 ) -> None:
-    """Its fingerprint has no top_p and top_k."""
+    """Its fingerprint has no top_p and top_k, but a batch size."""
     out = tmp_path / "chats.jsonl"
     shutil.copy(uninterrupted, out)
     fingerprint = json.loads(Path(f"{uninterrupted}.meta.json").read_text())
     del fingerprint["top_p"], fingerprint["top_k"]
-    Path(f"{out}.meta.json").write_text(json.dumps(fingerprint))
+    Path(f"{out}.meta.json").write_text(json.dumps({**fingerprint, "batch_size": 5}))
     rewrite(loaded, chats, out)
     with pytest.raises(ValueError, match="other chats or options"):
         rewrite(loaded, chats, out, top_p=0.9)
@@ -144,7 +174,7 @@ def test_seed_changes_the_answers(
     assert (tmp_path / "out.jsonl").read_text() != uninterrupted.read_text()
 
 
-@pytest.mark.parametrize("change", [{"seed": 5}, {"temperature": 0.0}, {"batch_size": 2}, None])
+@pytest.mark.parametrize("change", [{"seed": 5}, {"temperature": 0.0}, None])
 def test_output_of_other_options_is_rejected(
     change: dict[str, Any] | None,
     uninterrupted: Path,
@@ -181,17 +211,18 @@ def test_turns_of_different_chats_have_different_seeds(
     """Also those of a late turn and a later chat."""
     seeds: list[int] = []
 
-    def generate(model: Any, ids: Any, mask: Any, *, sampling: Any, **_: Any) -> Any:
-        seeds.append(sampling.seed)
-        return SimpleNamespace(sequences=torch.cat([ids, ids[:, -1:]], 1))
+    original = EagleFSD.request
 
-    monkeypatch.setattr(EagleFSD, "generate", generate)
+    def request(model: EagleFSD, *arguments: Any, sampling: SamplingConfig, **options: Any) -> Any:
+        seeds.append(sampling.seed or 0)
+        return original(model, *arguments, sampling=sampling, **options)
+
+    monkeypatch.setattr(EagleFSD, "request", request)
     path = tmp_path / "chats.jsonl"
     turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
     path.write_text((json.dumps({"messages": turns}) + "\n") * 9)
-    with contextlib.suppress(ValueError):  # the answers are empty
-        rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", batch_size=2)
-    assert len(seeds) == len(set(seeds)) == 4 * 5
+    rewrite(loaded, ChatFile(path), tmp_path / "out.jsonl", batch_size=2)
+    assert len(seeds) == len(set(seeds)) == 4 * 9
 
 
 def test_chat_ends_where_the_template_rejects_it(

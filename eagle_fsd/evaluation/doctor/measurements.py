@@ -20,6 +20,8 @@ from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
+#: Questions answered at once.
+BATCH = 16
 #: Maximum number of exchanges before a question, to measure longer contexts.
 MAX_HISTORY = 6
 #: Context lengths of the first row of the table; each further row covers twice as many.
@@ -134,26 +136,19 @@ class Measurements:
         if tree is not None:
             model = EagleFSD(model.model, model.drafter, tree, tokenizer=model.tokenizer)
         prompts = self._prompts(chats, chat_template)
-        if not prompts:
-            return []
-        padded = model.tokenizer.pad(
-            {"input_ids": [prompt.tolist() for prompt in prompts]},
-            padding_side="left",
-            return_tensors="pt",
-        ).to(model.target.device)
-        output = model.generate(
-            padded["input_ids"],
-            padded["attention_mask"],
+        found = model.generate_many(
+            prompts,
             self.max_new_tokens,
+            max_batch=BATCH,
             acceptance=AcceptanceConfig(),
             eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
         )
-        width = padded["input_ids"].shape[1]
-        rows = zip(prompts, output.sequences, output.stats.accepted, strict=True)
-        return [
-            Answer(row[width - len(prompt) : width + sum(accepted)], len(prompt), accepted)
-            for prompt, row, accepted in rows
-        ]
+        answers = []
+        for item in sorted(found, key=lambda item: item.index):
+            prompt, (accepted,) = prompts[item.index], item.stats.accepted
+            ids = torch.cat([prompt, prompt.new_tensor(item.tokens)])
+            answers.append(Answer(ids.to(model.target.device), len(prompt), accepted))
+        return answers
 
     def _prompts(self, chats: Sequence[Chat], chat_template: ChatTemplate) -> list[Tensor]:
         """Tokenize chats, ``[S]`` each; those that leave no room for an answer are left out."""

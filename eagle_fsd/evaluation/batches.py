@@ -1,0 +1,192 @@
+"""Batches of prompts that one method decodes, with the same interface for every method.
+
+:class:`TreeBatch` decodes with draft trees or plainly; whenever an answer ends, another prompt may
+take its place. :class:`PaddedBatch` is Hugging Face's ``generate``, which pads its prompts and ends
+with the longest answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from eagle_fsd.evaluation.config import EvaluationConfig
+from eagle_fsd.evaluation.methods import Method, decode
+from eagle_fsd.model.pipeline import EagleFSD
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a method emitted for a prompt.
+
+    Attributes:
+        tokens: The new tokens, up to and including the end token.
+        passes: Number of target passes; None if the method does not report it.
+        accepted: Number of tokens that each target pass emitted; empty if not reported.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each token; empty if not reported.
+        phases: Seconds by phase during which it was decoded; empty if not reported.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    passes: int | None = 0
+    accepted: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class MethodBatch(ABC):
+    """Prompts that a method decodes together.
+
+    Attributes:
+        model: The pair.
+        method: The method.
+        config: How answers are decoded, and the size of the batch.
+        eos_token_ids: Tokens that end an answer.
+        criteria: Hugging Face stopping criteria.
+    """
+
+    model: EagleFSD
+    method: Method
+    config: EvaluationConfig
+    eos_token_ids: Sequence[int]
+    criteria: Sequence[StoppingCriteria] = ()
+
+    @property
+    @abstractmethod
+    def free(self) -> int:
+        """Number of prompts that can be added and start with the next step."""
+
+    @abstractmethod
+    def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
+        """Add a prompt.
+
+        Args:
+            prompt: ``[S]`` token ids.
+            max_new_tokens: Maximum number of new tokens, which fit the context.
+            seed: Seed of sampling.
+
+        Returns:
+            A key that identifies the reply.
+        """
+
+    @abstractmethod
+    def step(self) -> list[tuple[Hashable, Reply]]:
+        """Continue to decode, and return the replies that ended, with their keys."""
+
+
+@dataclass(eq=False)
+class TreeBatch(MethodBatch):
+    """Prompts that join and leave between steps of decoding; see :class:`MethodBatch`.
+
+    A reply depends on its prompt and seed only, up to rounding.
+    """
+
+    def __post_init__(self) -> None:
+        self._pair = self.method.pair_for(self.model)
+        self._rule = self.method.rule_for(self.model)
+        self._batch = self._pair.batch(self.config.batch)
+
+    @property
+    def free(self) -> int:
+        """See :attr:`MethodBatch.free`."""
+        return self._batch.free
+
+    def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
+        """Add a prompt; see :meth:`MethodBatch.add`."""
+        return self._batch.add(
+            self._pair.request(
+                prompt,
+                max_new_tokens,
+                sampling=self.config.sampling(seed),
+                rule=self._rule,
+                method=self.method.decoder,
+                eos_token_id=self.eos_token_ids,
+                stopping_criteria=self.criteria,
+            )
+        )
+
+    def step(self) -> list[tuple[Hashable, Reply]]:
+        """Take a step; see :meth:`MethodBatch.step`.
+
+        Raises:
+            FloatingPointError: The target produced NaN or infinite logits.
+            MemoryError: There is not enough memory for a prompt.
+        """
+        replies: list[tuple[Hashable, Reply]] = []
+        for answer, chunk in self._batch.step():
+            if answer.error is not None:
+                raise answer.error
+            if chunk.finished:
+                (accepted,) = answer.stats.accepted
+                seconds = answer.stats.seconds
+                reply = Reply(answer.tokens, len(accepted), accepted, answer.origins, seconds)
+                replies.append((answer, reply))
+        return replies
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A prompt that has not been decoded; see :meth:`MethodBatch.add`."""
+
+    prompt: Tensor
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(eq=False)
+class PaddedBatch(MethodBatch):
+    """Prompts that Hugging Face's ``generate`` decodes to their end; see :class:`MethodBatch`.
+
+    Prompts with different limits on new tokens, which ``generate`` does not know, are decoded in
+    calls of their own. A call is sampled with the seed of its first prompt.
+    """
+
+    def __post_init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def free(self) -> int:
+        """See :attr:`MethodBatch.free`."""
+        return self.config.batch - len(self._waiting)
+
+    def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
+        """Add a prompt; see :meth:`MethodBatch.add`."""
+        item = _Waiting(prompt, max_new_tokens, seed)
+        self._waiting.append(item)
+        return item
+
+    def step(self) -> list[tuple[Hashable, Reply]]:
+        """Decode all prompts; see :meth:`MethodBatch.step`."""
+        calls: dict[int, list[_Waiting]] = {}
+        for item in self._waiting:
+            calls.setdefault(item.max_new_tokens, []).append(item)
+        self._waiting = []
+        return [reply for items in calls.values() for reply in self._decode(items)]
+
+    def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Reply]]:
+        padded = self.model.tokenizer.pad(
+            {"input_ids": [item.prompt.tolist() for item in items]},
+            padding_side="left",
+            return_tensors="pt",
+        ).to(self.model.target.device)
+        out = decode(
+            self.model,
+            self.method,
+            padded["input_ids"],
+            padded["attention_mask"],
+            self.config.sampling(items[0].seed),
+            items[0].max_new_tokens,
+            self.eos_token_ids,
+            self.criteria,
+        )
+        found: list[tuple[Hashable, Reply]] = []
+        for item, row in zip(items, out.tokens, strict=True):
+            # Assisted generation takes an unknown number of passes.
+            passes = len(row) if self.method.assistant is None else None
+            found.append((item, Reply(row.tolist(), passes)))
+        return found
