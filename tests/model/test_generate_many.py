@@ -165,7 +165,7 @@ def test_canceled_answers_leave_at_once_and_change_no_other() -> None:
     assert len(answers[1].tokens) < 30
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=lambda way: "-".join(way))
 @pytest.mark.parametrize(
     "error",
     [
