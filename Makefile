@@ -63,7 +63,7 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 bundled: $(INSTALLED)
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
-	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --batch 16 --install
+	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --install
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
 
 clean:
