@@ -204,7 +204,17 @@ class TreeCache(Cache):
             length: Number of slots to copy.
         """
         for store in self._stores:
-            store[:, list(target), :length] = store[:, list(source), :length]
+            for plane in store:  # one at a time, because the rows that are read are copied
+                plane[list(target), :length] = plane[list(source), :length]
+
+    def clear(self, row: int) -> None:
+        """Overwrite a row with zeros, in every layer.
+
+        Args:
+            row: Index of the row.
+        """
+        for store in self._stores:
+            store[:, row] = 0
 
     def enlarged(self, rows: int, length: int) -> TreeCache:
         """Return a larger cache that starts with the contents of this one.

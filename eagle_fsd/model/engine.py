@@ -45,6 +45,8 @@ from eagle_fsd.model.verify import (
 PREFILL_CHUNK = 512
 #: Tokens below which moving or separating cached rows does not pay.
 MIN_REUSED = 32
+#: Decisions for which an engine keeps CUDA graphs.
+MAX_DECISIONS = 16
 #: Message of the error that NaN or infinite logits raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
@@ -307,6 +309,7 @@ class Engine:
         tree: Shape of the next step's trees.
         rows: The rows being decoded.
         reserved: Number of rows, and of tokens in a row, that there is memory for.
+        width: The most tokens that a step emits for a row.
     """
 
     cache: TreeCache
@@ -335,11 +338,13 @@ class Engine:
         self.rows: list[Row] = []
         trees = self._trees.values()
         self.draft = drafter.start(max(trees, key=lambda item: item.depth), draw)
+        self.draft.use(tree)
         self._nodes = max(map(drafter.max_nodes, trees))
-        self._width = max(item.depth for item in trees) + 2  # the most tokens that a step emits
+        self.width = max(item.depth for item in trees) + 2
         self.reserved = 0, 0
         self._state = _new_state(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
+        self._abandoned: set[Row] = set()  # rows of these prompts that are not needed any more
         self._groups: list[_Group] = []
         self._graphs = StepGraphs()
         self._decisions: list[Decision] = []  # those that graphs were captured for
@@ -391,8 +396,7 @@ class Engine:
         self._folds = query_groups(self.target.model)  # the check of its first use decides
         length, draft_length = self._slots(max_length)
         caches = self.caches
-        if caches.reserve(self.target, self.drafter, rows, length, draft_length, self._spare):
-            self._graphs = StepGraphs()  # the graphs read and write the old ones
+        caches.reserve(self.target, self.drafter, rows, length, draft_length, self._spare)
         assert caches.target_cache is not None
         self.cache = caches.target_cache
         self._drafts_from_cache = draft_length > 0
@@ -401,7 +405,7 @@ class Engine:
 
     def _slots(self, max_length: int) -> tuple[int, int]:
         """Return the slots per row of the target's cache and of the drafter's."""
-        ahead = self._width if self.target.device.type == "cuda" else 0  # see `step`
+        ahead = self.width if self.target.device.type == "cuda" else 0  # see `step`
         longest = max_length + ahead
         draft = max(self.drafter.cache_length(longest, tree) for tree in self._trees.values())
         return longest + self._nodes, draft
@@ -508,8 +512,19 @@ class Engine:
         Args:
             rows: Rows that have been added.
         """
-        kept = [group for group in self._prompts if not all(row in rows for row in group.rows)]
-        self._prompts = deque(kept)
+        self._abandoned.update(rows)
+        self._prompts = deque(
+            group for group in self._prompts if not self._abandoned.issuperset(group.rows)
+        )
+        self._abandoned.intersection_update(row for group in self._prompts for row in group.rows)
+
+    def clear(self, row: int) -> None:
+        """Overwrite all that the caches hold of a row, even NaN, which no mask hides.
+
+        Args:
+            row: Index of the row.
+        """
+        self.caches.clear(row)
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite a row with another.
@@ -528,7 +543,7 @@ class Engine:
     def _copy_rows(self, source: list[int], target: list[int]) -> None:
         longest = max(len(self.caches.tokens[row]) for row in (*source, *target))
         longest = max([longest, *(row.length for row in self.rows)])
-        self.caches.copy_rows(source, target, longest + self._nodes + self._width)
+        self.caches.copy_rows(source, target, longest + self._nodes + self.width)
         self.draft.copy_rows(source, target)
         for tensor in self._state:
             tensor[target] = tensor[source]
@@ -550,13 +565,16 @@ class Engine:
         self._state = _new_state(self.target.device, rows, width)
         for new, old in zip(self._state, before, strict=True):
             new[tuple(map(slice, old.shape))] = old
+        self._graphs = StepGraphs()  # the graphs read and write the old tensors
         self._show()
 
     def _set_rows(self, rows: list[Row]) -> None:
         """Set the rows that steps decode."""
         self.rows = rows
-        self.tree = self._trees[max(least for least in self._trees if least <= len(rows))]
-        self.draft.use(self.tree)
+        tree = self._trees[max(least for least in self._trees if least <= len(rows))]
+        if tree != self.tree:
+            self.tree = tree
+            self.draft.use(tree)
         self.draft.show(len(rows))
         self._show()
         groups: list[tuple[Decision, list[int]]] = []
@@ -586,12 +604,15 @@ class Engine:
             and on_cuda
             and fixed
             and len(groups) == 1
-            and groups[0][0].rule.capturable
+            and groups[0][0].on_device
             and self.target.one_device
         )
         if self._captures:
             decision = groups[0][0]
             if decision not in self._decisions:
+                if len(self._decisions) == MAX_DECISIONS:
+                    self._decisions.clear()
+                    self._graphs = StepGraphs()
                 self._decisions.append(decision)
             self._captured = self._decisions.index(decision)
 
@@ -660,7 +681,7 @@ class Engine:
         Args:
             unread: Number of earlier steps whose tokens have not been read.
         """
-        longest = max(row.length for row in self.rows) + unread * self._width
+        longest = max(row.length for row in self.rows) + unread * self.width
         keys = self.cache.keys(longest + self._nodes, self.target.device)
         return self.draft.keys(longest), keys
 
@@ -697,7 +718,7 @@ class Engine:
                 numbers = RandomNumbers(random.keys[index], random.positions[index])
             state = state[:, : decision.rule.state_size]
             judge: Any = _judge
-            if self._compiles and decision.on_device:
+            if self._compiles and index is None and decision.on_device:
                 judge = compiled(_judge)
             prefixes = []
             if decision.sampler.needs_prefix:

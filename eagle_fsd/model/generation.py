@@ -6,6 +6,7 @@ is a batch of its prompts; a server keeps one batch, which requests join as they
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -81,6 +82,7 @@ class Request:
         tree: Shape of its draft trees.
         drafted: Whether trees are drafted; otherwise decoding is plain.
         varies: Whether the shape of the trees may follow the number of rows.
+        draws: Whether its trees are chains that are sampled.
         engine: Equal for requests that one engine can decode.
         row: Index of the prompt in its call.
         rows: Number of prompts in the call.
@@ -96,6 +98,7 @@ class Request:
     tree: TreeConfig
     drafted: bool
     varies: bool
+    draws: bool
     engine: Hashable
     row: int = 0
     rows: int = 1
@@ -202,6 +205,9 @@ class Batch:
         max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
             allocated at once; default: as requests arrive, which copies what is cached.
 
+    Raises:
+        ValueError: ``max_rows`` is less than 1.
+
     Attributes:
         max_rows: As above.
         passes: Number of steps so far.
@@ -213,6 +219,8 @@ class Batch:
         max_rows: int,
         max_length: int | None = None,
     ) -> None:
+        if max_rows < 1:
+            raise ValueError(f"a batch needs at least one row; got {max_rows}")
         self.max_rows, self.passes = max_rows, 0
         self._new_engine, self._max_length = new_engine, max_length
         self._engines: dict[Hashable, Engine] = {}
@@ -257,6 +265,7 @@ class Batch:
             answer: The answer.
         """
         answer.finished = True
+        self._states.pop(answer, None)
         if answer in self._waiting:
             self._waiting.remove(answer)
         for place in list(self._places.values()):
@@ -273,19 +282,21 @@ class Batch:
         Raises:
             MemoryError: There is not enough memory for one row.
         """
+        found: list[tuple[Answer, StreamChunk]] = []
         try:
-            return self._step()
+            self._step(found)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
-            if self.rows <= 1:
+            if self.max_rows <= 1:
                 raise MemoryError("there is not enough memory to decode one prompt") from error
             self._halve()
-        return []
+        return found
 
-    def _step(self) -> list[tuple[Answer, StreamChunk]]:
-        rejected = self._admit()
-        found: list[tuple[_Place, StreamChunk]] = []
+    def _step(self, found: list[tuple[Answer, StreamChunk]]) -> None:
+        """Take a step, and add what it emitted to a list, even if memory runs out later."""
+        self._admit(found)
+        advanced: list[_Place] = []
         for engine in self._engines.values():
             while engine.joining:
                 engine.prefill()
@@ -294,18 +305,16 @@ class Batch:
             self._remove(engine, [row for row in engine.rows if row not in self._places])
             if engine.rows:
                 self.passes += 1
-                found += self._advance(engine)
+                advanced += self._advance(engine, found)
             engine.clock.enter(None)  # time spent by the caller is not counted
             engine.clock.collect()
-        for place, _ in found:
+        for place in advanced:
             place.measure()
-        ends = [(answer, StreamChunk(answer.request.row, [], [], True)) for answer in rejected]
-        return ends + [(place.answer, chunk) for place, chunk in found]
 
-    def _advance(self, engine: Engine) -> list[tuple[_Place, StreamChunk]]:
+    def _advance(self, engine: Engine, found: list[tuple[Answer, StreamChunk]]) -> list[_Place]:
         """Take a step of an engine."""
         rows, result = engine.rows, engine.step()
-        found, ended = [], []
+        places, ended = [], []
         for index, row in enumerate(rows):
             answer = self._places[row].answer
             tokens, origins = result.tokens[index], result.origins[index]
@@ -314,6 +323,7 @@ class Batch:
             if result.broken[index]:
                 answer.error, answer.finished = FloatingPointError(BROKEN_LOGITS), True
                 tokens = origins = []
+                engine.clear(index)
             count = answer.add(tokens, origins) if tokens else 0
             details = result.details[index] if result.details else None
             chunk = StreamChunk(
@@ -323,37 +333,40 @@ class Batch:
                 answer.finished,
                 None if details is None else details[:count],
             )
-            found.append((self._places[row], chunk))
+            found.append((answer, chunk))
+            places.append(self._places[row])
             if answer.finished:
                 ended.append(row)
         self._remove(engine, ended)
-        return found
+        return places
 
-    def _admit(self) -> list[Answer]:
+    def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
         """Add waiting requests to engines as long as there are rows for them.
 
-        Returns:
-            The requests for which there will never be enough memory.
+        Args:
+            found: Receives the ends of requests for which there will never be enough memory.
         """
         new: dict[Engine, list[Row]] = {}
-        rejected = []
+        freed = False
         while self._waiting and self.rows < self.max_rows:
             answer = self._waiting[0]
             engine = self._engine(answer.request)
-            rows = new.setdefault(engine, [])
-            if found := self._make_room(engine, len(rows) + 1, answer.request):
+            if missing := self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
                 if self.rows:
                     break  # there is enough memory when other answers have ended
-                answer.error, answer.finished = MemoryError(found), True
-                rejected.append(self._waiting.popleft())
+                if not freed:  # the caches hold the tokens of answers that have ended
+                    self._engines.clear()
+                    freed = True
+                    continue
+                answer.error, answer.finished = MemoryError(missing), True
+                found.append((answer, StreamChunk(answer.request.row, [], [], True)))
+                self._waiting.popleft()
                 continue
-            row = self._row(self._waiting.popleft())
+            row = self._row(self._waiting.popleft(), engine)
             self._places[row] = _Place(answer, row, engine, dict(engine.clock.seconds))
-            rows.append(row)
+            new.setdefault(engine, []).append(row)
         for engine, rows in new.items():
-            if rows:
-                engine.admit(rows)
-        return rejected
+            engine.admit(rows)
 
     def _make_room(self, engine: Engine, new: int, request: Request) -> str | None:
         """Reserve memory for the last of some new rows; return what is missing, if anything is."""
@@ -361,9 +374,14 @@ class Batch:
         before, longest = engine.reserved
         if rows <= before and length <= longest:
             return None
-        # Grow by more than needed, because all that is cached is copied.
-        more = min(self.max_rows, max(rows, 2 * before)), max(length, longest)
-        for size in (more, (max(rows, before), more[1])):
+        # Make room for those that follow, too, because what is cached is copied.
+        others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
+        others = [item for item in others if item.engine == request.engine]
+        more = max(rows, before), max(length, longest)
+        most = max([more[1], *(item.max_length for item in others)])
+        if rows > before:
+            more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
+        for size in (more, (max(rows, before), max(length, longest))):
             if size[0] <= engine.fitting_rows(size[1]):
                 engine.reserve(*size)
                 return None
@@ -385,12 +403,12 @@ class Batch:
         self._engines[request.engine] = engine
         return engine
 
-    def _row(self, answer: Answer) -> Row:
+    def _row(self, answer: Answer, engine: Engine) -> Row:
         """Return a row that goes on where an answer is."""
         request, new = answer.request, answer.tokens
         prefix, device = None, request.ids.device
         if request.decision.sampler.needs_prefix:
-            capacity = request.max_new_tokens + request.tree.depth + 2
+            capacity = request.max_new_tokens + engine.width
             prefix = Prefix(request.ids, capacity, request.row, request.rows)
             prefix.append(torch.tensor(new, dtype=torch.long, device=device))
         key = request.key
@@ -420,9 +438,14 @@ class Batch:
         """Let all answers wait again, for half as many rows."""
         self.max_rows = max(1, self.rows // 2)
         log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
-        for engine in self._engines.values():
-            for place, row in enumerate(engine.rows):
-                self._states[self._places[row].answer] = engine.rule_state[place].clone()
+        for place in self._places.values():
+            engine, row = place.engine, place.row
+            state = row.rule_state
+            if row in engine.rows:
+                size = row.decision.rule.state_size
+                state = engine.rule_state[engine.rows.index(row), :size].clone()
+            if state is not None:
+                self._states[place.answer] = state
         self._waiting.extendleft([place.answer for place in self._places.values()][::-1])
         self._places.clear()
         self._engines.clear()

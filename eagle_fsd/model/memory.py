@@ -54,9 +54,9 @@ def row_bytes(
         length: ``L``.
         draft_length: ``D``; 0 if the drafter has no cache.
     """
-    found = _slot_bytes(target.new_cache(0, 0).layout, length)
+    found = _slot_bytes(target.layout, length)
     if draft_length:
-        found += _slot_bytes(drafter.new_cache(0, 0).layout, draft_length)
+        found += _slot_bytes(drafter.layout, draft_length)
     nodes = drafter.max_nodes(tree)
     expanded = 1 + tree.depth * tree.top_k if nodes > 1 else 0
     found[target.device] += 4 * target.vocab_size * (2 * nodes + expanded)

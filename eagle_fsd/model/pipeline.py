@@ -164,7 +164,8 @@ class _Call:
         # The rows of an engine have trees of the same shape, and chains sampled in the same way.
         draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
         varies = self.lossless and not draws
-        engine = (tree, varies, sampling if draws else None) if self.drafted else None
+        draw = (sampling, self.decision.warpers) if draws else None
+        engine = (tree, varies, draw) if self.drafted else None
         return Request(
             ids,
             tokens,
@@ -176,6 +177,7 @@ class _Call:
             self.tree,
             self.drafted,
             varies,
+            draws,
             engine,
             row,
             rows,
@@ -566,6 +568,8 @@ class EagleFSD:
         """
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1; got {max_batch}")
+        if options.get("prefix_cache") is not None:
+            raise ValueError("a batch keeps its own caches; leave prefix_cache out")
         batch, source = self.batch(max_batch), enumerate(prompts)
         running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
         while True:
@@ -906,7 +910,7 @@ class EagleFSD:
         drafter = self.drafter if request.drafted else NoDrafter()
         check_target(self.target, projected=drafter.projects)
         sampler = request.decision.sampler
-        draw = None if sampler.greedy else sampler.draw_draft
+        draw = sampler.draw_draft if request.draws else None
         return Engine(
             self.target,
             drafter,

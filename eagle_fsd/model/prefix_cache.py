@@ -133,7 +133,19 @@ class PrefixCache:
             length: Number of tokens to keep.
         """
         del self.tokens[row][length:]
-        self.entries[row] = min(self.entries[row], length)
+        # The last entry may be of a pair with the token that follows.
+        self.entries[row] = min(self.entries[row], max(0, length - 1))
+
+    def clear(self, row: int) -> None:
+        """Drop the tokens of a row, and overwrite its keys and values.
+
+        Args:
+            row: Index of the row.
+        """
+        self.truncate(row, 0)
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.clear(row)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Overwrite rows. All are read before any is written.

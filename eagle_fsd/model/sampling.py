@@ -185,7 +185,7 @@ class Sampler:
         if tree.sampled:  # the drafted tokens are draws already
             assert draft is not None
             drafted = tree.tokens[:, 1:]
-            drawn = torch.cat([drafted, drafted[:, -1:]], 1)
+            drawn = torch.cat([drafted, drawn[:, -1:]], 1)
             points = torch.stack(
                 [random.in_step(use, tree.size) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
             )

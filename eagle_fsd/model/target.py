@@ -101,7 +101,8 @@ class Target:
             )
         # A few families do not name their body; the base model is then the model itself.
         self._body: Any = model.base_model if model.base_model is not model else model.model
-        self._layout = _layouts.setdefault(model, Layout())
+        #: What the caches of this model allocated.
+        self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
 
     @property
@@ -224,7 +225,7 @@ class Target:
             rows: Number of sequences.
             length: Slots per sequence.
         """
-        return TreeCache(rows, length, self._layout)
+        return TreeCache(rows, length, self.layout)
 
     def prefill(
         self,

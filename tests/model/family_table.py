@@ -108,7 +108,8 @@ def check_trees(target: Target, expected: Tensor) -> None:
         with torch.inference_mode():
             decision = Decision.of()
             engine.admit([EngineRow(ids[0].tolist(), NEW_TOKENS, decision) for ids in prompts()])
-            engine.prefill()
+            while engine.joining:
+                engine.prefill()
             while live:
                 for row, tokens in zip(live, engine.step().tokens, strict=True):
                     answers[row] += tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from simulated_accelerator import DEVICES
@@ -24,13 +25,16 @@ def with_known_prompts(kind: type[NGramDrafter | AdaptiveNGramDrafter], repeats:
     """Return a drafter for prompts that are known to the host: it reads them before the steps."""
 
     class Known(kind):  # type: ignore[misc,valid-type]
-        def start(self, prompts: list[torch.Tensor], *args: Any) -> DraftState:
-            state = super().start([], *args)
-            known = PROMPTS[: len(prompts)] if repeats else [[7, 8, 9]] * len(prompts)
-            state.rows = [self.new_row() for _ in known]
-            for row, tokens in zip(state.rows, known, strict=True):
-                for token in tokens:
-                    row.append(token)
+        def start(self, *args: Any) -> DraftState:
+            state = super().start(*args)
+            admit = state.admit
+            state.admit = lambda first, prompts: admit(
+                first,
+                [
+                    np.array(PROMPTS[row] if repeats else [7, 8, 9])
+                    for row in range(first, first + len(prompts))
+                ],
+            )
             return state
 
     return Known()

@@ -98,8 +98,8 @@ def run_steps(
     decision = Decision.of(sampling, options, rule, details=2)
     draw = None if decision.sampler.greedy else decision.sampler.draw_draft
     drafter = pair.drafter if drafted else NoDrafter()
-    engine = Engine(pair.target, drafter, pair.tree, draw, clock=clock)
     with simulated_accelerator():
+        engine = Engine(pair.target, drafter, pair.tree, draw, clock=clock)
         lengths = range(9, 9 - 4 * rows, -4)
         engine.admit([Row([1] * length, 20, decision) for length in lengths])
         engine.prefill()

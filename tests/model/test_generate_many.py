@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.model import engine, generation, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
 from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.self_check import check_target
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
 #: Options that the rows of a batch mix.
@@ -365,3 +367,45 @@ def test_trees_of_fuzzy_answers_do_not_follow_the_number_of_rows() -> None:
     pair.batch_trees = {2: TreeConfig(total_tokens=1)}
     found = sorted(pair.generate_many(items, max_batch=4), key=lambda item: item.index)
     assert [(item.tokens, item.origins) for item in found] == expected
+
+
+def test_growing_chats_need_no_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches grow in length only, and make room for longer ones when nothing is decoded."""
+    pair = aligned_pair()
+    pair.generate(prompt(4), max_new_tokens=4)
+    row = Engine(pair.target, pair.drafter, pair.tree).row_bytes(140)
+    batch = pair.batch(8)
+    held: list[int] = [0]
+
+    def free(_: torch.device) -> int:
+        return int(4 * row.total() / memory.USABLE_SHARE) - batch.nbytes
+
+    monkeypatch.setattr(memory, "free_bytes", free)
+    for length in range(10, 130, 20):
+        answer = batch.add(pair.request(prompt(length)[0], 10))
+        while len(batch):
+            batch.step()
+        assert answer.error is None
+        held.append(batch.nbytes)
+    assert held[-1] <= 2 * row.total()
+
+
+def test_row_of_broken_logits_can_be_used_again() -> None:
+    """No mask hides NaN from the keys and values of the answer before."""
+    given = aligned_pair()
+    check_target(given.target)  # before the weights are broken
+    model = copy.deepcopy(given.model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    pair = EagleFSD(model, copy.deepcopy(given.drafter), given.tree)
+    clean = [token for token in prompt(9)[0].tolist() if token != 7]
+    batch = pair.batch(1)
+    broken = batch.add(pair.request([*clean, 7, *clean, *clean], 10))
+    while len(batch):
+        batch.step()
+    assert isinstance(broken.error, FloatingPointError)
+    answer = batch.add(pair.request(clean, 10))
+    while len(batch):
+        batch.step()
+    assert answer.error is None
+    assert len(answer.tokens) == 10

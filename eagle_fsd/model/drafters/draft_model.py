@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.cache import Layout, TreeCache
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
 from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
@@ -98,6 +98,11 @@ class DraftModel(LevelDrafter):
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding and the layers."""
         return self._inner.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """What the model's caches allocated."""
+        return self._inner.layout
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
         """Create a cache for the model.

@@ -158,6 +158,10 @@ class DraftHead(nn.Module, LevelDrafter):
             ``[B, S, H]``.
         """
 
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
     def new_cache(self, rows: int, length: int) -> TreeCache:
         """Create a cache for the head's layers.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.cache import Layout, TreeCache
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.tree import DraftTree, Draw, single_node
 
@@ -170,6 +170,11 @@ class Drafter(ABC):
             draw: Samples from the draft's distributions, see :class:`TreeBuilder`; None if all rows
                 are decoded greedily.
         """
+
+    @property
+    def layout(self) -> Layout:
+        """What the drafter's caches allocated; empty before the first, and without caches."""
+        return Layout()
 
     @abstractmethod
     def max_nodes(self, tree: TreeConfig) -> int:

@@ -219,7 +219,7 @@ class LevelState(DraftState):
         lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
         pending.fill_(1)
         tokens[:, 0] = torch.stack([prompt[-1] for prompt in prompts])
-        features[:, 0] = 0.0
+        features.zero_()  # no mask hides NaN from a row before
 
     def _part(self, first: int, count: int) -> list[Tensor]:
         return [tensor[first : first + count] for tensor in self._rows]
