@@ -184,6 +184,7 @@ class Sampler:
             drawn = self._at_nodes(tree, drawn)
         if tree.sampled:  # the drafted tokens are draws already
             assert draft is not None
+            assert drawn is not None
             drafted = tree.tokens[:, 1:]
             drawn = torch.cat([drafted, drawn[:, -1:]], 1)
             points = torch.stack(
