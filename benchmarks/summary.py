@@ -26,6 +26,7 @@ REPORTS = (
     "drafters",
     "step-bundled",
     "revisions",
+    "serving",
     "shapes-bfloat16",
     "shapes-float32",
     "vocabulary",

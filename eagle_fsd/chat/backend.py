@@ -167,7 +167,7 @@ class LocalBackend:
     ) -> None:
         self.model, self.chat_template = model, chat_template
         self.about = About(name, model.acceptance, limits)
-        self.queue = DecodeQueue(model, limits.queue) if queue is None else queue
+        self.queue = DecodeQueue(model, limits.queue, limits.max_batch) if queue is None else queue
         self._read = read or self._read_in_thread
         # A tokenizer is not thread-safe, and a long prompt would block the event loop.
         self._reader = ThreadPoolExecutor(1, "read")

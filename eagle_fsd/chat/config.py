@@ -41,6 +41,13 @@ class AnswerOptions(SamplingConfig):
 class Limits(Options):
     """Limits of what a server accepts."""
 
+    max_batch: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Maximum number of requests that are decoded at once; each takes memory for its"
+        " context.",
+    )
     queue: int = Field(
         default=64,
         ge=1,

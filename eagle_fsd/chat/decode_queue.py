@@ -1,8 +1,9 @@
-"""Share one model among many clients: requests wait in a queue and are decoded one at a time.
+"""Share one model among many clients: requests wait in a queue and are decoded in one batch.
 
 :class:`DecodeQueue` owns a decoding thread. A server's event loop submits a request and reads the
-updates of the returned :class:`Job`. When a client disconnects, its job is cancelled and ends after
-its current step. Batched decoding could be implemented behind the same interface.
+updates of the returned :class:`Job`. Requests join the running batch as soon as it has a free row,
+and leave it when they end. When a client disconnects, its job is cancelled and leaves the batch
+before the next step.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.text import Piece
+from eagle_fsd.model.generation import Answer as BatchAnswer
+from eagle_fsd.model.generation import StreamChunk
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -52,21 +54,33 @@ class DecodeObserver:
             waited: Seconds it spent in the queue.
         """
 
-    def step_finished(self, seconds: float, tokens: int) -> None:
+    def answer_began(self, seconds: float) -> None:
+        """Called when the first tokens of an answer have been decoded.
+
+        Args:
+            seconds: Seconds since the request was submitted.
+        """
+
+    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
         """Called when a decoding step is complete.
 
         Args:
             seconds: Duration of the step.
-            tokens: Number of tokens that it emitted.
+            rows: Number of requests that it decoded.
+            tokens: Number of tokens that it emitted, over all rows.
         """
 
-    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+    def request_finished(
+        self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
+    ) -> None:
         """Called when a request ends, is cancelled or fails.
 
         Args:
             outcome: ``"ended"``, ``"cancelled"`` or ``"failed"``.
             stats: The answer's :meth:`~eagle_fsd.chat.session.Answer.stats` and, if it ended, its
                 usage. Empty if the request failed or never started.
+            seconds_per_token: Seconds per token after the first step of an answer that ended; None
+                if it took only one step.
         """
 
 
@@ -106,6 +120,11 @@ class Job:
         self._updates: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
         self.cancelled = False
         self.submitted = time.monotonic()
+
+    @property
+    def client(self) -> str:
+        """Identifies the client."""
+        return self.request.client
 
     def cancel(self) -> None:
         """Cancel the request."""
@@ -195,33 +214,72 @@ class Call:
         return publish
 
 
+@dataclass
+class _Row:
+    """A job that is being decoded.
+
+    Attributes:
+        job: The job.
+        answer: Its answer.
+        began: When its first tokens had been decoded, from ``time.monotonic()``.
+        first_tokens: Number of these tokens.
+    """
+
+    job: Job
+    answer: Answer
+    began: float = 0.0
+    first_tokens: int = 0
+
+    def seconds_per_token(self) -> float | None:
+        """Return the seconds per token since the first ones; None if there are no others."""
+        later = self.answer.new_tokens - self.first_tokens
+        return (time.monotonic() - self.began) / later if later else None
+
+
 class DecodeQueue:
-    """A queue of requests, and the thread that decodes them in order of arrival.
+    """A queue of requests, and the thread that decodes them.
+
+    A free row of the batch is given to the client that has the fewest rows; among these, to the one
+    whose last request started first; and to that client's requests in order of arrival.
 
     Args:
         model: The pair that decodes.
-        max_waiting: Maximum number of waiting requests, not counting the one being decoded.
+        max_waiting: Maximum number of waiting requests, not counting those being decoded.
+        max_batch: Maximum number of requests that are decoded at once.
         observer: Receives the queue's events; default: events are ignored.
     """
 
     def __init__(
-        self, model: EagleFSD, max_waiting: int, observer: DecodeObserver | None = None
+        self,
+        model: EagleFSD,
+        max_waiting: int,
+        max_batch: int,
+        observer: DecodeObserver | None = None,
     ) -> None:
-        self.model, self.max_waiting = model, max_waiting
+        self.model, self.max_waiting, self.max_batch = model, max_waiting, max_batch
         self.observer = observer or DecodeObserver()
-        self._waiting: deque[Job | Call] = deque()
         self._changed = threading.Condition()
-        self._current: Job | Call | None = None
+        self._waiting: list[Job] = []
+        self._calls: list[Call] = []
+        self._active: set[Job | Call] = set()  # taken from these lists and not finished
+        self._started: dict[str, float] = {}  # when clients' last requests started
         self._closed = False
-        # The KV caches of the last answer: the next turn of a chat only adds its own tokens.
-        self._prefix_cache = PrefixCache()
+        # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
+        # next turn of a chat only adds its own tokens.
+        self._batch = model.batch(max_batch)
+        self._rows: dict[BatchAnswer, _Row] = {}
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         """Return the number of requests that are waiting or being decoded."""
         with self._changed:
-            return self._count_waiting() + (self._current is not None)
+            return self._count()
+
+    @property
+    def rows(self) -> int:
+        """Number of requests that are being decoded."""
+        return self._batch.rows
 
     @property
     def alive(self) -> bool:
@@ -238,11 +296,14 @@ class DecodeQueue:
             QueueFullError: The queue is full or closed.
         """
         job = Job(request, asyncio.get_running_loop())
-        self._enqueue(job)
+        with self._changed:
+            self._admit()
+            self._waiting.append(job)
+            self._changed.notify()
         return job
 
     async def call(self, work: Work) -> Any:
-        """Do other work in the decoding thread when its turn comes, and return its result.
+        """Do other work in the decoding thread between two steps, and return its result.
 
         Args:
             work: The function to run. Its argument is a function that returns whether the call was
@@ -252,7 +313,10 @@ class DecodeQueue:
             QueueFullError: The queue is full or closed.
         """
         call = Call(work, asyncio.get_running_loop())
-        self._enqueue(call)
+        with self._changed:
+            self._admit()
+            self._calls.append(call)
+            self._changed.notify()
         try:
             return await call.result
         finally:
@@ -267,91 +331,172 @@ class DecodeQueue:
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
-            # While nothing is being decoded, the first request in the queue is about to start.
-            unfinished = self._count_waiting() + (self._current is not None)
-            if unfinished > self.max_waiting:
+            # The first requests in the queue are about to start while there are free rows.
+            if self._count() >= self.max_waiting + self.max_batch:
                 raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop serving; the request being decoded is cancelled after its current step.
+        """Stop serving; requests being decoded are cancelled after the current step.
 
         Args:
             timeout: Seconds to wait for that step.
         """
         with self._changed:
             self._closed = True
-            for item in self._waiting:
+            for item in (*self._waiting, *self._calls, *self._active):
                 item.cancel()
-            if self._current is not None:
-                self._current.cancel()
             self._changed.notify()
         self._thread.join(timeout)
 
-    def _count_waiting(self) -> int:
-        return sum(not item.cancelled for item in self._waiting)
+    def _count(self) -> int:
+        waiting: list[Job | Call] = [*self._waiting, *self._calls]
+        return sum(not item.cancelled for item in waiting) + len(self._active)
 
-    def _enqueue(self, item: Job | Call) -> None:
-        with self._changed:
-            self.check_room()
-            # Cancelled requests must not pile up behind a long answer.
-            kept = deque(other for other in self._waiting if not other.cancelled)
-            for other in self._waiting:
-                if other.cancelled:
-                    self._report_cancelled(other)
-            self._waiting = kept
-            self._waiting.append(item)
-            self._changed.notify()
+    def _admit(self) -> None:
+        """Check that the queue has room, and remove cancelled requests, which must not pile up."""
+        self.check_room()
+        self._drop_cancelled()
 
-    def _next(self) -> Job | Call | None:
-        """Wait for the next request; None once the queue is closed."""
-        with self._changed:
-            while True:
-                while self._waiting:
-                    item = self._waiting.popleft()
-                    if not item.cancelled:
-                        self._current = item
-                        return item
-                    self._report_cancelled(item)
-                if self._closed:
-                    return None
-                self._changed.wait()
+    def _drop_cancelled(self) -> None:
+        """Remove requests that were cancelled while they waited."""
+        for job in self._waiting:
+            if job.cancelled:
+                self.observer.request_finished("cancelled", {})
+                job.publish(None)
+        self._waiting = [job for job in self._waiting if not job.cancelled]
+        self._calls = [call for call in self._calls if not call.cancelled]
 
-    def _report_cancelled(self, item: Job | Call) -> None:
-        """Report a request that was cancelled while it waited."""
-        if isinstance(item, Job):
-            self.observer.request_finished("cancelled", {})
+    # -- in the decoding thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
-            publish = item.run() if isinstance(item, Call) else self._decode(item)
-            with self._changed:
-                self._current = None
-            publish()  # only now, so that a client that sees the end can submit again
+        while self._wait():
+            self._remove_cancelled()
+            self._run_call()
+            self._fill()
+            self._step()
+        self._remove_cancelled()
 
-    def _decode(self, job: Job) -> Callable[[], None]:
-        """Decode a request; return a function that publishes its end."""
-        end: DecodingError | None = None
-        try:
-            self._answer(job)
-        except Exception as error:  # of any kind: the next request must be served
-            log.exception("a request failed")
-            self._prefix_cache = PrefixCache()
-            end = DecodingError(f"decoding failed: {one_line(error)}")
-            self.observer.request_finished("failed", {})
-        return lambda: job.publish(end)
+    def _wait(self) -> bool:
+        """Wait for work; return whether the queue is open."""
+        with self._changed:
+            self._drop_cancelled()
+            while not (self._waiting or self._calls or self._rows or self._closed):
+                self._changed.wait()
+                self._drop_cancelled()
+            return not self._closed
 
-    def _answer(self, job: Job) -> None:
-        self.observer.request_started(time.monotonic() - job.submitted)
-        # Without the draft head only the target's half of the caches would be kept up to date.
-        cache = self._prefix_cache if job.request.method == "fsd" else None
-        answer = Answer(self.model, job.request, cache)
-        step_began, tokens = time.monotonic(), 0
-        for pieces in answer:
-            now = time.monotonic()
-            self.observer.step_finished(now - step_began, answer.new_tokens - tokens)
-            step_began, tokens = now, answer.new_tokens
-            if job.cancelled:
-                self.observer.request_finished("cancelled", answer.stats())
+    def _fill(self) -> None:
+        """Give the free rows of the batch to waiting requests."""
+        if not self._rows:
+            self._batch.max_rows = self.max_batch  # it is lower after a shortage of memory
+        while self._batch.free and (job := self._next_job()) is not None:
+            self._start(job)
+
+    def _next_job(self) -> Job | None:
+        """Take the next request from the queue; None if there is none."""
+        with self._changed:
+            self._drop_cancelled()
+            if not self._waiting:
+                return None
+            rows = Counter(row.job.client for row in self._rows.values())
+            present = {*rows, *(job.client for job in self._waiting)}
+            started = {client: self._started.get(client, 0.0) for client in present}
+            job = min(self._waiting, key=lambda job: (rows[job.client], started[job.client]))
+            self._waiting.remove(job)
+            self._active.add(job)
+            self._started = {**started, job.client: time.monotonic()}
+            return job
+
+    def _run_call(self) -> None:
+        """Do the work of the first call."""
+        with self._changed:
+            self._drop_cancelled()
+            if not self._calls:
                 return
-            job.publish(Update("", pieces, answer.usage(), answer.finish_reason, answer.stats()))
-        self.observer.request_finished("ended", {**answer.stats(), **answer.usage()})
+            call = self._calls.pop(0)
+            self._active.add(call)
+        publish = call.run()
+        self._release(call)
+        publish()  # only now, so that a client that sees the end can submit again
+
+    def _start(self, job: Job) -> None:
+        """Add a request to the batch."""
+        self.observer.request_started(time.monotonic() - job.submitted)
+        try:
+            answer = Answer(self.model, job.request)
+            self._rows[answer.join(self._batch)] = _Row(job, answer)
+        except Exception as error:  # of any kind: the others go on
+            log.exception("a request failed")
+            self._fail(job, error)
+
+    def _step(self) -> None:
+        """Take a step with all rows, and publish what it emitted."""
+        if not self._rows:
+            return
+        began = time.monotonic()
+        try:
+            found = self._batch.step()
+        except Exception as error:  # of any kind: the next requests must be served
+            log.exception("%d requests failed", len(self._rows))
+            self._batch = self.model.batch(self.max_batch)
+            jobs = [row.job for row in self._rows.values()]
+            self._rows.clear()
+            for job in jobs:
+                self._fail(job, error)
+            return
+        if found:
+            seconds, tokens = time.monotonic() - began, sum(len(chunk.tokens) for _, chunk in found)
+            self.observer.step_finished(seconds, len(found), tokens)
+        for answer, chunk in found:
+            self._publish(answer, chunk)
+
+    def _publish(self, decoded: BatchAnswer, chunk: StreamChunk) -> None:
+        """Send the tokens of a row to its client."""
+        row = self._rows[decoded]
+        job, answer = row.job, row.answer
+        try:
+            if decoded.error is not None:
+                raise decoded.error
+            pieces = answer.push(chunk)
+        except Exception as error:  # of any kind: the others go on
+            log.exception("a request failed")
+            self._remove(decoded)
+            self._fail(job, error)
+            return
+        if not row.first_tokens:
+            row.began, row.first_tokens = time.monotonic(), answer.new_tokens
+            self.observer.answer_began(row.began - job.submitted)
+        if job.cancelled:
+            return
+        stats, usage = answer.stats(), answer.usage()
+        if answer.finish_reason is not None:
+            self._remove(decoded)
+            self._release(job)  # first, so that a client that sees the end can submit again
+            self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
+        job.publish(Update("", pieces, usage, answer.finish_reason, stats))
+        if answer.finish_reason is not None:
+            job.publish(None)
+
+    def _remove_cancelled(self) -> None:
+        """Free the rows whose clients have left."""
+        for decoded, row in list(self._rows.items()):
+            if row.job.cancelled:
+                self._remove(decoded)
+                self._release(row.job)
+                self.observer.request_finished("cancelled", row.answer.stats())
+                row.job.publish(None)
+
+    def _remove(self, decoded: BatchAnswer) -> None:
+        """Free a row."""
+        del self._rows[decoded]
+        self._batch.cancel(decoded)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a request that failed."""
+        self._release(job)
+        self.observer.request_finished("failed", {})
+        job.publish(DecodingError(f"decoding failed: {one_line(error)}"))
+
+    def _release(self, item: Job | Call) -> None:
+        with self._changed:
+            self._active.remove(item)

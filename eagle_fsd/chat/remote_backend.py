@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Update
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import RequestError
+from eagle_fsd.chat.serve.asgi import ClosingStream
 from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, cluster_headers
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.text import one_line
@@ -62,14 +63,15 @@ def add_page_routes(
         if method not in ("fsd", "ar"):
             raise RequestError(f"method must be one of fsd, ar; got {method!r}")
 
-        async def lines() -> AsyncIterator[bytes]:
+        async def lines() -> AsyncGenerator[bytes, None]:
             try:
-                async for update in backend.stream(params, method):
-                    yield json.dumps(update.as_dict()).encode() + b"\n"
+                async with aclosing(backend.stream(params, method)) as updates:
+                    async for update in updates:
+                        yield json.dumps(update.as_dict()).encode() + b"\n"
             except BackendError as error:
                 yield json.dumps({"error": str(error)}).encode() + b"\n"
 
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
+        return ClosingStream(lines(), "application/x-ndjson")
 
 
 class RemoteBackend:

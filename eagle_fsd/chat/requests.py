@@ -67,6 +67,9 @@ class WorkerParams(AnswerOptions):
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
     )
+    client: str = Field(
+        default="", max_length=256, description="Identifies the client that rows are shared with."
+    )
     best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
     use_beam_search: Literal[False] = Field(
         default=False, description="Not supported; FastChat sends false."
@@ -188,6 +191,7 @@ def read_request(
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,
         dropped=dropped,
+        client=parsed.client,
     )
 
 

@@ -23,9 +23,11 @@ from transformers import (
 
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.text import Piece, TextStream
-from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.engine import TokenDetail
-from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.generation import Answer as BatchAnswer
+from eagle_fsd.model.generation import Batch, StreamChunk
+from eagle_fsd.model.pipeline import EagleFSD, PromptDecodeOptions
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
@@ -146,6 +148,7 @@ class AnswerRequest:
         echo_texts: The text of each prompt token, if the answer begins with the prompt, else empty.
         prompt_only: Whether nothing is generated, so that the answer is the prompt.
         dropped: Number of messages that were dropped to fit the context.
+        client: Identifies the client that a server shares its rows with.
     """
 
     ids: Tensor
@@ -160,6 +163,7 @@ class AnswerRequest:
     echo_texts: Sequence[str] = ()
     prompt_only: bool = False
     dropped: int = 0
+    client: str = ""
 
     @property
     def echo(self) -> str:
@@ -168,90 +172,139 @@ class AnswerRequest:
 
 
 class Answer:
-    """An answer that is being generated; iterate over it to decode.
+    """An answer in progress: its text, usage and statistics.
+
+    :meth:`stream` decodes it alone, :meth:`join` in a batch, whose chunks are given to
+    :meth:`push`.
 
     Args:
         model: The pair.
         request: The request.
-        prefix_cache: Keeps the KV caches for the next turn of the chat.
 
     Attributes:
-        prompt_tokens: Number of tokens in the prompt.
         new_tokens: Number of tokens generated so far.
         text: The answer so far.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete, else None.
-        generation: The underlying decoding.
+        decoding: Statistics of its decoding.
 
     Raises:
         ContextLengthError: The prompt fills the context.
-        ValueError: As in :meth:`EagleFSD.stream`.
     """
 
-    def __init__(
-        self, model: EagleFSD, request: AnswerRequest, prefix_cache: PrefixCache | None = None
-    ) -> None:
-        ids, options = request.ids, request.options
-        if ids.shape[1] >= model.target.context_length:
+    def __init__(self, model: EagleFSD, request: AnswerRequest) -> None:
+        if request.ids.shape[1] >= model.target.context_length:
             raise ContextLengthError(
-                f"the prompt's {ids.shape[1]} tokens fill the context of"
+                f"the prompt's {request.ids.shape[1]} tokens fill the context of"
                 f" {model.target.context_length} tokens"
             )
-        self.prompt_tokens, self.new_tokens = ids.shape[1], 0
-        self.text = ""
-        self.finish_reason: str | None = None
+        self._model, self._request = model, request
         self._end_tokens = {*request.stop_token_ids}
         if not request.ignore_eos:
             self._end_tokens.update(model.eos_token_ids)
-        processors = _penalties(options, self.prompt_tokens)
-        if request.min_tokens and self._end_tokens:
-            ends = torch.tensor(sorted(self._end_tokens), device=model.target.device)
-            processors.append(
-                MinNewTokensLengthLogitsProcessor(self.prompt_tokens, request.min_tokens, ends)
-            )
         self._stream = TextStream(model.tokenizer, request.stop)
-        self.generation = model.stream(
-            ids.to(model.target.device),
-            torch.ones_like(ids),
-            max_new_tokens=options.max_new_tokens,
-            sampling=options.updated(top_k=min(options.top_k, model.target.vocab_size)),
-            acceptance=request.acceptance,
-            method=request.method,
-            eos_token_id=sorted(self._end_tokens),
-            logits_processor=processors,
-            prefix_cache=prefix_cache,
-            details=request.details,
-        )
+        self.new_tokens = 0
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.decoding = DecodeStats.empty(1)
 
-    def __iter__(self) -> Iterator[list[Piece]]:
-        """Decode step by step.
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return self._request.ids.shape[1]
+
+    def stream(self, prefix_cache: PrefixCache | None = None) -> Iterator[list[Piece]]:
+        """Decode the answer step by step.
+
+        Args:
+            prefix_cache: Keeps the KV caches for the next turn of the chat.
 
         Yields:
-            The pieces that each step completes, possibly none; the last list includes all that were
-            held back.
+            The result of :meth:`push` for each step.
 
         Raises:
+            ValueError: As in :meth:`EagleFSD.stream`; before the iteration.
             FloatingPointError: As in :meth:`EagleFSD.stream`.
         """
-        for chunk in self.generation:
-            self.new_tokens += len(chunk.tokens)
-            pieces = self._stream.push(chunk.tokens, chunk.origins, chunk.details)
-            if self._stream.stopped:
-                self.finish_reason = "stop"
-            elif chunk.finished:
-                pieces += self._stream.flush()
-                self.finish_reason = "stop" if chunk.tokens[-1] in self._end_tokens else "length"
-            self.text += "".join(piece.text for piece in pieces)
-            yield pieces
-            if self.finish_reason is not None:
-                return
+        ids = self._request.ids.to(self._model.target.device)
+        options = self._options()
+        options["prefix_cache"] = prefix_cache
+        generation = self._model.stream(ids, torch.ones_like(ids), **options)
+        self.decoding = generation.stats
+
+        def pieces() -> Iterator[list[Piece]]:
+            with generation:
+                for chunk in generation:
+                    yield self.push(chunk)
+                    if self.finish_reason is not None:
+                        return
+
+        return pieces()
+
+    def join(self, batch: Batch) -> BatchAnswer:
+        """Add the request to a batch.
+
+        Args:
+            batch: The batch.
+
+        Returns:
+            What the batch's chunks belong to. Cancel it if a stop string ends the answer.
+
+        Raises:
+            ValueError: As in :meth:`EagleFSD.request`.
+        """
+        ids = self._request.ids[0].to(self._model.target.device)
+        answer = batch.add(self._model.request(ids, **self._options()))
+        self.decoding = answer.stats
+        return answer
+
+    def push(self, chunk: StreamChunk) -> list[Piece]:
+        """Add the tokens of one step.
+
+        Args:
+            chunk: The tokens.
+
+        Returns:
+            The pieces that the step completes, possibly none; the last list includes all that were
+            held back.
+        """
+        self.new_tokens += len(chunk.tokens)
+        pieces = self._stream.push(chunk.tokens, chunk.origins, chunk.details)
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+        elif chunk.finished:
+            pieces += self._stream.flush()
+            self.finish_reason = "stop" if chunk.tokens[-1] in self._end_tokens else "length"
+        self.text += "".join(piece.text for piece in pieces)
+        return pieces
 
     def stats(self) -> dict[str, Any]:
         """Return decoding statistics: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
-        return answer_stats(self.generation.stats)
+        return answer_stats(self.decoding)
 
     def usage(self) -> dict[str, int]:
         """Return token counts in OpenAI's format."""
         return token_usage(self.prompt_tokens, self.new_tokens)
+
+    def _options(self) -> PromptDecodeOptions:
+        """Return the decoding options of the request."""
+        request, options, target = self._request, self._request.options, self._model.target
+        processors = _penalties(options, self.prompt_tokens)
+        if request.min_tokens and self._end_tokens:
+            ends = torch.tensor(sorted(self._end_tokens), device=target.device)
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(self.prompt_tokens, request.min_tokens, ends)
+            )
+        sampling = options.model_dump(include=set(SamplingConfig.model_fields))
+        sampling["top_k"] = min(options.top_k, target.vocab_size)
+        return {
+            "max_new_tokens": options.max_new_tokens,
+            "sampling": SamplingConfig.from_dict(sampling),
+            "acceptance": request.acceptance,
+            "method": request.method,
+            "eos_token_id": sorted(self._end_tokens),
+            "logits_processor": processors,
+            "details": request.details,
+        }
 
 
 def answer_stats(stats: DecodeStats) -> dict[str, Any]:

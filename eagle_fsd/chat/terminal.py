@@ -112,13 +112,14 @@ class ChatSession:
             request = AnswerRequest(
                 ids, self.options, stop=stop, stop_token_ids=stop_token_ids or ()
             )
-            self.answer = answer = Answer(self.model, request, self.prefix_cache)
+            self.answer = answer = Answer(self.model, request)
+            steps = answer.stream(self.prefix_cache)
         except ValueError as error:
             self.answer = None
             self.note(str(error))
             yield {"text": "", "pieces": [], "finish_reason": "stop"}
             return
-        for pieces in answer:
+        for pieces in steps:
             yield {
                 "text": answer.text,
                 "pieces": pieces,

@@ -150,7 +150,9 @@ def arguments_for(command: App, *models: Options) -> list[str]:
         value = getattr(given, field)
         if value is True:
             words.append(argument.name)
-        elif value is not None and value is not False:
+        elif value is False:
+            words += argument.negatives[:1]
+        elif value is not None:
             values = value if isinstance(value, tuple) else (value,)
             words += [word for item in values for word in (argument.name, str(item))]
     return words

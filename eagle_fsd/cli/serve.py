@@ -158,7 +158,7 @@ def api(
     *,
     server: Annotated[APIServer, options("Server")] = APIServer(),
     limits: Annotated[
-        Limits, options("Limits", exclude=("queue", "max_new_tokens", "max_threshold"))
+        Limits, options("Limits", exclude=("max_batch", "queue", "max_new_tokens", "max_threshold"))
     ] = Limits(),
 ) -> None:
     """Run the OpenAI-compatible API.

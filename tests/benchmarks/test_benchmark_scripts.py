@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import batches
 import compare
 import growth
 import pytest
 import revisions
+import serving
 import shapes
 import step
 import summary
@@ -135,11 +137,18 @@ def test_pages_commands_exist() -> None:
     assert set(re.findall(r"`(\w+\.py)`", page)) <= scripts
 
 
-@pytest.mark.slow  # starts two processes
-def test_revisions_answer_alike(tmp_path: Path) -> None:
+@pytest.fixture
+def revision() -> str:
+    """The older revision."""
     command = ["git", "cat-file", "-e", revisions.REVISION]
     if subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("the checkout's history lacks the older revision")
+    return revisions.REVISION
+
+
+@pytest.mark.slow  # starts two processes
+@pytest.mark.usefixtures("revision")
+def test_revisions_answer_alike(tmp_path: Path) -> None:
     _, tables, _ = run_quick(revisions.main, tmp_path)
     ((_, (row,)),) = tables.items()
     assert row["identical"] == 100.0
@@ -154,3 +163,29 @@ def test_all_gpu_parts_run(tmp_path: Path) -> None:
     subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
     for ending, count in (("json", 6), ("md", 6), ("png", 4)):
         assert len(list(tmp_path.glob(f"*.{ending}"))) == count
+
+
+@pytest.mark.slow  # starts two processes
+def test_serving_reports_speed_and_latency(revision: str, tmp_path: Path) -> None:
+    name, tables, _ = run_quick(serving.main, tmp_path, "--revision", revision)
+    assert name == "serving-cpu"
+    new, old, comparison = tables.values()
+    for rows in (new, old):
+        assert [row["clients"] for row in rows] == [1, 2]
+        for row in rows:
+            assert 0.0 < row["first_p50"] <= row["p50"] <= row["p95"]
+    for row, one, other in zip(comparison, new, old, strict=True):
+        assert row["ratio"] == pytest.approx(one["tokens_per_second"] / other["tokens_per_second"])
+        assert row["identical"] == 100.0
+
+
+def test_batches_give_the_same_answers(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(batches.main, tmp_path)
+    assert name == "batches-cpu"
+    assert is_png(tmp_path / f"{name}.png")
+    ((_, rows),) = tables.items()
+    assert [(row["rows"], row["method"]) for row in rows] == [
+        (rows, method) for rows in (1, 3) for method in (PLAIN, EXACT, FSD)
+    ]
+    assert all(row["identical"] == 100 for row in rows)
+    assert all(row["cache_mib"] > 0 for row in rows)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from processes import MAX_WAITING, Servers
+from processes import MAX_BATCH, MAX_WAITING, Servers
 
 from eagle_fsd import EagleFSD
 
@@ -24,7 +24,7 @@ def model() -> EagleFSD:
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
     """Servers that tests leave as they find them."""
-    servers = Servers("--queue", str(MAX_WAITING))
+    servers = Servers("--queue", str(MAX_WAITING), "--max-batch", str(MAX_BATCH))
     yield servers
     servers.stop()
 

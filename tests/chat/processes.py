@@ -26,8 +26,8 @@ EXACT = {"fsd": {"threshold": 0.0}}
 #: Options of an answer that ends only at its maximum length: tokens become more likely with each
 #: occurrence.
 ENDLESS = {"temperature": 2, "seed": 5, "frequency_penalty": -2, "presence_penalty": -2}
-#: How many requests may wait at the shared servers.
-MAX_WAITING = 24
+#: How many requests may wait at the shared servers, and how many are decoded at once.
+MAX_WAITING, MAX_BATCH = 24, 4
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 

@@ -139,12 +139,18 @@ class StandIn:
 
 
 def call(
-    controller: str, path: str, body: dict[str, Any] | None = None, method: str = "POST"
+    controller: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    method: str = "POST",
+    key: str = "none",
 ) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+
     async def work() -> httpx.Response:
         transport = httpx.ASGITransport(api_app(controller), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, json=body)
+            return await client.request(method, path, json=body, headers=headers)
 
     return asyncio.run(work())
 
@@ -193,11 +199,23 @@ def test_parameters_reach_the_worker(cluster: StandIn) -> None:
     assert chat == same
     assert decode_chat(chat.pop("prompt")) == HELLO
     assert chat.pop("logprobs", None) is None
+    client = chat.pop("client")
     assert chat == {**params, "max_new_tokens": 9}
     body = {**given, "prompt": [1, 2], "echo": True, "logprobs": 2, "max_tokens": 0}
     assert cluster.call(COMPLETIONS, body).status_code == 200
     own = {"prompt_token_ids": [1, 2], "echo": True, "logprobs": 2, "max_new_tokens": 0}
-    assert cluster.received[2] == {**params, **own}
+    assert cluster.received[2] == {**params, **own, "client": client}
+
+
+def test_clients_are_told_apart_by_their_keys(cluster: StandIn) -> None:
+    """The workers get neither keys nor addresses."""
+    for key in ("sk-one", "sk-one", "sk-two"):
+        body = {**CHAT_BODY, "n": 2}
+        assert call(cluster.server.address, CHAT, body, key=key).status_code == 200
+    clients = [params["client"] for params in cluster.received]
+    assert clients == [clients[0]] * 4 + [clients[4]] * 2
+    assert clients[0] != clients[4]
+    assert not any(word in client for client in clients for word in ("sk-", "127.0"))
 
 
 def test_choices_have_different_seeds() -> None:

@@ -1,4 +1,4 @@
-"""The request queue: order, cancellation, a full queue, failures."""
+"""The request queue: the batch, fair shares, cancellation, a full queue, failures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from prompts import HELLO, reference, request
 
 from eagle_fsd import EagleFSD, Origin
@@ -22,29 +23,48 @@ from eagle_fsd.chat.decode_queue import (
     QueueFullError,
     Update,
 )
+from eagle_fsd.chat.session import Answer, AnswerRequest, PenaltyProcessor
 from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.model.generation import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.tree import DraftTree
 
 #: Options of an answer that nobody waits to see the end of.
 LONG = {"temperature": 2.0, "seed": 1, "max_new_tokens": 4000}
 
 
 class Recorder(DecodeObserver):
-    """Records the events of a queue."""
+    """Records the events of a queue.
+
+    Attributes:
+        on_step: Called in the decoding thread after each step, before its tokens are published.
+    """
 
     def __init__(self) -> None:
         self.started = 0
+        self.began: list[float] = []
+        self.rows: list[int] = []
         self.tokens: list[int] = []
         self.finished: list[Outcome] = []
+        self.seconds_per_token: list[float | None] = []
+        self.on_step: Callable[[], None] = lambda: None
 
     def request_started(self, waited: float) -> None:
         self.started += 1
 
-    def step_finished(self, seconds: float, tokens: int) -> None:
-        self.tokens.append(tokens)
+    def answer_began(self, seconds: float) -> None:
+        self.began.append(seconds)
 
-    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
+        self.rows.append(rows)
+        self.tokens.append(tokens)
+        self.on_step()
+
+    def request_finished(
+        self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
+    ) -> None:
         self.finished.append(outcome)
+        self.seconds_per_token.append(seconds_per_token)
 
 
 @pytest.fixture
@@ -54,7 +74,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def queue(model: EagleFSD, recorder: Recorder) -> Iterator[DecodeQueue]:
-    queue = DecodeQueue(model, max_waiting=4, observer=recorder)
+    queue = DecodeQueue(model, max_waiting=4, max_batch=2, observer=recorder)
     yield queue
     queue.close()
     assert not queue.alive
@@ -91,30 +111,67 @@ def test_answers_are_those_of_generate(
     assert sum(recorder.tokens) == last.usage["completion_tokens"]
 
 
-def test_requests_are_answered_in_order(model: EagleFSD, queue: DecodeQueue) -> None:
+async def answer_at_once(
+    queue: DecodeQueue, *requests: AnswerRequest
+) -> tuple[list[str], list[int]]:
+    """Submit requests while the queue is blocked.
+
+    Returns:
+        The answers, and the indices of the requests in the order of their first tokens.
+    """
     order: list[int] = []
 
     async def answer(number: int, job: Job) -> str:
-        text = (await collect(job))[-1].text
-        order.append(number)
+        text = ""
+        async for update in job.updates():
+            assert update is not None
+            text = update.text
+            if number not in order:
+                order.append(number)
         return text
 
-    async def work() -> list[str]:
-        release = threading.Event()
-        blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
-        await asyncio.sleep(0)
-        jobs = [queue.submit(request(model)) for _ in range(4)]
-        assert len(queue) == 5
-        release.set()
-        assert await blocking
-        return await asyncio.gather(*(answer(number, job) for number, job in enumerate(jobs)))
+    release = threading.Event()
+    blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
+    await asyncio.sleep(0)
+    jobs = [queue.submit(item) for item in requests]
+    assert len(queue) == len(requests) + 1
+    release.set()
+    assert await blocking
+    return await asyncio.gather(*(answer(number, job) for number, job in enumerate(jobs))), order
 
-    assert set(run(work)) == {reference(model)}
-    assert order == [0, 1, 2, 3]
+
+def test_requests_join_and_leave_the_batch(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    """They start in order, both rows are in use while any wait, and answers are those alone."""
+    lengths = [40, 3, 20, 1, 30]
+    requests = [request(model, max_new_tokens=length) for length in lengths]
+    answers, order = run(lambda: answer_at_once(queue, *requests))
+    assert answers == [reference(model, max_new_tokens=length) for length in lengths]
+    assert order == [0, 1, 2, 3, 4]
+    assert recorder.rows[0] == 2
+    assert recorder.rows == sorted(recorder.rows, reverse=True)
+    assert recorder.finished == ["ended"] * 5
+    assert len(recorder.began) == 5
+    assert min(recorder.began) > 0.0
+    # An answer of one token takes one step; the longest one more than one.
+    assert None in recorder.seconds_per_token
+    assert max(seconds or 0.0 for seconds in recorder.seconds_per_token) > 0.0
+    assert len(queue) == queue.rows == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_clients_get_equal_shares(rows: int, model: EagleFSD) -> None:
+    """Client b comes after three requests of client a, and waits for at most one of them."""
+    queue = DecodeQueue(model, max_waiting=5, max_batch=rows)
+    requests = [request(model, client=client) for client in "aaabb"]
+    _, order = run(lambda: answer_at_once(queue, *requests))
+    assert order == [0, 3, 1, 4, 2]
+    queue.close()
 
 
 def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> None:
-    """One request is decoded and four wait; the first may still wait when the sixth arrives."""
+    """Two requests are decoded and four wait."""
 
     async def work() -> None:
         jobs: list[Job] = []
@@ -125,12 +182,34 @@ def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> Non
 
         with pytest.raises(QueueFullError, match="4 requests are waiting; try again later"):
             fill()
-        assert 4 <= len(jobs) <= 6
+        assert len(jobs) == 6
         for job in jobs:
             job.cancel()
         assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
 
     run(work)
+
+
+def test_cancelled_row_is_free_in_the_next_step(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder
+) -> None:
+    """The client leaves during the second step with two rows; the other's answer is the same."""
+    left: list[int] = []
+
+    async def work() -> str:
+        leaving = queue.submit(request(model, **LONG))
+
+        def leave() -> None:
+            if not left and recorder.rows.count(2) == 2:
+                left.append(len(recorder.rows))
+                leaving.cancel()
+
+        recorder.on_step = leave
+        return (await collect(queue.submit(request(model))))[-1].text
+
+    assert run(work) == reference(model)
+    assert set(recorder.rows[left[0] :]) == {1}
+    assert recorder.finished == ["cancelled", "ended"]
 
 
 def test_closing_the_iterator_cancels_the_job(
@@ -184,20 +263,99 @@ def test_cancelled_calls_are_told(queue: DecodeQueue) -> None:
     run(work)
 
 
+def fail_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Answer.join
+
+    def fail(answer: Answer, batch: Batch) -> Any:
+        return 1 / 0 if answer.prompt_tokens == 2 else join(answer, batch)
+
+    monkeypatch.setattr(Answer, "join", fail)
+
+
+def fail_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Answer.push
+
+    def fail(answer: Answer, chunk: StreamChunk) -> Any:
+        return 1 / 0 if answer.prompt_tokens == 2 else push(answer, chunk)
+
+    monkeypatch.setattr(Answer, "push", fail)
+
+
+def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PenaltyProcessor, "__call__", lambda _, ids, scores: scores * torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (fail_to_join, "division by zero"),
+        (fail_to_convert, "division by zero"),
+        (break_logits, "the target produced NaN or infinite logits"),
+    ],
+)
 def test_failure_affects_one_request(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    model: EagleFSD,
+    queue: DecodeQueue,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+
+    async def work() -> None:
+        good = queue.submit(request(model))
+        bad = request(model, prompt=None, prompt_token_ids=[5, 6], presence_penalty=1.0)
+        with pytest.raises(DecodingError, match=f"decoding failed: {message}"):
+            await collect(queue.submit(bad))
+        assert (await collect(good))[-1].text == reference(model)
+        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+
+    run(work)
+    assert recorder.finished == ["failed", "ended", "ended"]
+
+
+def test_failed_step_ends_all_running_requests(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         check_target(model.target)
         forward = model.target.forward_tree
         monkeypatch.setattr(model.target, "forward_tree", lambda *_: 1 / 0)
-        with pytest.raises(DecodingError, match="decoding failed: division by zero"):
-            await collect(queue.submit(request(model)))
+        for job in [queue.submit(request(model)) for _ in range(2)]:
+            with pytest.raises(DecodingError, match="decoding failed: division by zero"):
+                await collect(job)
         monkeypatch.setattr(model.target, "forward_tree", forward)
         assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
 
     run(work)
-    assert recorder.finished == ["failed", "ended"]
+    assert recorder.finished == ["failed", "failed", "ended"]
+
+
+def test_shortage_of_memory_passes(
+    model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on in a smaller batch, and the next ones in a batch of the usual size."""
+    forward, rows = model.target.forward_tree, 2
+
+    def run_out(tree: DraftTree, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        if len(tree.tokens) == rows and sum(recorder.tokens) > 10:
+            rows = 0
+            raise torch.OutOfMemoryError
+        return forward(tree, *args, **kwargs)
+
+    async def answer_two() -> list[str]:
+        jobs = [queue.submit(request(model)) for _ in range(2)]
+        return [(await collect(job))[-1].text for job in jobs]
+
+    check_target(model.target)
+    monkeypatch.setattr(model.target, "forward_tree", run_out)
+    assert run(answer_two) == [reference(model)] * 2
+    assert rows == 0
+    recorder.rows.clear()
+    assert run(answer_two) == [reference(model)] * 2
+    assert max(recorder.rows) == 2
 
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:
@@ -268,7 +426,7 @@ def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -
 
 
 def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:
-    queue = DecodeQueue(model, max_waiting=4)
+    queue = DecodeQueue(model, max_waiting=4, max_batch=2)
 
     async def work() -> None:
         async for _ in queue.submit(request(model, **LONG)).updates():

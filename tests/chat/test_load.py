@@ -17,6 +17,7 @@ from processes import (
     COMPLETIONS,
     ENDLESS,
     HELLO,
+    MAX_BATCH,
     MAX_WAITING,
     NAME,
     QUESTION,
@@ -166,7 +167,8 @@ def test_many_clients_for_a_minute(servers: Servers, record_property: Any) -> No
 def test_disconnects_free_the_queue_within_a_second(
     server: str, stream: bool, servers: Servers, record_property: Any
 ) -> None:
-    """One request is decoded, the queue is full, and one more gets 429 until others leave."""
+    """The batch and the queue are full, and one more request gets 429 until others leave."""
+    count = MAX_BATCH + MAX_WAITING
     length: dict[str, Any] = {"max_new_tokens": 1900}
     route = "/worker_generate_stream" if stream else "/worker_generate"
     if server == "api":
@@ -194,13 +196,13 @@ def test_disconnects_free_the_queue_within_a_second(
     async def work() -> list[float]:
         port = servers.api if server == "api" else servers.worker
         async with async_client(port) as client, async_client(servers.worker) as status:
-            tasks = [asyncio.create_task(ask(client)) for _ in range(MAX_WAITING + 1)]
-            assert await seconds_until_length(status, MAX_WAITING + 1) < 20
+            tasks = [asyncio.create_task(ask(client)) for _ in range(count)]
+            assert await seconds_until_length(status, count) < 20
             rejected = await client.post(route, json=body)
             assert f"{MAX_WAITING} requests are waiting; try again later" in rejected.text
             assert rejected.status_code == (429 if server == "api" else 200)
-            await leave(tasks[::2])  # including the one being decoded
-            seconds = [await seconds_until_length(status, MAX_WAITING // 2)]
+            await leave(tasks[::2])  # including some that are being decoded
+            seconds = [await seconds_until_length(status, count // 2)]
             await leave(tasks[1::2])
             return [*seconds, await seconds_until_length(status, 0)]
 

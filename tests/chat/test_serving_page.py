@@ -99,6 +99,6 @@ def test_metrics_exist() -> None:
     metrics = WorkerMetrics()
     metrics.requests.labels("failed").inc()
     metrics.tokens.labels("exact").inc()
-    exposed = metrics.page(0).decode()
+    exposed = metrics.page(0, 0, 1).decode()
     for name in set(re.findall(r"eagle_fsd_\w+", PAGE)):
         assert re.search(rf"^# TYPE {name} ", exposed, re.MULTILINE), name

@@ -99,7 +99,7 @@ def test_options_have_the_meaning_of_hugging_faces(
 
     read = request(model, prompt=None, prompt_token_ids=ids[0].tolist(), **params)
     answer = Answer(model, read)
-    tokens = [piece.token for pieces in answer for piece in pieces]
+    tokens = [piece.token for pieces in answer.stream() for piece in pieces]
     assert tokens == hugging_face(**options)
     assert tokens != hugging_face()
     last = options.get("eos_token_id", 2)

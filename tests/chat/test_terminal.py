@@ -103,7 +103,7 @@ def test_answers_are_those_of_generate(model: EagleFSD, session: ChatSession, ta
     assert "threshold 0" in lines[0]
     assert session.answer is not None
     # The first turn is in the prefix cache.
-    prefilled = session.answer.generation.stats.prefilled
+    prefilled = session.answer.decoding.prefilled
     assert prefilled < session.answer.prompt_tokens - len(model.tokenizer(first).input_ids) // 2
 
 

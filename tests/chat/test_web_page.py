@@ -147,6 +147,22 @@ def test_requests_carry_the_earlier_messages(state: ChatState) -> None:
     assert len(decode_chat(backend.requests[2][0]["prompt"])) == 1
 
 
+def test_visitors_are_told_apart() -> None:
+    """A visitor's answers, baselines and comparisons come from one client."""
+    backend = ScriptedBackend("x")
+    page = Page(backend, AnswerOptions())
+    clients = []
+    for state in (ChatState(), ChatState()):
+        backend.requests.clear()
+        send(page, state, "Hello")
+        collect(page.measure_baseline(state))
+        collect(page.compare(state, "", CONTROLS))
+        assert len(backend.requests) == 4
+        clients.append({params["client"] for params, _ in backend.requests})
+    assert [len(found) for found in clients] == [1, 1]
+    assert clients[0] != clients[1]
+
+
 def test_requests_carry_controls_and_options(state: ChatState) -> None:
     backend = ScriptedBackend("x")
     backend.about = About("x", AcceptanceConfig(fallback="stop"), Limits())
@@ -493,7 +509,9 @@ def model() -> EagleFSD:
 class TestLocalBackend:
     @pytest.fixture
     def backend(self, model: EagleFSD) -> Iterator[LocalBackend]:
-        backend = LocalBackend(model, load_chat_template(model.tokenizer), Limits(queue=1), "pair")
+        backend = LocalBackend(
+            model, load_chat_template(model.tokenizer), Limits(max_batch=1, queue=1), "pair"
+        )
         yield backend
         backend.close()
 

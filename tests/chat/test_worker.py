@@ -20,8 +20,10 @@ from prompts import ENCODED_HELLO, GREEDY, reference, tokenize
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.decode_queue import Job
 from eagle_fsd.chat.serve import worker as worker_module
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.chat.session import AnswerRequest
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
@@ -30,7 +32,7 @@ ORIGINS = ("exact", "fuzzy", "target")
 
 
 def make_worker(model: EagleFSD, controller: str | None = None) -> FSDWorker:
-    limits = Limits(queue=2, max_body=20_000)
+    limits = Limits(max_batch=2, queue=2, max_body=20_000)
     template = load_chat_template(model.tokenizer)
     return FSDWorker(model, template, limits, controller, NOWHERE, ["pair"], "test")
 
@@ -275,7 +277,7 @@ def test_errors_are_outputs(
 
 
 def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of seven requests is decoded, two wait, four are rejected."""
+    """Two of seven requests are decoded, two wait, three are rejected."""
     release, forward = threading.Event(), worker.model.target.forward_tree
     rejected: list[dict[str, Any]] = []
 
@@ -290,7 +292,7 @@ def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.Monk
         output: dict[str, Any] = response.json()
         if output["error_code"]:
             rejected.append(output)
-            if len(rejected) == 4:
+            if len(rejected) == 3:
                 release.set()
         return output
 
@@ -302,9 +304,26 @@ def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.Monk
     outputs = asyncio.run(asyncio.wait_for(work(), 120))
     assert {output["error_code"] for output in rejected} == {42903}
     assert "2 requests are waiting" in rejected[0]["text"]
-    assert len(rejected) == 4
+    assert len(rejected) == 3
     assert len({output["text"] for output in outputs if not output["error_code"]}) == 1
     assert worker.get_queue_length() == 0
+
+
+def test_clients_are_told_apart_by_their_addresses(
+    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers in front of the worker name their clients instead."""
+    submit, found = worker.queue.submit, []
+
+    def record(request: AnswerRequest) -> Job:
+        found.append(request.client)
+        return submit(request)
+
+    monkeypatch.setattr(worker.queue, "submit", record)
+    stream(client, max_new_tokens=1)
+    generate(client, max_new_tokens=1)
+    client.post("/worker_generate", json={**GREEDY, "client": "somebody"})
+    assert found == ["testclient", "testclient", "somebody"]
 
 
 def test_slow_tokenization_does_not_block_other_requests(
@@ -376,7 +395,11 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     assert tokens == answer["usage"]["completion_tokens"]
     assert tokens / float(values["eagle_fsd_steps_total"]) == pytest.approx(answer["fsd"]["tau"])
     assert float(values["eagle_fsd_step_seconds_count"]) == answer["fsd"]["steps"]
-    assert float(values["eagle_fsd_queue"]) == 0
+    assert float(values["eagle_fsd_queue"]) == float(values["eagle_fsd_rows"]) == 0
+    assert float(values["eagle_fsd_max_rows"]) == worker.limits.max_batch
+    for name in ("first_token", "token"):
+        assert float(values[f"eagle_fsd_{name}_seconds_count"]) == 1
+        assert float(values[f"eagle_fsd_{name}_seconds_sum"]) > 0
     assert client.get("/health").json() == {"status": "ok", "queue": 0}
     worker.metrics.request_finished("cancelled", {})  # before its turn
     assert 'requests_total{outcome="cancelled"} 1.0' in client.get("/metrics").text

@@ -1,10 +1,11 @@
-"""Types and helpers for ASGI applications without a framework."""
+"""Types and helpers for ASGI applications."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -12,7 +13,10 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from contextlib import aclosing
 from typing import Any, TypeVar
+
+from starlette.responses import StreamingResponse
 
 Result = TypeVar("Result")
 Message = MutableMapping[str, Any]
@@ -23,6 +27,27 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 class ClientDisconnectedError(Exception):
     """The client closed the connection before its request was complete."""
+
+
+class ClosingStream(StreamingResponse):
+    """A streamed response whose source is closed when the client disconnects.
+
+    Otherwise a source that waits for its output to be sent would be closed by the garbage
+    collector, and go on working until then.
+
+    Args:
+        source: The parts of the body.
+        media_type: Content type.
+    """
+
+    def __init__(self, source: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(source, media_type=media_type)
+        self.source = source
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Send the body; see the ASGI specification for the arguments."""
+        async with aclosing(self.source):
+            await super().__call__(scope, receive, send)
 
 
 async def send_json(

@@ -11,6 +11,8 @@ from eagle_fsd.chat.decode_queue import DecodeObserver, Outcome
 
 #: Seconds per decoding step: from a small pair on a GPU to a large one on a CPU.
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+#: Seconds per token: fractions of a step.
+TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120)
 TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 
@@ -19,7 +21,8 @@ class WorkerMetrics(DecodeObserver):
     """Metrics of one worker, in a separate registry.
 
     tau over a period is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins);
-    the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum.
+    the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum; the
+    mean number of rows per step is ``eagle_fsd_steps_total / eagle_fsd_step_seconds_count``.
     """
 
     def __init__(self) -> None:
@@ -30,13 +33,21 @@ class WorkerMetrics(DecodeObserver):
         self.queue = Gauge(
             "eagle_fsd_queue", "Requests waiting or being answered.", registry=self.registry
         )
+        self.rows = Gauge(
+            "eagle_fsd_rows", "Requests being decoded: rows in use.", registry=self.registry
+        )
+        self.max_rows = Gauge("eagle_fsd_max_rows", "Rows of the batch.", registry=self.registry)
         self.tokens = Counter(
             "eagle_fsd_tokens", "Emitted tokens by origin.", ["origin"], registry=self.registry
         )
         self.prompt_tokens = Counter(
             "eagle_fsd_prompt_tokens", "Prompt tokens of answered requests.", registry=self.registry
         )
-        self.steps = Counter("eagle_fsd_steps", "Target passes.", registry=self.registry)
+        self.steps = Counter(
+            "eagle_fsd_steps",
+            "Target passes, summed over the answers in each.",
+            registry=self.registry,
+        )
         self.tau = Histogram(
             "eagle_fsd_tau",
             "Tokens per target pass in each answer.",
@@ -55,14 +66,33 @@ class WorkerMetrics(DecodeObserver):
             registry=self.registry,
             buckets=WAIT_BUCKETS,
         )
+        self.first_token_seconds = Histogram(
+            "eagle_fsd_first_token_seconds",
+            "Time from the submission of a request to its first token.",
+            registry=self.registry,
+            buckets=WAIT_BUCKETS,
+        )
+        self.token_seconds = Histogram(
+            "eagle_fsd_token_seconds",
+            "Time per token after the first step, of each answer.",
+            registry=self.registry,
+            buckets=TOKEN_BUCKETS,
+        )
 
     def request_started(self, waited: float) -> None:
         self.wait_seconds.observe(waited)
 
-    def step_finished(self, seconds: float, tokens: int) -> None:
+    def answer_began(self, seconds: float) -> None:
+        self.first_token_seconds.observe(seconds)
+
+    def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
         self.step_seconds.observe(seconds)
 
-    def request_finished(self, outcome: Outcome, stats: Mapping[str, Any]) -> None:
+    def request_finished(
+        self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
+    ) -> None:
+        if seconds_per_token is not None:
+            self.token_seconds.observe(seconds_per_token)
         self.requests.labels(outcome).inc()
         if not stats:  # it failed, or was cancelled before its turn
             return
@@ -73,11 +103,15 @@ class WorkerMetrics(DecodeObserver):
             self.tau.observe(stats["tau"])
             self.prompt_tokens.inc(stats["prompt_tokens"])
 
-    def page(self, queue_length: int) -> bytes:
+    def page(self, queue_length: int, rows: int, max_rows: int) -> bytes:
         """Return the metrics in Prometheus' text format.
 
         Args:
             queue_length: Number of requests that are waiting or being decoded.
+            rows: Number of requests that are being decoded.
+            max_rows: Maximum number of requests that are decoded at once.
         """
         self.queue.set(queue_length)
+        self.rows.set(rows)
+        self.max_rows.set(max_rows)
         return generate_latest(self.registry)

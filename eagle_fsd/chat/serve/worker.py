@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import torch
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastchat.constants import ErrorCode
 from fastchat.conversation import Conversation
 from fastchat.serve.base_model_worker import BaseModelWorker
@@ -32,7 +32,7 @@ from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullErr
 from eagle_fsd.chat.remote_backend import add_page_routes
 from eagle_fsd.chat.request_body import RequestError, read_body, read_json, shorten
 from eagle_fsd.chat.requests import read_request
-from eagle_fsd.chat.serve.asgi import until_disconnected
+from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
 from eagle_fsd.chat.serve.guard import cluster_headers
 from eagle_fsd.chat.serve.metrics import WorkerMetrics
 from eagle_fsd.chat.session import (
@@ -88,7 +88,7 @@ class FSDWorker(BaseModelWorker):
         self.model, self.chat_template, self.limits = model, chat_template, limits
         self.tokenizer, self.context_len = model.tokenizer, model.target.context_length
         self.metrics = WorkerMetrics()
-        self.queue = DecodeQueue(model, limits.queue, self.metrics)
+        self.queue = DecodeQueue(model, limits.queue, limits.max_batch, self.metrics)
         # Tokenize in a separate thread: a long prompt takes seconds, while other answers must
         # continue to stream.
         self._reader = ThreadPoolExecutor(1, "read")
@@ -175,7 +175,7 @@ class FSDWorker(BaseModelWorker):
             self._reader, read_request, params, self.model, self.chat_template, self.limits
         )
 
-    async def answers(self, params: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def answers(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Stream the outputs of a request.
 
         Args:
@@ -364,6 +364,11 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         data = await read_body(request.stream(), content_length, worker.limits.max_body)
         return read_json(data or b"{}")
 
+    async def answer_params(request: Request) -> dict[str, Any]:
+        """Return the parameters of a request for an answer, with its client."""
+        host = request.client.host if request.client else ""
+        return {"client": host, **await json_body(request)}
+
     @app.exception_handler(RequestError)
     async def reject(_: Request, error: RequestError) -> Response:
         worker.metrics.requests.labels("refused").inc()
@@ -380,17 +385,18 @@ def worker_app(worker: FSDWorker) -> FastAPI:
 
     @app.post("/worker_generate_stream")
     async def generate_stream(request: Request) -> Response:
-        params = await json_body(request)
+        params = await answer_params(request)
 
-        async def chunks() -> AsyncIterator[bytes]:
-            async for output in worker.answers(params):
-                yield json.dumps(output).encode() + b"\0"
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            async with aclosing(worker.answers(params)) as outputs:
+                async for output in outputs:
+                    yield json.dumps(output).encode() + b"\0"
 
-        return StreamingResponse(chunks(), media_type="application/octet-stream")
+        return ClosingStream(chunks(), "application/octet-stream")
 
     @app.post("/worker_generate")
     async def generate(request: Request) -> Response:
-        params = await json_body(request)
+        params = await answer_params(request)
         logprobs: dict[str, list[Any]] = {}
 
         async def last_output() -> dict[str, Any]:
@@ -447,7 +453,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(
-            worker.metrics.page(len(worker.queue)), media_type=CONTENT_TYPE_LATEST
+            worker.metrics.page(len(worker.queue), worker.queue.rows, worker.limits.max_batch),
+            media_type=CONTENT_TYPE_LATEST,
         )
 
     @app.get("/health")

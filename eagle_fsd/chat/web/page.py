@@ -68,6 +68,7 @@ class ChatState:
         live: HTML of the newest exchange; errors are shown below it.
         comparison: HTML of the last comparison.
         unanswered: A question to put back into the message box.
+        client: Identifies the visitor to the backend; set by the first request.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)
@@ -79,6 +80,7 @@ class ChatState:
     live: str = ""
     comparison: str = ""
     unanswered: str = ""
+    client: str = ""
 
     def messages(self, question: str, count: int | None = None) -> list[dict[str, str]]:
         """Return the messages of some exchanges, followed by a question.
@@ -216,7 +218,7 @@ class Page:
 
         try:
             yield replace(view(), box="", log=log, comparison="")
-            async for _ in self._receive(answer, params, lambda: state.stop):
+            async for _ in self._receive(state, answer, params, lambda: state.stop):
                 state.fsd_stats = answer.stats
                 if answer.busy:
                     yield view()
@@ -266,7 +268,7 @@ class Page:
         yield View()  # Gradio cancels the event here if the visitor left meanwhile
         baseline = PartialAnswer()
         updates = self._receive(
-            baseline, params, lambda: state.stop or state.turn != turn, method="ar"
+            state, baseline, params, lambda: state.stop or state.turn != turn, method="ar"
         )
         with contextlib.suppress(BackendError):  # the answer itself is complete
             async for _ in updates:
@@ -316,7 +318,8 @@ class Page:
         try:
             yield view()
             for side, answer in ((exact_params, left), (params, right)):
-                async for _ in self._receive(answer, {**side, "seed": seed}, lambda: state.stop):
+                seeded = {**side, "seed": seed}
+                async for _ in self._receive(state, answer, seeded, lambda: state.stop):
                     if state.turn == turn and answer.busy:
                         yield view()
                 if state.stop:
@@ -390,6 +393,7 @@ class Page:
 
     async def _receive(
         self,
+        state: ChatState,
         answer: PartialAnswer,
         params: Mapping[str, Any],
         stopped: Callable[[], bool],
@@ -397,6 +401,8 @@ class Page:
     ) -> AsyncGenerator[None, None]:
         """Fill ``answer`` from the backend; yield when it should be rendered, and at its end."""
         rendered = 0.0
+        state.client = state.client or secrets.token_hex(16)  # visitors get copies of one state
+        params = {**params, "client": state.client}
         # Closing the stream at once is what ends the decoding.
         async with contextlib.aclosing(self.backend.stream(params, method)) as updates:
             async for update in updates:

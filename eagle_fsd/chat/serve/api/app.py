@@ -6,6 +6,7 @@ The guard in front of the application checks keys, hosts, content types and the 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
@@ -139,12 +140,12 @@ def api_app(controller: str) -> FastAPI:
         return card(name)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
-        return await answer(workers, body)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answer(workers, body, client_id(request))
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest) -> Response:
-        return await answer(workers, body)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await answer(workers, body, client_id(request))
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest) -> Response:
@@ -164,17 +165,32 @@ def api_app(controller: str) -> FastAPI:
     return app
 
 
-async def answer(workers: Workers, request: ChatRequest | CompletionRequest) -> Response:
+def client_id(request: Request) -> str:
+    """Return what identifies a client to the workers: a hash of its address and its key.
+
+    Args:
+        request: The client's request.
+    """
+    host = request.client.host if request.client else ""
+    identity = f"{host} {request.headers.get('authorization', '')}"
+    return hashlib.sha256(identity.encode()).hexdigest()
+
+
+async def answer(
+    workers: Workers, request: ChatRequest | CompletionRequest, client: str
+) -> Response:
     """Answer a request for a chat or for completions.
 
     Args:
         workers: Where the choices are decoded.
         request: The request.
+        client: Identifies the client.
 
     Raises:
         ApiError: The request failed before its response began.
     """
-    requests, chat = request.worker_requests(), isinstance(request, ChatRequest)
+    requests = [{**params, "client": client} for params in request.worker_requests()]
+    chat = isinstance(request, ChatRequest)
     logprobs = request.logprobs is not None and request.logprobs is not False
     builder = ResponseBuilder(chat, request.model, len(requests), request.n, logprobs)
     outputs = workers.answers(requests)

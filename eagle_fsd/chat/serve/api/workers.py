@@ -121,7 +121,9 @@ class Workers:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # A response that is cancelled cancels every wait, which must not reach the tasks while
+            # they close their connections.
+            await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
 
     async def embed(
         self, model: str, texts: Sequence[str], encoding_format: str

@@ -1,0 +1,290 @@
+"""Measure a worker under 1 to 32 clients, and compare it with an older revision.
+
+::
+
+    python benchmarks/serving.py --revision 68e5df3
+
+Every client sends its next request as soon as it has the answer to the last one. All numbers of
+clients send the same requests: word problems to the bundled pair, answered greedily and losslessly
+with the same tree. The workers run in processes of their own, one thread each, and answer in turn.
+The older revision is unpacked into a temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from measurement import Table, new_parser, parse, parse_tree, progress, save_report, tree_name
+from revisions import NEW, OLD, ROOT, unpack
+
+from eagle_fsd import TreeConfig
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled.problems import chat_messages, problems
+from eagle_fsd.model.config import SETTINGS_FILE
+from eagle_fsd.model.loading import load_tokenizer
+
+CLIENTS = (1, 2, 4, 8, 16, 32)
+#: Seconds for a worker to start, and for an answer.
+TIMEOUT = 300.0
+COLUMNS = {
+    "clients": "clients",
+    "tokens_per_second": "tokens/s",
+    "p50": "p50 latency (s)",
+    "p95": "p95 latency (s)",
+    "first_p50": "p50 first token (s)",
+    "first_p95": "p95 first token (s)",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One answer.
+
+    Attributes:
+        text: The answer.
+        tokens: Its number of tokens.
+        first: Seconds from the request to the first tokens.
+        seconds: Seconds from the request to the end of the answer.
+    """
+
+    text: str
+    tokens: int
+    first: float
+    seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the tables and save them.
+
+    Args:
+        arguments: The command line; default: that of the process.
+    """
+    parser = new_parser("Measure a worker under 1 to 32 clients.")
+    parser.add_argument("--revision", help="also measure this revision")
+    parser.add_argument("--count", type=int, default=48, help="requests for each number of clients")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent")
+    parser.add_argument("--max-batch", type=int, help="of the working tree; default: the worker's")
+    parser.add_argument(
+        "--tree", type=parse_tree, default=parse_tree("16/8/2"), help="total_tokens/depth/top_k"
+    )
+    options = parse(parser, arguments)
+    count, rounds, new_tokens, clients = options.count, options.rounds, 192, CLIENTS
+    if options.quick:
+        count, rounds, new_tokens, clients = 4, 1, 8, CLIENTS[:2]
+    requests = answer_requests(count, new_tokens)
+    results: dict[str, list[dict[str, Any]]] = {}
+    texts: dict[str, list[list[str]]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # Without the settings beside it, whose format has changed.
+        shutil.copytree(BUNDLED_HEAD, folder / "head", ignore=shutil.ignore_patterns(SETTINGS_FILE))
+        batch = ["--max-batch", str(options.max_batch)] if options.max_batch else []
+        compiled = "--compile" if options.compile else "--no-compile"
+        extra = ["--drafter", str(folder / "head"), "--device", options.device, compiled, *batch]
+        urls = {NEW: stack.enter_context(worker(ROOT, options.tree, extra))}
+        if options.revision:
+            unpack(options.revision, folder / "revision")
+            extra = ["--head", str(folder / "head"), "--device", options.device]
+            urls[OLD] = stack.enter_context(worker(folder / "revision", options.tree, extra))
+        for url in urls.values():
+            asyncio.run(send(url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
+        for number in progress(clients, "clients"):
+            answers: dict[str, list[Measurement]] = {name: [] for name in urls}
+            seconds = dict.fromkeys(urls, 0.0)
+            for name, url in [*urls.items()] * rounds:
+                begin = time.perf_counter()
+                answers[name] += asyncio.run(send(url, requests, number))
+                seconds[name] += time.perf_counter() - begin
+            for name, found in answers.items():
+                texts.setdefault(name, []).append([item.text for item in found])
+                results.setdefault(name, []).append(summarize(number, found, seconds[name]))
+    note = (
+        f"{count} requests, sent {rounds} times, at most {new_tokens} new tokens, greedy and"
+        f" lossless, tree {tree_name(options.tree)}."
+    )
+    titles = {NEW: "Serving, working tree", OLD: f"Serving, revision {options.revision}"}
+    tables = [Table(titles[name], COLUMNS, rows, note) for name, rows in results.items()]
+    if options.revision:
+        tables.append(compare(results, texts))
+    save_report(options, "serving", tables)
+
+
+def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
+    """Return the parameters of requests that all revisions understand.
+
+    Args:
+        count: Number of requests.
+        new_tokens: Maximum number of new tokens.
+    """
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    return [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                chat_messages((problem.question, ""))[:-1],
+                add_generation_prompt=True,
+                tokenize=False,
+            ),
+            "temperature": 0.0,
+            "max_new_tokens": new_tokens,
+            "fsd": {"threshold": 0.0},
+        }
+        for problem in problems("test", count)
+    ]
+
+
+@contextmanager
+def worker(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[str]:
+    """Run a worker without a controller; yield its URL once it is ready.
+
+    Args:
+        root: Folder that contains the package.
+        tree: Shape of the draft trees.
+        arguments: Further arguments of the worker.
+
+    Raises:
+        RuntimeError: The worker did not start.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "eagle_fsd.cli", "serve", "worker", "--controller", "none"]
+    command += ["--port", str(port), "--target", str(BUNDLED_TARGET), *arguments]
+    command += ["--total-tokens", str(tree.total_tokens), "--depth", str(tree.depth)]
+    command += ["--tree-top-k", str(tree.top_k)]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.DEVNULL)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + TIMEOUT
+    try:
+        while not is_ready(url):
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the worker of {root} did not start; see its error above")
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    """Return whether a worker answers.
+
+    Args:
+        url: Its URL.
+    """
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+async def send(url: str, requests: Sequence[dict[str, Any]], clients: int) -> list[Measurement]:
+    """Send requests, and return their answers in the same order.
+
+    Args:
+        url: The worker's URL.
+        requests: The requests.
+        clients: Number of clients.
+    """
+    answers: dict[int, Measurement] = {}
+    remaining = iter(enumerate(requests))
+
+    async def visit(client: httpx.AsyncClient) -> None:
+        for index, request in remaining:
+            answers[index] = await ask(client, request)
+
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
+        await asyncio.gather(*(visit(client) for _ in range(clients)))
+    return [answers[index] for index in range(len(requests))]
+
+
+async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> Measurement:
+    """Send a request and read its answer.
+
+    Args:
+        client: A client of the worker.
+        request: The request.
+
+    Raises:
+        RuntimeError: The request failed.
+    """
+    begin, first, rest = time.perf_counter(), 0.0, b""
+    output: dict[str, Any] = {}
+    async with client.stream("POST", "/worker_generate_stream", json=request) as response:
+        async for data in response.aiter_raw():
+            *parts, rest = (rest + data).split(b"\0")
+            if parts:
+                output = json.loads(parts[-1])
+                first = first or time.perf_counter() - begin
+    if output.get("finish_reason") is None:
+        raise RuntimeError(f"a request failed: {output}")
+    tokens = output["usage"]["completion_tokens"]
+    return Measurement(output["text"], tokens, first, time.perf_counter() - begin)
+
+
+def summarize(clients: int, answers: Sequence[Measurement], seconds: float) -> dict[str, Any]:
+    """Return a row of a table.
+
+    Args:
+        clients: Number of clients.
+        answers: The answers.
+        seconds: Seconds until all had been received.
+    """
+    latency, first = [item.seconds for item in answers], [item.first for item in answers]
+    return {
+        "clients": clients,
+        "tokens_per_second": sum(item.tokens for item in answers) / seconds,
+        "p50": statistics.median(latency),
+        "p95": statistics.quantiles(latency, n=20)[-1],
+        "first_p50": statistics.median(first),
+        "first_p95": statistics.quantiles(first, n=20)[-1],
+    }
+
+
+def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list[str]]]) -> Table:
+    """Return the table of tokens per second of both revisions.
+
+    Args:
+        results: The rows of each.
+        texts: The answers behind each row.
+    """
+    rows = []
+    answers = zip(texts[OLD], texts[NEW], strict=True)
+    for old, new, both in zip(results[OLD], results[NEW], answers, strict=True):
+        rows.append(
+            {
+                "clients": new["clients"],
+                "old": old["tokens_per_second"],
+                "new": new["tokens_per_second"],
+                "ratio": new["tokens_per_second"] / old["tokens_per_second"],
+                "identical": 100 * statistics.fmean(map(operator.eq, *both)),
+            }
+        )
+    columns = {
+        "clients": "clients",
+        "old": "old (tokens/s)",
+        "new": "new (tokens/s)",
+        "ratio": "new / old",
+        "identical": "same answer (%)",
+    }
+    return Table("Serving, new against old", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

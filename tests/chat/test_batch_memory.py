@@ -1,0 +1,81 @@
+"""The memory of a queue that has answered thousands of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import random
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+from processes import QUESTION
+from prompts import HELLO, request
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.chat.decode_queue import DecodeQueue
+from eagle_fsd.chat.session import AnswerRequest, score_prompt
+from eagle_fsd.chat.wire_format import encode_chat
+
+CLIENTS = 16
+
+
+def resident_memory() -> int:
+    """Return the bytes in use, without what has been freed but not returned to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident: int = psutil.Process().memory_info().rss
+    return resident
+
+
+def random_request(model: EagleFSD, dice: random.Random) -> AnswerRequest:
+    """Return a request with drawn options; the first hundred contain the longest rows."""
+    turns = [*HELLO, {"role": "assistant", "content": "Hello!"}] * dice.choice([0, 2, 6])
+    question = {"role": "user", "content": QUESTION[: dice.choice([5, 40, None])]}
+    options: dict[str, Any] = {
+        "prompt": encode_chat([*turns, question]),
+        "temperature": dice.choice([0.0, 0.0, 0.7]),
+        "seed": dice.randint(0, 99),
+        "max_new_tokens": dice.choice([1, 8, 24]),
+        "fsd": {"threshold": dice.choice([0.0, 0.1, 0.4])},
+        "logprobs": dice.choice([None, None, 2]),
+        "presence_penalty": dice.choice([0.0, 0.0, 0.5]),
+        "stop": dice.choice([[], [], ["apples"]]),
+        "client": str(dice.random()),
+    }
+    return replace(request(model, **options), method=dice.choice(["fsd", "fsd", "fsd", "ar"]))
+
+
+async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Random) -> None:
+    """Let all clients send requests; some leave early, and some need the model for other work."""
+    remaining = iter(range(count))
+
+    async def visit() -> None:
+        for _ in remaining:
+            asked, leaves = random_request(model, dice), dice.random() < 0.2
+            if dice.random() < 0.05:
+                await queue.call(lambda _, ids=asked.ids: score_prompt(model, ids, 1))
+            updates = queue.submit(asked).updates()
+            async for _update in updates:
+                if leaves:
+                    break
+            await updates.aclose()
+
+    await asyncio.gather(*(visit() for _ in range(CLIENTS)))
+    while len(queue):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
+    """After 2,000 mixed requests it is within 2 % of that after 200."""
+    queue, dice = DecodeQueue(model, max_waiting=CLIENTS, max_batch=8), random.Random(0)
+    asyncio.run(send(model, queue, 200, dice))
+    before = resident_memory()
+    asyncio.run(send(model, queue, 1800, dice))
+    after = resident_memory()
+    queue.close()
+    record_property("resident_bytes", [before, after])
+    assert after == pytest.approx(before, rel=0.02)
