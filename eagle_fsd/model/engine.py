@@ -430,8 +430,9 @@ class Engine:
             self._grow(self.reserved[0], width)
         prompts = [torch.tensor(row.ids, device=self.target.device) for row in rows]
         groups: list[_Prompts] = []
+        cached = any(self.caches.tokens[first:])
         for place, row in enumerate(rows, first):
-            start = self._reuse(place, row.ids)
+            start = self._reuse(place, row.ids) if cached else 0
             row.length, row.root = len(row.ids) - 1, row.ids[-1]
             if groups and abs(groups[-1].start - start) < MIN_REUSED:
                 groups[-1].rows.append(row)
@@ -580,7 +581,7 @@ class Engine:
         groups: list[tuple[Decision, list[int]]] = []
         for place, row in enumerate(rows):
             for decision, places in groups:
-                if decision == row.decision:
+                if decision is row.decision or decision == row.decision:
                     places.append(place)
                     break
             else:

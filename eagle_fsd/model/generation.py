@@ -432,7 +432,8 @@ class Batch:
         for row in rows:
             self._places.pop(row, None)
         engine.abandon(rows)
-        engine.drop([place for place, row in enumerate(engine.rows) if row in rows])
+        removed = set(rows)
+        engine.drop([place for place, row in enumerate(engine.rows) if row in removed])
 
     def _halve(self) -> None:
         """Let all answers wait again, for half as many rows."""
