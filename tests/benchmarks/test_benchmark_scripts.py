@@ -161,7 +161,7 @@ def test_all_gpu_parts_run(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
     subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
-    for ending, count in (("json", 6), ("md", 6), ("png", 4)):
+    for ending, count in (("json", 7), ("md", 7), ("png", 5)):
         assert len(list(tmp_path.glob(f"*.{ending}"))) == count
 
 
