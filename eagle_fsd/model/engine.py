@@ -240,7 +240,7 @@ class _Launched:
     Args:
         packed: ``[B, 2 + 2 A]``, see :meth:`Engine._step`.
         tokens: ``[B, A]`` emitted tokens.
-        details: Results of :meth:`Engine._describe`, by group of rows.
+        details: Results of :func:`_describe`, by group of rows.
 
     Attributes:
         order: The row of these tensors for each row that is being decoded now; None for rows that
@@ -368,8 +368,12 @@ class Engine:
         Args:
             max_length: Maximum number of tokens in the row.
         """
-        tree = self._trees[0]
-        return memory.row_bytes(self.target, self.drafter, tree, *self._slots(max_length))
+        slots = self._slots(max_length)
+        needed = (
+            memory.row_bytes(self.target, self.drafter, tree, *slots)
+            for tree in self._trees.values()
+        )
+        return max(needed, key=memory.Bytes.total)
 
     def fitting_rows(self, max_length: int) -> int:
         """Return how many rows fit in the free memory.
@@ -428,7 +432,6 @@ class Engine:
         width = max(row.decision.rule.state_size for row in rows)
         if width > self._state[2].shape[1]:
             self._grow(self.reserved[0], width)
-        prompts = [torch.tensor(row.ids, device=self.target.device) for row in rows]
         groups: list[_Prompts] = []
         cached = any(self.caches.tokens[first:])
         for place, row in enumerate(rows, first):
@@ -442,15 +445,16 @@ class Engine:
         self._prompts += groups
         roots, lengths, states, keys = (tensor[first:] for tensor in self._state)
         count = len(rows)
-        roots[:count] = torch.stack([prompt[-1] for prompt in prompts])
+        roots[:count] = torch.tensor([row.root for row in rows])
         lengths[:count] = torch.tensor([row.length for row in rows])
         keys[:count] = torch.tensor([row.key for row in rows])
-        for state, row, prompt in zip(states, rows, prompts, strict=False):
+        for state, row in zip(states, rows, strict=False):
             own = row.rule_state
             if own is None:
+                prompt = torch.tensor(row.ids, device=state.device)
                 own = row.decision.rule.start([prompt])[0]
             state[: len(own)] = own
-        self.draft.admit(first, prompts)
+        self.draft.admit(first, [row.ids for row in rows])
 
     def prefill(self) -> list[Row]:
         """Process the next chunk of the prompts that were added first.
@@ -666,7 +670,7 @@ class Engine:
 
         Returns:
             What the host reads (``[B, 2 + 2 A]``: count, whether the logits are broken, tokens and
-            origins), the emitted tokens, and the results of :meth:`_describe`.
+            origins), the emitted tokens, and the results of :func:`_describe`.
         """
         tree, scored = self._score_tree(draft_keys, keys)
         self.clock.enter("verify")

@@ -227,6 +227,7 @@ class Batch:
         self._waiting: deque[Answer] = deque()
         self._places: dict[Row, _Place] = {}
         self._states: dict[Answer, Tensor] = {}  # of the rules of answers that lost their rows
+        self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
 
     def __len__(self) -> int:
         """Return the number of answers that have not finished."""
@@ -236,6 +237,15 @@ class Batch:
     def rows(self) -> int:
         """Number of answers that have a row."""
         return len(self._places)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, see :data:`~eagle_fsd.model.stats.PHASES`."""
+        total = dict(self._spent)
+        for engine in self._engines.values():
+            for phase, spent in engine.clock.seconds.items():
+                total[phase] = total.get(phase, 0.0) + spent
+        return total
 
     @property
     def nbytes(self) -> int:
@@ -300,8 +310,8 @@ class Batch:
         for engine in self._engines.values():
             while engine.joining:
                 engine.prefill()
-                if engine.rows:  # they must not wait for long prompts
-                    break
+                if any(other.rows for other in self._engines.values()):
+                    break  # rows being decoded must not wait for long prompts
             self._remove(engine, [row for row in engine.rows if row not in self._places])
             if engine.rows:
                 self.passes += 1
@@ -351,14 +361,17 @@ class Batch:
         while self._waiting and self.rows < self.max_rows:
             answer = self._waiting[0]
             engine = self._engine(answer.request)
-            if missing := self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
+            if not self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
                 if self.rows:
                     break  # there is enough memory when other answers have ended
                 if not freed:  # the caches hold the tokens of answers that have ended
                     self._engines.clear()
                     freed = True
                     continue
-                answer.error, answer.finished = MemoryError(missing), True
+                length = answer.request.max_length
+                needed = memory.shortage(engine.row_bytes(length), 1)
+                answer.error = MemoryError(f"a row of {length} tokens needs {needed}")
+                answer.finished = True
                 found.append((answer, StreamChunk(answer.request.row, [], [], True)))
                 self._waiting.popleft()
                 continue
@@ -368,25 +381,25 @@ class Batch:
         for engine, rows in new.items():
             engine.admit(rows)
 
-    def _make_room(self, engine: Engine, new: int, request: Request) -> str | None:
-        """Reserve memory for the last of some new rows; return what is missing, if anything is."""
+    def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
+        """Reserve memory for the last of some new rows; return whether there is enough."""
         rows, length = len(engine.rows) + engine.joining + new, request.max_length
         before, longest = engine.reserved
-        if rows <= before and length <= longest:
-            return None
+        least = max(rows, before), max(length, longest)
+        if least == engine.reserved:
+            return True
         # Make room for those that follow, too, because what is cached is copied.
         others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
         others = [item for item in others if item.engine == request.engine]
-        more = max(rows, before), max(length, longest)
-        most = max([more[1], *(item.max_length for item in others)])
+        more = least
         if rows > before:
+            most = max([least[1], *(item.max_length for item in others)])
             more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
-        for size in (more, (max(rows, before), max(length, longest))):
+        for size in (more, least):
             if size[0] <= engine.fitting_rows(size[1]):
                 engine.reserve(*size)
-                return None
-        found = memory.shortage(engine.row_bytes(more[1]), size[0])
-        return f"a row of {more[1]} tokens does not fit: {size[0]} take {found}"
+                return True
+        return False
 
     def _engine(self, request: Request) -> Engine:
         engine = self._engines.pop(request.engine, None)
@@ -448,6 +461,7 @@ class Batch:
             if state is not None:
                 self._states[place.answer] = state
         self._waiting.extendleft([place.answer for place in self._places.values()][::-1])
+        self._spent = self.seconds
         self._places.clear()
         self._engines.clear()
 
@@ -541,7 +555,7 @@ def _decode(
             found = batch.step()
             stats.passes = batch.passes
             stats.prefilled = sum(answer.stats.prefilled for answer in answers)
-            stats.seconds = found[0][0].stats.seconds if found else stats.seconds
+            stats.seconds = batch.seconds
             for answer, chunk in found:
                 if answer.error is not None:
                     raise answer.error

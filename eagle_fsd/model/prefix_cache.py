@@ -72,7 +72,7 @@ class PrefixCache:
         length: int,
         draft_length: int,
         spare: int = SPARE,
-    ) -> bool:
+    ) -> None:
         """Allocate the caches, or enlarge them if necessary.
 
         Args:
@@ -83,16 +83,12 @@ class PrefixCache:
             draft_length: Slots per row needed in the drafter's cache; 0 if it has none.
             spare: Extra slots to allocate.
 
-        Returns:
-            Whether a cache was replaced by a larger one.
-
         Raises:
             ValueError: The caches belong to another model.
         """
         if self._target not in (None, target):
             raise ValueError("this prefix cache belongs to another model; create a new one")
         self._target = target
-        before = self.target_cache, self.draft_cache
         if self.target_cache is None:
             self.target_cache = target.new_cache(rows, length + spare)
         self.target_cache = _enlarged(self.target_cache, rows, length, spare)
@@ -103,7 +99,6 @@ class PrefixCache:
         new = rows - self.rows
         self.tokens += [[] for _ in range(new)]
         self.entries += [0] * new
-        return before != (self.target_cache, self.draft_cache)
 
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
         """Return the number of leading tokens of a prompt that a row holds.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from simulated_accelerator import DEVICES
@@ -31,7 +30,7 @@ def with_known_prompts(kind: type[NGramDrafter | AdaptiveNGramDrafter], repeats:
             state.admit = lambda first, prompts: admit(
                 first,
                 [
-                    np.array(PROMPTS[row] if repeats else [7, 8, 9])
+                    PROMPTS[row] if repeats else [7, 8, 9]
                     for row in range(first, first + len(prompts))
                 ],
             )

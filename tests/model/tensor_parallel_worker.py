@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pairs import NEW_TOKENS, aligned_pair, batch, prompt, small_tree, tiny_target
+from pairs import NEW_TOKENS, aligned_pair, batch, greedy_reference, prompt, small_tree, tiny_target
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
@@ -62,14 +62,8 @@ def generate(pair: EagleFSD, **options: Any) -> Any:
 
 def custom_generate(pair: EagleFSD) -> Any:
     ids, mask = batch()
-    return pair.model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        custom_generate=pair.custom_generate,
-    )
+    generate = pair.custom_generate
+    return greedy_reference(pair.model, ids, mask, new=NEW_TOKENS, custom_generate=generate)
 
 
 def beam_search(pair: EagleFSD) -> Any:

@@ -260,7 +260,7 @@ def draft(drafter: Drafter, rows: list[list[int]], tree: TreeConfig) -> DraftTre
     drafter.attach(aligned_pair().target)
     state = drafter.start(tree, None)
     state.reserve(len(rows), 100, None)
-    state.admit(0, [torch.tensor(row) for row in rows])
+    state.admit(0, rows)
     state.show(len(rows))
     roots = torch.tensor([row[-1] for row in rows])
     return state.draft(roots, None, RandomNumbers.seeded(0, len(rows)))

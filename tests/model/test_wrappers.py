@@ -56,14 +56,8 @@ def _check_decoding(pair: EagleFSD, wrapped: Any, expected: torch.Tensor) -> Non
     ids, mask = batch()
     assert torch.equal(pair.generate(ids, mask, NEW_TOKENS).sequences, expected)
     assert torch.equal(pair.generate(ids, mask, NEW_TOKENS, method="ar").sequences, expected)
-    found = wrapped.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        custom_generate=pair.custom_generate,
-    )
+    generate = pair.custom_generate
+    found = greedy_reference(wrapped, ids, mask, new=NEW_TOKENS, custom_generate=generate)
     assert torch.equal(found, expected)
 
 

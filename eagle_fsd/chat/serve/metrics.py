@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -48,34 +49,24 @@ class WorkerMetrics(DecodeObserver):
             "Target passes, summed over the answers in each.",
             registry=self.registry,
         )
-        self.tau = Histogram(
-            "eagle_fsd_tau",
-            "Tokens per target pass in each answer.",
-            registry=self.registry,
-            buckets=TAU_BUCKETS,
+        histogram = partial(Histogram, registry=self.registry)
+        self.tau = histogram(
+            "eagle_fsd_tau", "Tokens per target pass in each answer.", buckets=TAU_BUCKETS
         )
-        self.step_seconds = Histogram(
-            "eagle_fsd_step_seconds",
-            "Duration of a decoding step.",
-            registry=self.registry,
-            buckets=STEP_BUCKETS,
+        self.step_seconds = histogram(
+            "eagle_fsd_step_seconds", "Duration of a decoding step.", buckets=STEP_BUCKETS
         )
-        self.wait_seconds = Histogram(
-            "eagle_fsd_wait_seconds",
-            "Time in the queue.",
-            registry=self.registry,
-            buckets=WAIT_BUCKETS,
+        self.wait_seconds = histogram(
+            "eagle_fsd_wait_seconds", "Time in the queue.", buckets=WAIT_BUCKETS
         )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = histogram(
             "eagle_fsd_first_token_seconds",
             "Time from the submission of a request to its first token.",
-            registry=self.registry,
             buckets=WAIT_BUCKETS,
         )
-        self.token_seconds = Histogram(
+        self.token_seconds = histogram(
             "eagle_fsd_token_seconds",
             "Time per token after the first step, of each answer.",
-            registry=self.registry,
             buckets=TOKEN_BUCKETS,
         )
 

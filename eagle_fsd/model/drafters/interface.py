@@ -54,12 +54,12 @@ class DraftState(ABC):
         """
         return
 
-    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+    def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         """Start over with new prompts in some rows; by default, nothing.
 
         Args:
             first: The row of the first prompt; the others follow it.
-            prompts: ``[S]`` token ids of each prompt, on the target's device.
+            prompts: Token ids of each prompt.
         """
         return
 

@@ -213,12 +213,12 @@ class LevelState(DraftState):
         self.pending_tokens = tokens  # [B, A]
         self.pending_features = features  # [B, A, F]
 
-    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+    def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         last, lengths, pending, tokens, features = self._part(first, len(prompts))
         last.copy_(torch.tensor([len(prompt) - 2 for prompt in prompts]))
         lengths.copy_(last.clamp_min(0) if self.shift else last + 1)
         pending.fill_(1)
-        tokens[:, 0] = torch.stack([prompt[-1] for prompt in prompts])
+        tokens[:, 0] = torch.tensor([prompt[-1] for prompt in prompts])
         features.zero_()  # no mask hides NaN from a row before
 
     def _part(self, first: int, count: int) -> list[Tensor]:

@@ -367,10 +367,10 @@ class _CountingState(DraftState):
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
         self.rows += [self.drafter.new_row() for _ in range(rows - len(self.rows))]
 
-    def admit(self, first: int, prompts: Sequence[Tensor]) -> None:
+    def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         for index, prompt in enumerate(prompts, first):
             self.rows[index] = self.drafter.new_row()
-            for token in prompt.tolist():
+            for token in prompt:
                 self.rows[index].append(token)
 
     def show(self, rows: int) -> None:
