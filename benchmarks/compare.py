@@ -5,9 +5,11 @@
     python benchmarks/compare.py --count 100
 
 All answer the same word problems greedily with the same weights, problem by problem in turn, each
-call timed as a whole. Exact verification and FSD use the trees of the bundled ``fsd.json``. Prompt
-lookup and assisted generation (with the bundled draft model) use the number of drafted tokens that
-is fastest on a few other problems. The first answer of every method is not counted.
+call timed as a whole. FSD uses the settings and the tree of the bundled ``fsd.json``. Prompt lookup
+and assisted generation (with the bundled draft model) use the number of drafted tokens, and exact
+verification the tree, that is fastest on a few other problems. With ``--compile``, this project's
+methods are measured both with and without compilation. The first answer of every method is not
+counted.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from measurement import (
     COLORS,
+    EXACT,
     Table,
     contenders,
     new_figure,
@@ -36,7 +39,7 @@ from measurement import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL
 from eagle_fsd.bundled.problems import Problem, chat_messages, problems
 
@@ -45,6 +48,8 @@ GREEDY = "Hugging Face greedy"
 #: Numbers of drafted tokens to choose from.
 LOOKUP_TOKENS = (2, 4, 8)
 ASSISTANT_TOKENS = (2, 4, 8)
+#: Trees of exact verification to choose from, besides that of ``fsd.json``.
+EXACT_TREES = (TreeConfig(total_tokens=16, depth=8, top_k=2),)
 MAX_NEW_TOKENS = 256
 COLUMNS = {
     "method": "method",
@@ -112,9 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, options.trial, new_tokens = 2, 1, 16
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    model.compiled = options.compile
     tasks = problems("test", options.trial + options.count)
     candidates = [*hugging_face_methods(model, new_tokens), *own_methods(model, new_tokens)]
+    if options.compile:
+        candidates += own_methods(model, new_tokens, compiled=True)
     _answer_all(candidates, model, tasks[: options.trial], "selecting settings")
     best: dict[str, Method] = {}
     for method in candidates:
@@ -169,22 +175,31 @@ def _hugging_face(
     return lambda ids: call(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def own_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
-    """Return plain decoding, exact verification and FSD, the latter with their own trees.
+def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> list[Method]:
+    """Return plain decoding, exact verification with all its trees, and FSD.
 
     Args:
         model: The bundled pair.
         new_tokens: Maximum number of new tokens.
+        compiled: Whether the models' passes are compiled.
     """
     methods = []
     for way in contenders(model):
         options = way.options()
+        trees = [way.tree, *(EXACT_TREES if way.name == EXACT else ())]
+        for tree in dict.fromkeys(trees):
+            pair = copy.copy(model)
+            pair.compiled = compiled
+            if tree is not None:
+                pair.tree = tree
 
-        def generate(ids: Tensor, options: dict[str, Any] = options) -> Tensor:
-            out = model.generate(ids, torch.ones_like(ids), new_tokens, **options)
-            return out.sequences
+            def generate(
+                ids: Tensor, pair: EagleFSD = pair, options: dict[str, Any] = options
+            ) -> Tensor:
+                return pair.generate(ids, torch.ones_like(ids), new_tokens, **options).sequences
 
-        methods.append(Method(way.name, "" if way.tree is None else tree_name(way.tree), generate))
+            name = f"{way.name}, compiled" if compiled else way.name
+            methods.append(Method(name, "" if tree is None else tree_name(tree), generate))
     return methods
 
 

@@ -64,8 +64,6 @@ CSV_FILE = "report.csv"
 #: In a separate folder, because FastChat reads every .jsonl file beside the answers as answers.
 PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
-#: Methods beyond this number are not compiled, because each of them takes compilations of its own.
-MAX_COMPILED_METHODS = 4
 #: Length of a typical answer as a share of the limit.
 ANSWER_SHARE = 1 / 8
 #: How long a process may wait for the others to finish.
@@ -424,10 +422,13 @@ def run_evaluation(
     model = loaded.model if loaded is not None else load_share(request, settings)
     # Of a batch, only steps with all rows are compiled, which pays in long evaluations at most.
     model.compiled = config.batch if request.compiled else 0
-    if request.compiled is None and config.batch == 1 and len(methods) <= MAX_COMPILED_METHODS:
+    if request.compiled is None and config.batch == 1:
+        trees = {
+            found.pair_for(model).tree for found in find_methods(methods) if found.decoder == "fsd"
+        }
         with hooks.progress("compiling"):
             per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
-            model.compile_if_faster(per_method * len(methods))
+            model.compile_if_faster(per_method * len(methods), trees=max(1, len(trees)))
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import statistics
+import time
 from collections.abc import Callable, Hashable
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -75,25 +76,32 @@ def compile_graph(function: Callable[..., Result]) -> Callable[..., Result]:
     return torch.compile(function, fullgraph=True)
 
 
-def is_compilation_faster(seconds_per_token: Callable[[bool], float], tokens: float) -> bool:
+def is_compilation_faster(
+    seconds_per_token: Callable[[bool], float], tokens: float, trees: int = 1
+) -> bool:
     """Compare compiled decoding with eager decoding, in turn.
 
     Args:
         seconds_per_token: Decodes a little, compiled or not, and returns the time that it took.
         tokens: Number of tokens to be decoded.
+        trees: Number of shapes of trees among them; each takes a compilation of its own.
 
     Returns:
-        False if decoding is too short for a compilation to pay, if it gains nothing, or if
+        False if decoding is too short for the compilations to pay, if they gain nothing, or if
         ``TORCHDYNAMO_DISABLE`` is set.
     """
     if tokens < MIN_TOKENS or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return False
     seconds_per_token(False)  # warms up
-    if tokens * seconds_per_token(False) < MIN_SECONDS:
+    eager = tokens * seconds_per_token(False)
+    if eager < MIN_SECONDS:
         return False
+    begin = time.perf_counter()
     seconds_per_token(True)  # compiles
+    others = (trees - 1) * (time.perf_counter() - begin)  # seconds that the other trees will take
     ratios = [seconds_per_token(False) / seconds_per_token(True) for _ in range(TRIAL_BLOCKS)]
-    return statistics.median(ratios) >= MIN_GAIN
+    gain = statistics.median(ratios)
+    return gain >= MIN_GAIN and others <= eager * (1.0 - 1.0 / gain)
 
 
 class StepGraphs:

@@ -391,7 +391,7 @@ class EagleFSD:
                     identity.name,
                 )
 
-    def compile_if_faster(self, tokens: float = math.inf, rows: int = 1) -> bool:
+    def compile_if_faster(self, tokens: float = math.inf, rows: int = 1, trees: int = 1) -> bool:
         """Compile the passes of drafter and target if that saves time.
 
         Compilation takes a C++ compiler, Python's headers, and about half a minute for every shape
@@ -402,6 +402,7 @@ class EagleFSD:
         Args:
             tokens: Number of tokens to be decoded.
             rows: Number of prompts decoded at once.
+            trees: Number of shapes of trees among them; each takes a compilation of its own.
 
         Returns:
             Whether passes with so many rows are compiled from now on.
@@ -424,7 +425,7 @@ class EagleFSD:
                 emitted = [count + len(row) for count, row in zip(emitted, new, strict=True)]
             return (time.perf_counter() - begin) / sum(emitted)
 
-        faster = limit > 0 and is_compilation_faster(seconds_per_token, tokens)
+        faster = limit > 0 and is_compilation_faster(seconds_per_token, tokens, trees)
         self.compiled = rows if faster else 0
         return faster
 

@@ -192,6 +192,10 @@ class TreeBuilder:
             self.chosen_scores = scores
             self.chosen.append(self._draft_rows[: self.width].expand_as(tokens))
             return tokens, torch.zeros_like(tokens)
+        if self.width == 1:  # a chain leaves no choice
+            self.chosen_scores, zero = scores, self.chosen[0]
+            self.chosen.append(zero)
+            return tokens, zero
         self.chosen_scores, index = scores.topk(self.width)
         self.chosen.append(index)
         return tokens.gather(1, index), index // self.width

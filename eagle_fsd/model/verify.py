@@ -23,7 +23,6 @@ has the same distribution as EAGLE-2's recursive rejection over deterministic ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -141,10 +140,7 @@ class VerificationInputs:
         Returns:
             ``[B, Q]`` bool.
         """
-        if ratio == 0.0:
-            return torch.ones_like(nodes, dtype=torch.bool)
-        floor = self.peak.gather(1, nodes) + math.log(ratio)
-        return self.log_prob(nodes, tokens) >= floor
+        return (self.log_prob(nodes, tokens) - self.peak.gather(1, nodes)).exp() >= ratio
 
     def supported(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Whether tokens are inside the support left by processors, top-k and top-p.

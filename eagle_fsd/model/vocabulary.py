@@ -29,6 +29,8 @@ LEAST = -87.0
 ZERO = 1e-37
 #: Values in a block, of which sums or maxima are taken before one block is searched.
 BLOCK = 256
+#: Up to this size of the vocabulary, ``torch.topk`` is faster than a search for the best blocks.
+SMALL_VOCABULARY = 4096
 #: The cut of top-p is located to this fraction of an interval, as a power of 1/2.
 RESOLUTION_BITS = 24
 #: Sizes of the histograms for this, as powers of 2; the largest within the vocabulary is used.
@@ -204,7 +206,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the largest values and their indices, like ``torch.topk``.
 
     The ``k`` blocks with the largest maxima contain the ``k`` largest values, so that only these
-    blocks are searched.
+    blocks of a large vocabulary are searched.
 
     Args:
         values: ``[..., V]``.
@@ -215,7 +217,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     blocks = _in_blocks(values)
     count, size = blocks.shape[-2:]
-    if 4 * k > count:
+    if count * size <= SMALL_VOCABULARY or 4 * k > count:
         found = values.topk(k)
         return found.values, found.indices
     block = blocks.amax(-1).topk(k).indices  # [..., k]

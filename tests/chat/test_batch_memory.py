@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import random
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 from processes import QUESTION
 from prompts import HELLO, request
+from resident_memory import resident_memory
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.decode_queue import DecodeQueue
@@ -20,14 +18,6 @@ from eagle_fsd.chat.session import AnswerRequest, score_prompt
 from eagle_fsd.chat.wire_format import encode_chat
 
 CLIENTS = 16
-
-
-def resident_memory() -> int:
-    """Return the bytes in use, without what has been freed but not returned to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    resident: int = psutil.Process().memory_info().rss
-    return resident
 
 
 def random_request(model: EagleFSD, dice: random.Random) -> AnswerRequest:

@@ -124,6 +124,16 @@ def test_batches_of_any_size(graphs: list[torch.fx.GraphModule]) -> None:
 
 
 @pytest.mark.slow
+def test_one_version_serves_all_thresholds_and_floors(graphs: list[torch.fx.GraphModule]) -> None:
+    """A constant of the first version becomes an input of the second one when it changes."""
+    pair = aligned_pair()
+    values = (0.05, 0.3), (0.1, 0.2), (0.2, 0.1), (0.3, 0.05), (0.15, 0.25), (0.4, 0.15)
+    for threshold, ratio in values:
+        both(pair, prompt(20), threshold=threshold, min_ratio=ratio)
+    assert len(graphs) == 4
+
+
+@pytest.mark.slow
 def test_processors_run_uncompiled(graphs: list[torch.fx.GraphModule]) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -203,6 +213,7 @@ def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> 
     assert pair.compile_if_faster(tokens=4500, rows=2)  # 150 s eager
     assert any(calls)
     assert pair.compiled
+    assert not pair.compile_if_faster(tokens=4500, rows=2, trees=1000)  # too many compilations
     cost[2] = 0.099
     assert not pair.compile_if_faster(rows=2)
     assert not pair.compiled

@@ -268,7 +268,8 @@ class LevelState(DraftState):
         hidden = hidden.expand(-1, width, -1)
         for level in range(depth):
             tokens, parents = builder.choose()
-            if level:  # every node starts from its parent's state and sees what its parent saw
+            # Every node starts from its parent's state and sees what its parent saw.
+            if level and width > 1:
                 index = parents[:, :, None]
                 hidden = hidden.gather(1, index.expand_as(hidden))
                 mask = mask.gather(2, index[:, None].expand_as(mask))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.bundled import BUNDLED
@@ -28,16 +29,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare tau of the bundled heads.")
     parser.add_argument("--pair", type=Path, default=BUNDLED, help="folder of the pair")
     parser.add_argument("--problems", type=int, default=PROBLEMS, help="problems to measure on")
+    parser.add_argument(
+        "--head", type=Path, action="append", default=[], help="folder of another head for a column"
+    )
     options = parser.parse_args()
-    sys.stdout.write(compare_heads(options.pair, options.problems) + "\n")
+    sys.stdout.write(compare_heads(options.pair, options.problems, options.head) + "\n")
 
 
-def compare_heads(pair: Path, problems: int = PROBLEMS) -> str:
+def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] = ()) -> str:
     """Measure tau of exact decoding with both heads.
 
     Args:
         pair: Folder of target and heads.
         problems: Number of unseen problems.
+        others: Folders of other heads to compare.
 
     Returns:
         A Markdown table with a heading and a row for each tree.
@@ -45,16 +50,18 @@ def compare_heads(pair: Path, problems: int = PROBLEMS) -> str:
     Raises:
         subprocess.CalledProcessError: An evaluation failed.
     """
-    names = [name for name, _ in HEADS]
-    lines = [f"| tree | {' | '.join(names)} |", "|---" * (1 + len(HEADS)) + "|"]
+    heads = [(name, pair / folder) for name, folder in HEADS]
+    heads += [(folder.name, folder) for folder in others]
+    names = [name for name, _ in heads]
+    lines = [f"| tree | {' | '.join(names)} |", "|---" * (1 + len(heads)) + "|"]
     for tree in TREES:
         options = [word for option in zip(TREE_OPTIONS, tree, strict=True) for word in option]
         cells = ["/".join(map(str, tree))]
-        for _, folder in HEADS:
-            rows = measure(pair / "target", pair / folder, problems, ("exact",), *options)
+        for _, folder in heads:
+            rows = measure(pair / "target", folder, problems, ("exact",), *options)
             cells.append(f"{rows['exact']['tau']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
-    tokens = [f"{read_record(pair / folder)['tokens'] / 1e6:.2f} M" for _, folder in HEADS]
+    tokens = [f"{read_record(folder)['tokens'] / 1e6:.2f} M" for _, folder in heads]
     lines.append(f"| training tokens | {' | '.join(tokens)} |")
     environment = describe_environment()
     versions = environment["versions"]
