@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import DynamicCache, LogitsProcessor
 
 from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.processors import AnswerPenalty, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.engine import TokenDetail
@@ -43,32 +39,6 @@ SCORE_CHUNK = 256
 
 class ContextLengthError(ValueError):
     """The prompt leaves no room for an answer."""
-
-
-class PenaltyProcessor(LogitsProcessor):
-    """OpenAI's presence and frequency penalties, which count the answer's tokens only.
-
-    Args:
-        prompt_length: Tokens at the beginning of each row that belong to the prompt.
-        presence: Subtracted from the logits of tokens that occurred.
-        frequency: Subtracted for each occurrence.
-    """
-
-    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
-        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the penalized logits.
-
-        Args:
-            input_ids: ``[B, S]`` tokens so far.
-            scores: ``[B, V]`` logits.
-        """
-        answer = input_ids[:, self.prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(
-            1, answer, torch.ones_like(answer, dtype=scores.dtype)
-        )
-        return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
 def max_chars(tokens: int) -> int:
@@ -288,12 +258,14 @@ class Answer:
     def _options(self) -> PromptDecodeOptions:
         """Return the decoding options of the request."""
         request, options, target = self._request, self._request.options, self._model.target
-        processors = _penalties(options, self.prompt_tokens)
-        if request.min_tokens and self._end_tokens:
-            ends = torch.tensor(sorted(self._end_tokens), device=target.device)
-            processors.append(
-                MinNewTokensLengthLogitsProcessor(self.prompt_tokens, request.min_tokens, ends)
-            )
+        ends = sorted(self._end_tokens)
+        processors: list[LogitsProcessor] = []
+        if options.repetition_penalty != 1.0:
+            processors.append(RepetitionPenalty(options.repetition_penalty))
+        if options.presence_penalty or options.frequency_penalty:
+            processors.append(AnswerPenalty(options.presence_penalty, options.frequency_penalty))
+        if request.min_tokens and ends:
+            processors.append(MinTokens(request.min_tokens, tuple(ends)))
         sampling = options.model_dump(include=set(SamplingConfig.model_fields))
         sampling["top_k"] = min(options.top_k, target.vocab_size)
         return {
@@ -301,7 +273,7 @@ class Answer:
             "sampling": SamplingConfig.from_dict(sampling),
             "acceptance": request.acceptance,
             "method": request.method,
-            "eos_token_id": sorted(self._end_tokens),
+            "eos_token_id": ends,
             "logits_processor": processors,
             "details": request.details,
         }
@@ -377,14 +349,3 @@ def score_prompt(
             for (log_prob, *values), tokens in zip(rows, top.indices.tolist(), strict=True)
         ]
     return details
-
-
-def _penalties(options: AnswerOptions, prompt_length: int) -> list[LogitsProcessor]:
-    processors: list[LogitsProcessor] = []
-    if options.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
-    if options.presence_penalty or options.frequency_penalty:
-        processors.append(
-            PenaltyProcessor(prompt_length, options.presence_penalty, options.frequency_penalty)
-        )
-    return processors

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from fastchat.conversation import get_conv_template
 from fastchat.serve import cli as fastchat_cli
@@ -30,21 +30,14 @@ from torch import Tensor
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.session import Answer, AnswerRequest, fit_chat
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.chat.wire_format import (
-    TEMPLATE_NAME,
-    decode_chat,
-    register_template,
-    strip_markers,
-)
+from eagle_fsd.chat.wire_format import TEMPLATE_NAME, decode_chat, register_template, strip_markers
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
-from eagle_fsd.utils.options import Options, OptionsError, validation_message
+from eagle_fsd.utils.options import Options, validation_message
 from eagle_fsd.utils.terminal import origin_legend, origin_text
 from eagle_fsd.utils.text import escape_control_chars
-
-Config = TypeVar("Config", bound=Options)
 
 STYLES = ("simple", "rich", "programmatic")
 #: End of a message in FastChat's programmatic style.
@@ -56,10 +49,11 @@ def _command(option: str) -> str:
     return "!!" + option.replace("_", "-")
 
 
-#: Commands and the fields that they set. ``!!tree-top-k`` sets the tree's ``top_k``.
-ACCEPTANCE_COMMANDS = {_command(name): name for name in AcceptanceConfig.model_fields}
-TREE_COMMANDS = {
-    _command("tree_top_k" if name == "top_k" else name): name for name in TreeConfig.model_fields
+#: Commands, the attribute of the pair and its field that they set. ``!!tree-top-k`` sets the
+#: tree's ``top_k``.
+COMMANDS = {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields} | {
+    _command("tree_top_k" if name == "top_k" else name): ("tree", name)
+    for name in TreeConfig.model_fields
 }
 
 
@@ -144,20 +138,18 @@ class ChatSession:
             The message to print; None if there is no such command.
         """
         command = command.replace("_", "-")
-        try:
-            if command in ACCEPTANCE_COMMANDS:
-                name = ACCEPTANCE_COMMANDS[command]
-                self.model.acceptance = _with_value(self.model.acceptance, name, value)
-                current = getattr(self.model.acceptance, name)
-            elif command in TREE_COMMANDS:
-                name = TREE_COMMANDS[command]
-                self.model.tree = _with_value(self.model.tree, name, value)
-                current = getattr(self.model.tree, name)
-            else:
-                return None
-        except OptionsError as error:
-            return str(error)
-        return f"{command.removeprefix('!!')} is {current}"
+        if command not in COMMANDS:
+            return None
+        part, name = COMMANDS[command]
+        config: Options = getattr(self.model, part)
+        if value:
+            try:
+                given = type(config).model_validate({name: value}).model_dump(exclude_unset=True)
+                config = type(config).model_validate({**config.model_dump(), **given})
+            except ValidationError as error:
+                return validation_message(error, type(config))
+            setattr(self.model, part, config)
+        return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 
     def note(self, text: str | Text) -> None:
         """Print a line that is not part of the chat.
@@ -260,7 +252,7 @@ class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
     def __init__(self, session: ChatSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
         self.session = session
-        self._completer.words += [*ACCEPTANCE_COMMANDS, *TREE_COMMANDS]
+        self._completer.words += COMMANDS
 
     def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
         """Print an answer as it is generated, and return it; see ``ChatIO``."""
@@ -415,16 +407,6 @@ def _styled(pieces: Sequence[Piece], show_origins: bool) -> Text:
         else:
             text.append(escape_control_chars(piece.text))
     return text
-
-
-def _with_value(config: Config, name: str, value: str) -> Config:
-    """Return the options with one set to a typed value; an empty value changes nothing."""
-    if not value:
-        return config
-    try:
-        return type(config).model_validate({**config.model_dump(), name: value})
-    except ValidationError as error:
-        raise OptionsError(validation_message(error, type(config))) from error
 
 
 def _file_error(command: str, name: str) -> str | None:

@@ -19,6 +19,7 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import joined_evaluation
 from eagle_fsd.evaluation.config import BenchConfig, BenchGrid, EvaluationRequest
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.files import atomic_write
@@ -65,11 +66,13 @@ def bench(
         else:
             print_report(report, request.out)
 
-    run(
-        request.model_copy(update={"questions": questions}),
-        config,
-        grid,
-        settings=given_settings(file.settings, tree, acceptance),
-        progress=progress,
-        on_report=show,
-    )
+    request = request.model_copy(update={"questions": questions})
+    with joined_evaluation(request, "bench") as (own, _):
+        run(
+            own,
+            config,
+            grid,
+            settings=given_settings(file.settings, tree, acceptance),
+            progress=progress,
+            on_report=show,
+        )

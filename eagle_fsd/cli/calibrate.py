@@ -16,6 +16,7 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import joined_evaluation
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
     CalibrationGrid,
@@ -67,17 +68,19 @@ def calibrate(
     from eagle_fsd.evaluation.calibration import calibrate as run
     from eagle_fsd.evaluation.tables import footnote
 
-    calibration = run(
-        request.model_copy(update={"questions": questions}),
-        bounds,
-        config,
-        grid,
-        engine=engine,
-        install=install,
-        settings=given_settings(file.settings, TreeConfig(), acceptance),
-        progress=progress,
-    )
-    if calibration is None:  # another process reports
+    request = request.model_copy(update={"questions": questions})
+    with joined_evaluation(request, "calibrate") as (own, is_first):
+        calibration = run(
+            own,
+            bounds,
+            config,
+            grid,
+            engine=engine,
+            install=install and is_first,
+            settings=given_settings(file.settings, TreeConfig(), acceptance),
+            progress=progress,
+        )
+    if calibration is None or not is_first:  # another process reports
         return
     if as_json:
         print_json(calibration.report)

@@ -10,6 +10,7 @@ from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.cli.demo import BUNDLED_NAME
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 AnswerFields = Annotated[AnswerOptions, options("Answers")]
@@ -58,6 +59,7 @@ def chat(
     """
     from eagle_fsd.chat.terminal import ChatSession, run_chat
 
+    check_single_process("chat")
     model, chat_template = load_chat(pair, tree, acceptance)
     name = pair.target or BUNDLED_NAME
     session = ChatSession(model, chat_template, answers, name, show_origins)

@@ -16,6 +16,7 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import joined_evaluation
 from eagle_fsd.evaluation.config import (
     DEFAULT_METHODS,
     EvaluationConfig,
@@ -76,14 +77,15 @@ def evaluate(
         else:
             print_report(report, request.output_folder("evaluate"))
 
-    run(
-        request,
-        config,
-        methods,
-        settings=given_settings(file.settings, tree, acceptance),
-        progress=progress,
-        on_report=show,
-    )
+    with joined_evaluation(request, "evaluate") as (own, _):
+        run(
+            own,
+            config,
+            methods,
+            settings=given_settings(file.settings, tree, acceptance),
+            progress=progress,
+            on_report=show,
+        )
 
 
 def print_formats(as_json: bool) -> None:

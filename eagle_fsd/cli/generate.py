@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -20,6 +19,7 @@ from eagle_fsd.cli.options import (
     load_pair,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import joined, read_prompt
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig, settings_dict
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.text import escape_control_chars
@@ -73,25 +73,31 @@ def generate(
         acceptance: What verification accepts.
         config: Sampling and length.
     """
-    text = sys.stdin.read() if stdin else prompt
-    if not text.strip():
-        raise OptionsError("PROMPT is missing or empty")
     if config.num_beams > 1 and (config.temperature or show_origins or acceptance.model_fields_set):
         raise OptionsError(
             "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"
             " acceptance options"
         )
-    import torch
+    with joined(pair.device) as is_first:
+        text = read_prompt(is_first) if stdin else prompt
+        if not text.strip():
+            raise OptionsError("PROMPT is missing or empty")
+        model = load_pair(pair, tree, acceptance)
+        ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
+        method = "ar" if plain else "fsd"
+        if config.num_beams > 1:
+            _print_best(model, ids, config, method, as_json)
+        else:
+            _print_stream(model, ids, config, method, show_origins, as_json)
 
-    model = load_pair(pair, tree, acceptance)
-    ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
-    method = "ar" if plain else "fsd"
-    if config.num_beams > 1:
-        _print_best(model, ids, config, method, as_json)
-        return
+
+def _print_stream(
+    model: EagleFSD, ids: Tensor, config: GenerateConfig, method: str, colored: bool, as_json: bool
+) -> None:
+    """Print the answer as it is decoded, or all of it as JSON."""
     generation = model.stream(
         ids,
-        torch.ones_like(ids),
+        ids.new_ones(ids.shape),
         max_new_tokens=config.max_new_tokens,
         sampling=SamplingConfig(**config.model_dump(exclude={"max_new_tokens", "num_beams"})),
         method=method,
@@ -100,7 +106,7 @@ def generate(
         if as_json:
             generation.finish()
         else:
-            _print_answer(generation, model.tokenizer, show_origins)
+            _print_answer(generation, model.tokenizer, colored)
     answer = generation.output()
     stats = answer.stats
     if as_json:
@@ -119,7 +125,7 @@ def generate(
     err.print(
         f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
-        f" threshold {0.0 if plain else model.acceptance.threshold:g}",
+        f" threshold {0.0 if method == 'ar' else model.acceptance.threshold:g}",
         style="dim",
         soft_wrap=True,
     )

@@ -84,10 +84,11 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     """
     found = read_settings(file) if file is not None else Settings()
     shape = tree.model_dump(exclude_unset=True)
+    # A tree given on the command line is also that of lossless decoding.
+    excluded = {"exact"} if shape.keys() - {"adaptive"} else None
     return Settings.from_dict(
         {
-            # A tree given on the command line is also that of lossless decoding.
-            **found.model_dump(exclude_unset=True, exclude={"exact"} if shape else None),
+            **found.model_dump(exclude_unset=True, exclude=excluded),
             **shape,
             **acceptance.model_dump(exclude_unset=True),
         }
@@ -107,6 +108,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
         CheckpointError: The head's files are missing or damaged.
         ValueError: An option is invalid, or target and head do not match.
     """
+    from eagle_fsd.evaluation.processes import placement
     from eagle_fsd.model.pipeline import EagleFSD
 
     settings = given_settings(pair.settings, tree, acceptance)
@@ -114,7 +116,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
         pair.target,
         pair.drafter,
         dtype=pair.dtype,
-        device_map=pair.device,
+        **placement(pair.device),
         draft_vocabulary=pair.draft_vocabulary,
         quantize=pair.quantize,
     )

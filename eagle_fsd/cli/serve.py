@@ -34,6 +34,7 @@ from eagle_fsd.cli.options import (
     load_chat,
 )
 from eagle_fsd.cli.parsing import Command, arguments_for, options
+from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.options import Options, OptionsError
 
@@ -200,6 +201,7 @@ def worker(
     """
     from eagle_fsd.chat.serve.servers import check_port, run_worker
 
+    check_single_process("serve worker")
     remote = server.controller != "none" and urlsplit(server.controller).hostname not in LOOPBACK
     if server.address is None and remote and server.host in (*LOOPBACK, *EVERY_INTERFACE):
         raise OptionsError(
@@ -278,6 +280,7 @@ def all_(
         acceptance: What verification accepts unless a request overrides it.
         limits: Limits of requests.
     """
+    check_single_process("serve all")
     controller = ControllerServer(port=servers.controller_port)
     url = local_url(controller)
     names = servers.names or (model_name(pair.target),)

@@ -17,6 +17,7 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import joined_evaluation
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
@@ -62,12 +63,13 @@ def sweep(
         else:
             print_report(report, request.output_folder("sweep"))
 
-    run(
-        request,
-        config,
-        grid,
-        rules=rules,
-        settings=given_settings(file.settings, tree, acceptance),
-        progress=progress,
-        on_report=show,
-    )
+    with joined_evaluation(request, "sweep") as (own, _):
+        run(
+            own,
+            config,
+            grid,
+            rules=rules,
+            settings=given_settings(file.settings, tree, acceptance),
+            progress=progress,
+            on_report=show,
+        )

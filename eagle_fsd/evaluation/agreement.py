@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
-from itertools import chain, compress, groupby
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -66,22 +65,15 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
         "identical": count - changed,
         "changed_limit": limit and float(limit.proportion_ci(0.95, method="exact").high),
         "first_difference": np.quantile(found, (0.25, 0.5, 0.75)).tolist() if found else None,
-        "length_change": lengths.value if count else None,
-        "length_change_interval": lengths.interval,
+        **lengths.as_dict("length_change"),
         "repetition": float(np.mean(after)) if count else None,
-        "repetition_change": repeated.value if count else None,
-        "repetition_change_interval": repeated.interval,
+        **repeated.as_dict("repetition_change"),
     }
 
 
 def _turns(record: Record) -> list[list[int]]:
     turns: list[list[int]] = record["choices"][0]["token_ids"]
     return turns
-
-
-def _prompts(record: Record) -> list[list[int]]:
-    prompts: list[list[int]] = record["choices"][0]["prompt_ids"]
-    return prompts
 
 
 def _first_difference(
@@ -131,12 +123,14 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
     Returns:
         ``fuzzy_tokens`` (their number), ``mean``, ``p95`` and ``max`` over fuzzy tokens, and
         ``per_token``, the sum of all regrets divided by the number of all tokens, with its 95%
-        interval (``per_token_interval``); in nats. None without fuzzy tokens.
+        interval (``per_token_interval``); in nats. None without fuzzy tokens, and if their regrets
+        were not recorded.
     """
     choices = [choice for record in records for choice in record["choices"]]
-    regrets = np.array([value for choice in choices for value in chain(*choice["regrets"])])
-    if not len(regrets):
+    values = [value for choice in choices for value in chain(*choice["regrets"])]
+    if not values or None in values:
         return None
+    regrets = np.array(values)
     sums = np.array([sum(chain(*choice["regrets"])) for choice in choices])
     tokens = np.array([sum(choice["new_tokens"]) for choice in choices])
     per_token = float(sums.sum() / tokens.sum())
@@ -171,9 +165,9 @@ def fuzzy_divergences(
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
     turns = [
-        (record["question_id"], turn, prompt, tokens)
+        (record["question_id"], turn, record["choices"][0]["prompt_ids"][turn], tokens)
         for record in records
-        for turn, (prompt, tokens) in enumerate(zip(_prompts(record), _turns(record), strict=True))
+        for turn, tokens in enumerate(_turns(record))
         if tokens
     ]
     found: dict[int | str, list[list[float | None]]] = {
@@ -192,25 +186,6 @@ def fuzzy_divergences(
             fuzzy = (origin == Origin.FUZZY for origin in item.origins)
             found[key][turn] = [detail.divergence for detail in compress(item.details, fuzzy)]
     return found
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of an answer's text.
-
-    Attributes:
-        text: The text.
-        changed: Whether the other answer lacks it.
-        fuzzy: Whether it is a fuzzy token.
-        regret: Log-probability that the fuzzy token gave up, in nats.
-        divergence: Divergence between target and draft at the fuzzy token.
-    """
-
-    text: str
-    changed: bool = False
-    fuzzy: bool = False
-    regret: float | None = None
-    divergence: float | None = None
 
 
 def compare_answers(
@@ -243,9 +218,11 @@ def compare_answers(
         JSON values: ``method`` (its name); ``changed``, the number of changed answers; ``answers``,
         the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``, ``turns``
         (the user's messages), ``outcome`` (``"lost"``, ``"gained"`` or ``"changed"``), and for both
-        methods, as ``exact`` and ``other``, a list of pieces for each turn (see :class:`Piece`;
-        values that equal their default are omitted); ``tokens``, the divergence and regret of the
-        fuzzy tokens of the answers that were decoded again.
+        methods, as ``exact`` and ``other``, a list of pieces for each turn; ``tokens``, the
+        divergence and regret of the fuzzy tokens of the answers that were decoded again. A piece
+        holds its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token is a piece
+        that also holds ``fuzzy``, ``regret`` (the log-probability that it gave up, in nats) and, if
+        known, ``divergence``.
     """
     exact = {record["question_id"]: record for record in records["exact"]}
     by_id = {question.question_id: question for question in questions}
@@ -265,7 +242,7 @@ def compare_answers(
         return "gained" if after else "lost"
 
     def regret(record: Record) -> float:
-        return sum(chain(*record["choices"][0]["regrets"]))
+        return sum(value or 0.0 for value in chain(*record["choices"][0]["regrets"]))
 
     ranks = ["lost", "gained", "changed"]
     changed.sort(key=lambda pair: (ranks.index(outcome(pair[1])), -regret(pair[1])))
@@ -295,7 +272,7 @@ def compare_answers(
         "method": method.name,
         "changed": len(changed),
         "answers": answers,
-        "tokens": [list(item) for item in tokens if item[0] is not None],
+        "tokens": [list(item) for item in tokens if None not in item],
     }
 
 
@@ -305,7 +282,7 @@ def _pieces(
     after: Record,
     divergences: Sequence[Sequence[float | None]] | None,
 ) -> tuple[list[list[dict[str, Any]]], list[list[dict[str, Any]]]]:
-    """Return the pieces of both answers, per turn, as JSON values without defaults."""
+    """Return the pieces of both answers, per turn."""
     left, right = [], []
     choice = after["choices"][0]
     for turn, (own, other) in enumerate(zip(_turns(before), _turns(after), strict=True)):
@@ -316,8 +293,8 @@ def _pieces(
         is_changed = [[True] * len(own), [True] * len(other)]
         for a, b, size in SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks():
             is_changed[0][a : a + size] = is_changed[1][b : b + size] = [False] * size
-        left.append(_merge(_answer_pieces(tokenizer, own, is_changed[0], {})))
-        right.append(_merge(_answer_pieces(tokenizer, other, is_changed[1], fuzzy)))
+        left.append(_answer_pieces(tokenizer, own, is_changed[0], {}))
+        right.append(_answer_pieces(tokenizer, other, is_changed[1], fuzzy))
     return left, right
 
 
@@ -325,9 +302,11 @@ def _answer_pieces(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     is_changed: Sequence[bool],
-    fuzzy: Mapping[int, tuple[float, float | None]],
-) -> list[Piece]:
-    """Return a piece per token; special tokens have no text unless they are changed or fuzzy.
+    fuzzy: Mapping[int, tuple[float | None, float | None]],
+) -> list[dict[str, Any]]:
+    """Return the pieces of a turn, see :func:`compare_answers`.
+
+    Special tokens have no text unless they are changed or fuzzy.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -337,33 +316,26 @@ def _answer_pieces(
     """
     detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.is_fast else None
     special = set(tokenizer.all_special_ids)
-    pieces = []
+    pieces: list[dict[str, Any]] = []
     for at, token in enumerate(tokens):
-        marked = is_changed[at] or at in fuzzy
-        if token in special:
-            text = str(tokenizer.decode([token])) if marked else ""
-        elif detokenizer is not None:
-            text = detokenizer.step(token)
-        else:
+        if token in special and not is_changed[at] and at not in fuzzy:
+            text = ""
+        elif token in special or detokenizer is None:
             text = str(tokenizer.decode([token]))
-        regret, divergence = fuzzy.get(at, (None, None))
-        pieces.append(Piece(text, is_changed[at], at in fuzzy, regret, divergence))
-    return pieces
-
-
-def _merge(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Join neighbors that differ in their text only, and return JSON values without defaults."""
-    merged = []
-    for (fuzzy, changed), group in groupby(pieces, key=lambda piece: (piece.fuzzy, piece.changed)):
-        items = list(group)
-        if not fuzzy:
-            items = [Piece("".join(item.text for item in items), changed)]
-        for item in items:
-            values = {
-                name: value
-                for name, value in asdict(item).items()
-                if value is not None and value is not False
-            }
-            if item.text:
-                merged.append(values)
-    return merged
+        else:
+            text = detokenizer.step(token)
+        piece: dict[str, Any] = {"text": text}
+        if is_changed[at]:
+            piece["changed"] = True
+        if at in fuzzy:
+            regret, divergence = fuzzy[at]
+            piece["fuzzy"] = True
+            if regret is not None:
+                piece["regret"] = regret
+            if divergence is not None:
+                piece["divergence"] = divergence
+        elif pieces and pieces[-1].keys() == piece.keys():
+            pieces[-1]["text"] += text
+            continue
+        pieces.append(piece)
+    return [piece for piece in pieces if piece["text"]]

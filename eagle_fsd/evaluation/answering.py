@@ -19,7 +19,7 @@ from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.answer_store import AnswerStore, Record, Session
 from eagle_fsd.evaluation.batches import MethodBatch, PaddedBatch, Reply, TreeBatch
-from eagle_fsd.evaluation.config import BenchConfig, EvaluationConfig
+from eagle_fsd.evaluation.config import BenchConfig, CalibrationConfig, EvaluationConfig
 from eagle_fsd.evaluation.memory import PeakMemory
 from eagle_fsd.evaluation.methods import Method, synchronize
 from eagle_fsd.evaluation.questions.question import Message, Question
@@ -298,7 +298,7 @@ class Answerer:
             memory: Peak memory of the group in bytes.
         """
         reply, tokens = turn.reply, turn.reply.tokens
-        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
+        likelihood, regrets = self._likelihood(turn)
         values: dict[str, Any] = {
             "turns": self._content(turn.text),
             "idxs": reply.passes,
@@ -309,12 +309,8 @@ class Answerer:
             "origins": reply.origins,
             "prompt_ids": turn.prompt.tolist(),
             "token_ids": tokens,
-            "log_likelihood": float(own.mean()) if tokens else None,
-            "regrets": [
-                max(0.0, float(best[at] - own[at]))
-                for at, origin in enumerate(reply.origins)
-                if origin == Origin.FUZZY
-            ],
+            "log_likelihood": likelihood,
+            "regrets": regrets,
             "memory": memory,
             "cut_off": turn.error is None and self._is_cut_off(turn),
             "errors": turn.error,
@@ -322,6 +318,19 @@ class Answerer:
         if isinstance(self.config, BenchConfig):
             values["phases"] = {name: share * spent for name, spent in reply.phases.items()}
         return values
+
+    def _likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
+        """Return the target's mean log-probability of a turn, and what each fuzzy token gave up.
+
+        Calibration leaves them out: they need another pass over every answer, which takes about as
+        long as decoding it in a large batch.
+        """
+        tokens = turn.reply.tokens
+        fuzzy = [at for at, origin in enumerate(turn.reply.origins) if origin == Origin.FUZZY]
+        if not tokens or isinstance(self.config, CalibrationConfig):
+            return None, [None] * len(fuzzy)
+        own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
+        return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
     def _content(self, text: str) -> str:
         """Return the message that consists of a reply's text."""

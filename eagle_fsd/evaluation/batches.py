@@ -8,14 +8,16 @@ with the longest answer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from eagle_fsd.evaluation.config import EvaluationConfig
-from eagle_fsd.evaluation.methods import Method, decode
+from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.model.pipeline import EagleFSD
 
 
@@ -169,24 +171,69 @@ class PaddedBatch(MethodBatch):
         return [reply for items in calls.values() for reply in self._decode(items)]
 
     def _decode(self, items: Sequence[_Waiting]) -> list[tuple[Hashable, Reply]]:
-        padded = self.model.tokenizer.pad(
+        model, sampling = self.model, self.config.sampling(items[0].seed)
+        padded = model.tokenizer.pad(
             {"input_ids": [item.prompt.tolist() for item in items]},
             padding_side="left",
             return_tensors="pt",
-        ).to(self.model.target.device)
-        out = decode(
-            self.model,
-            self.method,
-            padded["input_ids"],
-            padded["attention_mask"],
-            self.config.sampling(items[0].seed),
-            items[0].max_new_tokens,
-            self.eos_token_ids,
-            self.criteria,
+        ).to(model.target.device)
+        pad = _find_padding(model, self.eos_token_ids)
+        config = GenerationConfig(
+            do_sample=bool(sampling.temperature),
+            eos_token_id=list(self.eos_token_ids) or None,
+            pad_token_id=pad,
+            bos_token_id=model.model.generation_config.bos_token_id,
+            max_new_tokens=items[0].max_new_tokens,
+            **(sampling.model_dump(exclude={"seed"}) if sampling.temperature else {}),
         )
+        if sampling.temperature:
+            torch.manual_seed(items[0].seed)
+        with _generation_config_replaced(model.model, config):
+            sequences = model.model.generate(  # type: ignore[operator]
+                **padded,
+                assistant_model=self.method.assistant,
+                stopping_criteria=StoppingCriteriaList(self.criteria),
+            )
         found: list[tuple[Hashable, Reply]] = []
-        for item, row in zip(items, out.tokens, strict=True):
+        for item, row in zip(items, sequences[:, padded["input_ids"].shape[1] :], strict=True):
+            tokens = row[: _count_new(row, self.eos_token_ids, pad)].tolist()
             # Assisted generation takes an unknown number of passes.
-            passes = len(row) if self.method.assistant is None else None
-            found.append((item, Reply(row.tolist(), passes)))
+            passes = len(tokens) if self.method.assistant is None else None
+            found.append((item, Reply(tokens, passes)))
         return found
+
+
+@contextmanager
+def _generation_config_replaced(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Replace the model's generation configuration.
+
+    Passing ``config`` to ``generate`` is not enough: it fills in unset options from the model's own
+    configuration, which may include a repetition penalty that no other method applies.
+    """
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:
+    """Choose a padding token, preferably one that is not an end token."""
+    tokenizer, own = model.tokenizer, model.model.generation_config.pad_token_id
+    candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, own, *eos_token_ids)
+    usable = [item for item in candidates if item is not None]
+    return next((item for item in usable if item not in eos_token_ids), next(iter(usable), None))
+
+
+def _count_new(new: Tensor, eos_token_ids: Sequence[int], pad: int | None) -> int:
+    """Count the tokens of a row up to its first end token, inclusive, or else up to its padding.
+
+    A row that ended with a stop string is padded. If the padding token is itself an end token, one
+    padding token is counted.
+    """
+    ends = torch.tensor(list(eos_token_ids), dtype=new.dtype, device=new.device)
+    found = torch.isin(new, ends).nonzero()
+    if len(found):
+        return int(found[0]) + 1
+    kept = (new != pad).nonzero() if pad is not None else torch.tensor([[len(new) - 1]])
+    return int(kept[-1]) + 1 if len(kept) else 0

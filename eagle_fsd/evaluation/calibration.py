@@ -44,6 +44,7 @@ from eagle_fsd.evaluation.config import (
     LossBounds,
 )
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series
+from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import (
@@ -54,7 +55,6 @@ from eagle_fsd.evaluation.runner import (
     load_share,
     on_first_process,
     run_evaluation,
-    start_processes,
 )
 from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import Row, Table

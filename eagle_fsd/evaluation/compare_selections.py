@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_fsd.bundled.problems import problems
+from eagle_fsd.evaluation.tables import markdown
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 
 #: Thresholds and floors of FSD; the frontier that priced paths are compared with.
 LONGEST = [
@@ -85,12 +86,9 @@ def questions(model: EagleFSD, count: int) -> list[Tensor]:
         model: The pair.
         count: Number of problems.
     """
-    texts = [[{"role": "user", "content": item.question}] for item in problems("test", count)]
-    encode: Any = model.tokenizer.apply_chat_template
-    return [
-        encode(text, add_generation_prompt=True, return_tensors="pt", return_dict=True).input_ids[0]
-        for text in texts
-    ]
+    chats = [[{"role": "user", "content": item.question}] for item in problems("test", count)]
+    template = load_chat_template(model.tokenizer)
+    return [encode_prompt(chat, model.tokenizer, template)[0] for chat in chats]
 
 
 def stories(model: EagleFSD, count: int) -> list[Tensor]:
@@ -175,8 +173,8 @@ def format_table(totals: dict[str, Totals], frontier: Sequence[Totals]) -> str:
         totals: Results of :func:`measure` by setting.
         frontier: Those that the gain refers to.
     """
-    lines = ["| setting | tau | log-probability | tau above FSD's at the same log-probability |"]
-    lines.append("|---|---|---|---|")
+    headers = ["setting", "tau", "log-probability", "tau above FSD's at the same log-probability"]
+    lines = []
     random = np.random.default_rng(0)
     count = len(frontier[0])
     samples = [random.integers(count, size=count) for _ in range(RESAMPLES)]
@@ -189,8 +187,8 @@ def format_table(totals: dict[str, Totals], frontier: Sequence[Totals]) -> str:
         if name.startswith("price") and not np.isnan(above):
             found = [gain(item[rows], [other[rows] for other in frontier]) for rows in samples]
             cell = f"{above:+.3f} ± {np.nanstd(found):.3f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {cell} |")
-    return "\n".join(lines)
+        lines.append([name, *cells, cell])
+    return markdown(headers, lines)
 
 
 def _jackknife(totals: Totals, statistic: Callable[[Totals], float]) -> float:

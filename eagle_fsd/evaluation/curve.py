@@ -23,6 +23,8 @@ CHARACTER, LINE, RADIUS = 7.3, 15, 5
 #: Number of methods above which only exact decoding, the main method and, on a wide plot, the
 #: Pareto front are labeled; width of a wide plot in pixels.
 MAX_LABELS, WIDE = 8, 600
+#: Classes of points; those of the first are labeled first and drawn last.
+KINDS = ("exact", "main", "other", "other beaten")
 #: Distance of ticks in pixels, at least.
 TICK_DISTANCE = (90, 55)
 
@@ -90,7 +92,7 @@ def curve_svg(found: Sequence[Point], main: str | None, width: int, height: int)
         )
     )
     kinds = {point.name: _kind(point, main, front) for point in found}
-    ordered = sorted(found, key=lambda point: _rank(kinds[point.name]))
+    ordered = sorted(found, key=lambda point: KINDS.index(kinds[point.name]))
     labels = LabelPlacer(axes.frame, CHARACTER, LINE, RADIUS)
     for point in reversed(ordered):
         labels.reserve(axes.x(point.speed), axes.y(point.quality))
@@ -113,10 +115,6 @@ def _kind(point: Point, main: str | None, front: Sequence[Point]) -> str:
     if point.name in ("exact", main):
         return "exact" if point.name == "exact" else "main"
     return "other" if point in front else "other beaten"
-
-
-def _rank(kind: str) -> int:
-    return ["exact", "main", "other", "other beaten"].index(kind)
 
 
 def _ticks(limits: Interval, count: float) -> list[tuple[float, str]]:

@@ -98,7 +98,9 @@ def _template() -> Template:
 
 def _tip(piece: dict[str, Any]) -> str:
     """Describe a fuzzy token."""
-    text = f"fuzzy token, gave up {piece['regret']:.3g} nats"
+    text = "fuzzy token"
+    if piece.get("regret") is not None:
+        text += f", gave up {piece['regret']:.3g} nats"
     if piece.get("divergence") is not None:
         text += f", divergence {piece['divergence']:.3g}"
     return text
@@ -106,9 +108,12 @@ def _tip(piece: dict[str, Any]) -> str:
 
 def _price(pieces: list[dict[str, Any]]) -> str:
     """Count the fuzzy tokens of an answer, and sum what they gave up."""
-    regrets = [piece["regret"] for piece in pieces if piece.get("fuzzy")]
-    plural = "" if len(regrets) == 1 else "s"
-    return f": {len(regrets)} fuzzy token{plural}, {sum(regrets):.2f} nats" if regrets else ""
+    fuzzy = [piece for piece in pieces if piece.get("fuzzy")]
+    if not fuzzy:
+        return ""
+    regrets = [piece["regret"] for piece in fuzzy if "regret" in piece]
+    price = f", {sum(regrets):.2f} nats" if regrets else ""
+    return f": {len(fuzzy)} fuzzy token{'' if len(fuzzy) == 1 else 's'}{price}"
 
 
 def _visible(text: str) -> str:

@@ -1,16 +1,14 @@
-"""Decoding methods to compare, and a common function that runs them."""
+"""Decoding methods to compare."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
 from eagle_fsd.model.acceptance import (
@@ -27,11 +25,10 @@ from eagle_fsd.model.acceptance import (
     TopKRule,
     TypicalRule,
 )
-from eagle_fsd.model.config import SamplingConfig, TreeConfig, settings_dict
+from eagle_fsd.model.config import TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.stats import DecodeStats
-from eagle_fsd.model.verify import AcceptanceRule, Origin
+from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
 #: Acceptance rules from the literature by their name in tables: with published values, if any, and
@@ -268,135 +265,6 @@ def rule_methods() -> list[Method]:
     """Return a method for each of :data:`RULES`, FSD restricted to a phase, and priced paths."""
     methods = [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in RULES.items()]
     return [*methods, BEFORE_RESULT, *PRICED]
-
-
-@dataclass(frozen=True)
-class MethodOutput:
-    """The output of a method for a batch.
-
-    Attributes:
-        tokens: The new tokens of each row, up to and including its end token.
-        origins: The origin of each token; None if the method does not report origins.
-        stats: Statistics; None if the method does not report them.
-    """
-
-    tokens: list[Tensor]
-    origins: list[list[int]] | None = None
-    stats: DecodeStats | None = None
-
-
-def decode(
-    model: EagleFSD,
-    method: Method,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    sampling: SamplingConfig,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    stopping_criteria: Sequence[StoppingCriteria] = (),
-) -> MethodOutput:
-    """Decode a batch with one method.
-
-    Args:
-        model: The pair.
-        method: The method.
-        input_ids: ``[B, S]`` prompts, padded on the left.
-        attention_mask: ``[B, S]``, 1 at tokens.
-        sampling: Sampling options.
-        max_new_tokens: Maximum number of new tokens per row.
-        eos_token_ids: Tokens that end a row.
-        stopping_criteria: Hugging Face stopping criteria.
-    """
-    start = input_ids.shape[1]
-    criteria = StoppingCriteriaList(stopping_criteria)
-    if method.decoder == "hf":
-        pad = _find_padding(model, eos_token_ids)
-        config = _generation_config(model, sampling, max_new_tokens, eos_token_ids, pad)
-        if sampling.temperature and sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
-        with _generation_config_replaced(model.model, config):
-            sequences = model.model.generate(  # type: ignore[operator]
-                input_ids,
-                attention_mask=attention_mask,
-                assistant_model=method.assistant,
-                stopping_criteria=criteria,
-            )
-        rows = sequences[:, start:]
-        return MethodOutput([row[: _count_new(row, eos_token_ids, pad)] for row in rows])
-    out = method.pair_for(model).generate(
-        input_ids,
-        attention_mask,
-        max_new_tokens,
-        sampling=sampling,
-        rule=method.rule_for(model),
-        method=method.decoder,
-        eos_token_id=list(eos_token_ids),
-        stopping_criteria=criteria,
-    )
-    counts = (out.origins != Origin.PADDING).sum(1).tolist()
-    new = zip(out.sequences[:, start:], counts, strict=True)
-    origins = zip(out.origins, counts, strict=True)
-    return MethodOutput(
-        [row[:count] for row, count in new],
-        [row[:count].tolist() for row, count in origins],
-        out.stats,
-    )
-
-
-def _generation_config(
-    model: EagleFSD,
-    sampling: SamplingConfig,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    pad_token_id: int | None,
-) -> GenerationConfig:
-    """Translate options into Hugging Face's generation configuration."""
-    warpers = sampling.model_dump(exclude={"seed"})
-    return GenerationConfig(
-        do_sample=bool(sampling.temperature),
-        eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=pad_token_id,
-        bos_token_id=model.model.generation_config.bos_token_id,
-        max_new_tokens=max_new_tokens,
-        **(warpers if sampling.temperature else {}),
-    )
-
-
-@contextmanager
-def _generation_config_replaced(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's generation configuration.
-
-    Passing ``config`` to ``generate`` is not enough: it fills in unset options from the model's own
-    configuration, which may include a repetition penalty that no other method applies.
-    """
-    own, model.generation_config = model.generation_config, config
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def _find_padding(model: EagleFSD, eos_token_ids: Sequence[int]) -> int | None:
-    """Choose a padding token, preferably one that is not an end token."""
-    tokenizer = getattr(model, "tokenizer", None)
-    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id] if tokenizer is not None else []
-    candidates += [model.model.generation_config.pad_token_id, *eos_token_ids]
-    usable = [item for item in candidates if item is not None]
-    return next((item for item in usable if item not in eos_token_ids), next(iter(usable), None))
-
-
-def _count_new(new: Tensor, eos_token_ids: Sequence[int], pad: int | None) -> int:
-    """Count the tokens of a row up to its first end token, inclusive, or else up to its padding.
-
-    A row that ended with a stop string is padded. If the padding token is itself an end token, one
-    padding token is counted.
-    """
-    ends = torch.tensor(list(eos_token_ids), dtype=new.dtype, device=new.device)
-    found = torch.isin(new, ends).nonzero()
-    if len(found):
-        return int(found[0]) + 1
-    kept = (new != pad).nonzero() if pad is not None else torch.tensor([[len(new) - 1]])
-    return int(kept[-1]) + 1 if len(kept) else 0
 
 
 def synchronize(model: EagleFSD) -> None:

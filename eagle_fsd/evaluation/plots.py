@@ -205,6 +205,8 @@ def draw_trees(rows: Iterable[Row], path: Path, report: dict[str, Any] | None = 
         path: The PNG file; an SVG file is written beside it.
         report: The report whose footnote and provenance to add; default: none.
     """
+    from matplotlib.patches import Rectangle
+
     cells: dict[tuple[tuple[int, int, int], float], Row] = {}
     for row in rows:
         key = (row["total_tokens"], row["depth"], row["top_k"]), float(row["threshold"])
@@ -247,20 +249,14 @@ def draw_trees(rows: Iterable[Row], path: Path, report: dict[str, Any] | None = 
     for x, t in enumerate(thresholds):
         if t in best:
             box = (x - 0.47, trees.index(best[t]) - 0.47)
-            axis.add_patch(_rectangle(box, 0.94, 0.94))
+            frame = Rectangle(box, 0.94, 0.94, fill=False, edgecolor=COLORS[1], linewidth=2)
+            axis.add_patch(frame)
     axis.set_xticks(range(len(thresholds)), [f"{t:g}" if t else "exact" for t in thresholds])
     axis.set_yticks(range(len(trees)), ["/".join(map(str, tree)) for tree in trees])
     axis.set_xlabel("threshold T (fastest tree of each column framed)")
     axis.set_ylabel("total_tokens/depth/top_k")
     axis.set_title("Speed by draft tree and threshold", fontsize=TITLE)
     _save(figure, path, report)
-
-
-def _rectangle(corner: tuple[float, float], width: float, height: float) -> Any:
-    """Return a red frame."""
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, width, height, fill=False, edgecolor=COLORS[1], linewidth=2)
 
 
 def draw_regrets(

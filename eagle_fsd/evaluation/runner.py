@@ -12,14 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from accelerate.utils import broadcast_object_list
 
 from eagle_fsd.evaluation.agreement import compare_answers
 from eagle_fsd.evaluation.answer_store import (
@@ -41,6 +38,7 @@ from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import EXACT, Method, baseline_methods, find_methods
+from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import harness_accuracy, score_records, summarize
@@ -66,8 +64,6 @@ PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
 #: Length of a typical answer as a share of the limit.
 ANSWER_SHARE = 1 / 8
-#: How long a process may wait for the others to finish.
-PROCESS_TIMEOUT = timedelta(days=7)
 
 Report = dict[str, Any]
 T = TypeVar("T")
@@ -422,7 +418,7 @@ def run_evaluation(
     model = loaded.model if loaded is not None else load_share(request, settings)
     # Of a batch, only steps with all rows are compiled, which pays in long evaluations at most.
     model.compiled = config.batch if request.compiled else 0
-    if request.compiled is None and config.batch == 1:
+    if request.compiled is None and config.batch == 1 and model.target.group is None:
         trees = {
             found.pair_for(model).tree for found in find_methods(methods) if found.decoder == "fsd"
         }
@@ -452,7 +448,10 @@ def run_evaluation(
         if not is_first:
             return None
         with hooks.progress("scoring") as progress:
-            report = evaluation.report(progress if request.execute_code else None)
+            shown = progress if request.execute_code else None
+            report, evaluation.scores = from_first(
+                model.target, lambda: (evaluation.report(shown), evaluation.scores)
+            )
         evaluation.write(report)
         hooks.on_report(evaluation, report)
         evaluation.compare(report)
@@ -464,12 +463,6 @@ def run_evaluation(
         finally:
             hooks.on_finish(report)
     return report
-
-
-def start_processes() -> PartialState:
-    """Return the state of this process and the others that share the work."""
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
 
 
 def on_first_process(function: Callable[[], T]) -> T:
@@ -512,7 +505,7 @@ def load_pair(
         request.target,
         request.drafter,
         dtype=request.dtype,
-        device_map=device,
+        **placement(device),
         draft_vocabulary=request.draft_vocabulary,
         quantize=request.quantize,
     )

@@ -68,7 +68,6 @@ def summarize_samples(
         return None
     count = len(scores)
     means = {key: correct / count for key, correct in right.items()}
-    mean = Mean.of(list(means.values()))
     each = count // seeds
     by_seed = [
         Mean.of([sample[key] for sample in scores[first : first + each] for key in right])
@@ -80,8 +79,7 @@ def summarize_samples(
     }
     found: dict[str, Any] = {
         "samples": count,
-        "accuracy": mean.value,
-        "accuracy_interval": mean.interval,
+        **Mean.of(list(means.values())).as_dict("accuracy"),
         "seed_accuracies": [item.value for item in by_seed],
         "seed_accuracies_interval": Mean.of([item.value for item in by_seed]).interval,
         "pass_at": {k: item.value for k, item in passes.items()},
@@ -91,8 +89,7 @@ def summarize_samples(
         theirs = _count_correct(exact)
         change = Mean.of([means[key] - theirs[key] / count for key in means if key in theirs])
         if change.count:
-            found["accuracy_change"] = change.value
-            found["accuracy_change_interval"] = change.interval
+            found |= change.as_dict("accuracy_change")
     return found
 
 
@@ -103,37 +100,3 @@ def _count_correct(scores: Sequence[SampleScores]) -> dict[int | str, int]:
         for key in scores[0]
         if all(key in sample for sample in scores)
     }
-
-
-def sample_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return a table of the accuracy over samples, empty if there is one sample per answer.
-
-    Args:
-        rows: Rows of a report.
-    """
-    known = [(row["method"], row["samples"]) for row in rows if row.get("samples")]
-    sizes = list(known[0][1]["pass_at"]) if known else []
-    headers = ["samples", "accuracy", "vs exact", "seeds", *(f"pass@{k}" for k in sizes)]
-    return headers, [
-        [
-            name,
-            _percent(item["accuracy"], item["accuracy_interval"]),
-            _percent(item.get("accuracy_change"), item.get("accuracy_change_interval"), "+"),
-            _percent(
-                sum(item["seed_accuracies"]) / len(item["seed_accuracies"]),
-                item["seed_accuracies_interval"],
-            )
-            if len(item["seed_accuracies"]) > 1
-            else "",
-            *(f"{100 * item['pass_at'][k]:.1f}%" for k in sizes),
-        ]
-        for name, item in known
-    ]
-
-
-def _percent(value: float | None, interval: Sequence[float] | None, sign: str = "") -> str:
-    """Format a share with half the width of its interval."""
-    if value is None:
-        return ""
-    half = "" if interval is None else f" ± {50 * (interval[1] - interval[0]):.1f}"
-    return f"{100 * value:{sign}.1f}%{half}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -14,30 +15,15 @@ from scipy import optimize, special, stats
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Proportion:
-    """A proportion with a 95% confidence interval (Wilson's score interval).
+def proportion_interval(right: int, count: int) -> Interval:
+    """Return the 95% confidence interval of a proportion (Wilson's score interval).
 
-    Attributes:
+    Args:
         right: The number of successes.
-        count: The number of trials.
+        count: The number of trials, at least 1.
     """
-
-    right: int
-    count: int
-
-    @property
-    def value(self) -> float:
-        """The proportion; NaN without trials."""
-        return self.right / self.count if self.count else math.nan
-
-    @property
-    def interval(self) -> Interval:
-        """The lower and upper limit; NaN without trials."""
-        if not self.count:
-            return math.nan, math.nan
-        interval = stats.binomtest(self.right, self.count).proportion_ci(0.95, method="wilson")
-        return float(interval.low), float(interval.high)
+    interval = stats.binomtest(right, count).proportion_ci(0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 @dataclass(frozen=True)
@@ -75,14 +61,13 @@ class Mean:
         half = float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
         return self.value - half, self.value + half
 
+    def as_dict(self, name: str) -> dict[str, Any]:
+        """Return the mean and its interval as JSON values; None where there are too few values.
 
-def normal_quantile(confidence: float) -> float:
-    """Return the quantile of the standard normal distribution.
-
-    Args:
-        confidence: The probability below the quantile.
-    """
-    return NormalDist().inv_cdf(confidence)
+        Args:
+            name: Key of the mean; ``_interval`` is appended for that of the interval.
+        """
+        return {name: self.value if self.count else None, f"{name}_interval": self.interval}
 
 
 #: Points per standard deviation of a proportion at which the nuisance parameter is searched.
@@ -177,7 +162,7 @@ class _LossTest:
     @classmethod
     def of(cls, lost: int, gained: int, count: int, confidence: float) -> _LossTest:
         """Prepare the test; the arguments are those of :func:`loss_bound`."""
-        z, error = normal_quantile(confidence), 1 - confidence
+        z, error = NormalDist().inv_cdf(confidence), 1 - confidence
         limit = _tango_limit(lost, gained, count, z)
         largest = _largest_losses(count, limit, z)
         largest[gained] = max(largest[gained], lost)
@@ -290,33 +275,18 @@ def _largest_losses(count: int, loss: float, z: float) -> np.ndarray:
     return low
 
 
-@dataclass(frozen=True)
-class McNemar:
-    """McNemar's exact test of two methods on the same questions.
+def mcnemar_p(lost: int, gained: int) -> float:
+    """Return the p-value of McNemar's exact test of two methods on the same questions.
 
-    Attributes:
+    Args:
         lost: The number of questions that only the first method answered correctly.
         gained: The number of questions that only the second method answered correctly.
-        p_value: Two-sided p-value under the hypothesis that both are equally accurate.
+
+    Returns:
+        The two-sided p-value under the hypothesis that both are equally accurate.
     """
-
-    lost: int
-    gained: int
-    p_value: float
-
-    @classmethod
-    def of(cls, first: Sequence[bool], second: Sequence[bool]) -> McNemar:
-        """Compare two methods.
-
-        Args:
-            first: Whether the first method answered each question correctly.
-            second: Whether the second method did, for the same questions in the same order.
-        """
-        pairs = list(zip(first, second, strict=True))
-        lost = sum(a and not b for a, b in pairs)
-        gained = sum(b and not a for a, b in pairs)
-        total = lost + gained
-        return cls(lost, gained, float(stats.binomtest(lost, total).pvalue) if total else 1.0)
+    total = lost + gained
+    return float(stats.binomtest(lost, total).pvalue) if total else 1.0
 
 
 @dataclass(frozen=True)

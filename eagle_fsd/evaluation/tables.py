@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eagle_fsd.evaluation.samples import sample_table
-
 Row = dict[str, Any]
 #: Headers and rows of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -30,28 +28,23 @@ def speed_table(rows: Sequence[Row]) -> Table:
         The table, without columns that are empty in every row. Trees are shown if there are
         several.
     """
-    headers = ["method", "tokens/s", "x plain", "x exact", "x hf", "tau"]
-    headers += ["median s", "p95 s", "MiB", "tree"]
     trees = [tree_text(row) for row in rows]
     several = len({tree for tree in trees if tree}) > 1
-    cells = []
-    for row, tree in zip(rows, trees, strict=True):
-        latency = row["latency"] or {}
-        cells.append(
-            [
-                row["method"],
-                _number(row["tokens_per_second"], ".1f"),
-                _number(row["speedup"], ".2f"),
-                _speed_over_exact(row),
-                _number(row.get("speed_over_hf"), ".2f"),
-                _number(row["tau"], ".2f"),
-                _number(latency.get("median"), ".3f"),
-                _number(latency.get("p95"), ".3f"),
-                _number(row["memory"] and row["memory"] / 2**20, ".0f"),
-                tree if several else "",
-            ]
-        )
-    return _without_empty_columns(headers, cells)
+    return _table(
+        {
+            "method": row["method"],
+            "tokens/s": _number(row["tokens_per_second"], ".1f"),
+            "x plain": _number(row["speedup"], ".2f"),
+            "x exact": _speed_over_exact(row),
+            "x hf": _number(row.get("speed_over_hf"), ".2f"),
+            "tau": _number(row["tau"], ".2f"),
+            "median s": _number((row["latency"] or {}).get("median"), ".3f"),
+            "p95 s": _number((row["latency"] or {}).get("p95"), ".3f"),
+            "MiB": _number(row["memory"] and row["memory"] / 2**20, ".0f"),
+            "tree": tree if several else "",
+        }
+        for row, tree in zip(rows, trees, strict=True)
+    )
 
 
 def quality_table(rows: Sequence[Row]) -> Table:
@@ -63,23 +56,51 @@ def quality_table(rows: Sequence[Row]) -> Table:
     Returns:
         The table, without columns that are empty in every row.
     """
-    headers = ["quality", "n", "accuracy", "lost/gained", "loss <=", "nats/token", "vs exact"]
     cells = []
     for row in rows:
         against = row.get("against_exact", {})
         limit = against.get("loss_limit")
         cells.append(
-            [
-                row["method"],
-                str(row["scored"] or row["answers"]),
-                _with_interval(row, "accuracy", ".1%"),
-                f"{against['lost']}/{against['gained']}" if "lost" in against else "",
-                "" if limit is None else f"{100 * max(0.0, limit):.1f} points",
-                _number(row["log_likelihood"], ".3f"),
-                _with_interval(against, "log_likelihood_change", "+.3f"),
-            ]
+            {
+                "quality": row["method"],
+                "n": str(row["scored"] or row["answers"]),
+                "accuracy": _with_interval(row, "accuracy", ".1%"),
+                "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
+                "loss <=": "" if limit is None else f"{100 * max(0.0, limit):.1f} points",
+                "nats/token": _number(row["log_likelihood"], ".3f"),
+                "vs exact": _with_interval(against, "log_likelihood_change", "+.3f"),
+            }
         )
-    return _without_empty_columns(headers, cells)
+    return _table(cells)
+
+
+def sample_table(rows: Sequence[Row]) -> Table:
+    """Return a table of the accuracy over samples, empty if there is one sample per answer.
+
+    Args:
+        rows: Rows of a report.
+    """
+
+    def percent(found: Row, name: str, sign: str = "") -> str:
+        value, interval = found.get(name), found.get(f"{name}_interval")
+        half = f" ± {50 * (interval[1] - interval[0]):.1f}" if interval else ""
+        return _number(value, f"{sign}.1%") + half
+
+    cells = []
+    for row in rows:
+        if found := row.get("samples"):
+            seeds = found["seed_accuracies"]
+            several = {**found, "seed_accuracies": sum(seeds) / len(seeds)}
+            cells.append(
+                {
+                    "samples": row["method"],
+                    "accuracy": percent(found, "accuracy"),
+                    "vs exact": percent(found, "accuracy_change", "+"),
+                    "seeds": percent(several, "seed_accuracies") if len(seeds) > 1 else "",
+                    **{f"pass@{k}": f"{value:.1%}" for k, value in found["pass_at"].items()},
+                }
+            )
+    return _table(cells)
 
 
 def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
@@ -89,26 +110,23 @@ def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
         rows: Rows of a report.
         sampled: Whether answers are sampled: then even lossless answers differ.
     """
-    headers = ["against exact", "identical", "first change", "fuzzy", "nats/fuzzy token"]
-    headers += ["length", "repetition"]
     cells = []
     for row in rows:
         found = row.get("against_exact", {}).get("agreement", {})
-        if not found.get("answers"):
-            continue
-        first, regret = found["first_difference"], row["regret"] or {}
-        cells.append(
-            [
-                row["method"],
-                "" if sampled else f"{found['identical']}/{found['answers']}",
-                "" if sampled or not first else f"token {first[1] + 1:.0f}",
-                _number(row["origins"]["fuzzy"], ".1%"),
-                _number(regret.get("mean"), ".3f"),
-                _with_interval(found, "length_change", "+.1f"),
-                _with_interval(found, "repetition_change", "+.1%"),
-            ]
-        )
-    return _without_empty_columns(headers, cells)
+        if found.get("answers"):
+            first, identical = found["first_difference"], f"{found['identical']}/{found['answers']}"
+            cells.append(
+                {
+                    "against exact": row["method"],
+                    "identical": "" if sampled else identical,
+                    "first change": "" if sampled or not first else f"token {first[1] + 1:.0f}",
+                    "fuzzy": _number(row["origins"]["fuzzy"], ".1%"),
+                    "nats/fuzzy token": _number((row["regret"] or {}).get("mean"), ".3f"),
+                    "length": _with_interval(found, "length_change", "+.1f"),
+                    "repetition": _with_interval(found, "repetition_change", "+.1%"),
+                }
+            )
+    return _table(cells)
 
 
 def judge_table(rows: Sequence[Row]) -> Table:
@@ -117,28 +135,28 @@ def judge_table(rows: Sequence[Row]) -> Table:
     Args:
         rows: Rows of a report.
     """
-    headers = ["judge", "rating", "rating vs exact", "better/equal/worse", "net loss <="]
     cells = []
     for row in rows:
-        judge = row.get("judge") or {}
-        pairs = judge.get("pairs") or {}
-        if judge:
+        if judge := row.get("judge"):
+            pairs = judge.get("pairs") or {}
+            change = judge.get("against_exact", {})
             cells.append(
-                [
-                    row["method"],
-                    _with_interval(judge, "score", ".2f"),
-                    _with_interval(judge.get("against_exact", {}), "score_change", "+.2f"),
-                    f"{pairs['won']}/{pairs['tied']}/{pairs['lost']}" if pairs else "",
-                    _number(pairs.get("loss_limit"), ".1%"),
-                ]
+                {
+                    "judge": row["method"],
+                    "rating": _with_interval(judge, "score", ".2f"),
+                    "rating vs exact": _with_interval(change, "score_change", "+.2f"),
+                    "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
+                    "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
+                }
             )
-    return _without_empty_columns(headers, cells)
+    return _table(cells)
 
 
-def _without_empty_columns(headers: list[str], cells: list[list[str]]) -> Table:
-    """Return a table without columns that are empty in every row."""
-    kept = [at for at in range(len(headers)) if any(line[at] for line in cells)]
-    return [headers[at] for at in kept], [[line[at] for at in kept] for line in cells]
+def _table(rows: Iterable[dict[str, str]]) -> Table:
+    """Return a table of rows, which are cells by header, without columns that are empty in all."""
+    lines = list(rows)
+    headers = [name for name in lines[0] if any(line[name] for line in lines)] if lines else []
+    return headers, [[line[name] for name in headers] for line in lines]
 
 
 def tree_text(row: Row) -> str:
@@ -166,21 +184,16 @@ def phase_table(rows: Sequence[Row]) -> Table:
     Args:
         rows: Rows of a benchmark's report.
     """
-    headers = ["phases", "ms/pass", "x exact", *PHASE_COLUMNS]
-    cells = []
-    for row in rows:
-        seconds, shares = row.get("seconds_per_step"), row.get("phase_shares")
-        if not seconds or not shares:
-            continue
-        cells.append(
-            [
-                row["method"],
-                f"{1000 * seconds:.2f}",
-                _number(row["step_over_exact"], ".2f"),
-                *(f"{shares.get(phase, 0.0):.1%}" for phase in PHASE_COLUMNS),
-            ]
-        )
-    return headers, cells
+    return _table(
+        {
+            "phases": row["method"],
+            "ms/pass": f"{1000 * row['seconds_per_step']:.2f}",
+            "x exact": _number(row["step_over_exact"], ".2f"),
+            **{name: f"{row['phase_shares'].get(name, 0.0):.1%}" for name in PHASE_COLUMNS},
+        }
+        for row in rows
+        if row.get("seconds_per_step") and row.get("phase_shares")
+    )
 
 
 def category_tables(rows: Sequence[Row]) -> list[Table]:
@@ -190,16 +203,17 @@ def category_tables(rows: Sequence[Row]) -> list[Table]:
         rows: Rows of a report.
     """
     names = sorted({name for row in rows for name in row["tau_by_category"]})
-    known = [row for row in rows if row["tau_by_category"]]
-    found = []
-    for start in range(0, len(names), MAX_CATEGORIES):
-        part = names[start : start + MAX_CATEGORIES]
-        cells = [
-            [row["method"], *(_number(row["tau_by_category"].get(name), ".2f") for name in part)]
-            for row in known
-        ]
-        found.append((["tau", *part], cells))
-    return found
+    return [
+        _table(
+            {
+                "tau": row["method"],
+                **{name: _number(row["tau_by_category"].get(name), ".2f") for name in part},
+            }
+            for row in rows
+            if row["tau_by_category"]
+        )
+        for part in (names[at : at + MAX_CATEGORIES] for at in range(0, len(names), MAX_CATEGORIES))
+    ]
 
 
 def position_table(rows: Sequence[Row]) -> Table:
@@ -213,9 +227,10 @@ def position_table(rows: Sequence[Row]) -> Table:
     counts = [2**power for power in range(longest.bit_length())]
     cells = []
     for row in shown:
-        reach = row["reach"] + [0.0] * (longest - len(row["reach"]))
-        cells.append([row["method"], *(f"{reach[count - 1]:.0%}" for count in counts)])
-    return ["tokens per pass", *(f">= {count}" for count in counts)], cells
+        reach = dict(enumerate(row["reach"], 1))
+        shares = {f">= {count}": f"{reach.get(count, 0.0):.0%}" for count in counts}
+        cells.append({"tokens per pass": row["method"], **shares})
+    return _table(cells)
 
 
 def filter_table(rows: Sequence[Row]) -> Table:
@@ -224,17 +239,15 @@ def filter_table(rows: Sequence[Row]) -> Table:
     Args:
         rows: Rows of a report.
     """
-    known = [row for row in rows if row.get("harness")]
-    names = list(known[0]["harness"]) if known else []
-    cells = [
-        [
-            row["method"],
-            _number(row["accuracy"], ".1%"),
-            *(_number(row["harness"][name], ".1%") for name in names),
-        ]
-        for row in known
-    ]
-    return ["accuracy by filter", "eagle-fsd", *names], cells
+    return _table(
+        {
+            "accuracy by filter": row["method"],
+            "eagle-fsd": _number(row["accuracy"], ".1%"),
+            **{name: _number(value, ".1%") for name, value in row["harness"].items()},
+        }
+        for row in rows
+        if row.get("harness")
+    )
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

@@ -10,9 +10,17 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.options import Options, Self
 
 #: File beside a draft head with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
@@ -44,7 +52,11 @@ Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
 class TreeConfig(Options):
-    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's."""
+    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's.
+
+    The value ``"auto"`` of ``depth`` stands for ``adaptive=True``, without a depth of its own; a
+    number in :meth:`updated` ends that.
+    """
 
     total_tokens: int = Field(
         default=60,
@@ -56,11 +68,47 @@ class TreeConfig(Options):
         default=6,
         ge=1,
         le=64,
-        description="Times the draft head expands the tree below its first level.",
+        description="Times the draft head expands the tree below its first level; auto sets"
+        " adaptive instead.",
     )
     top_k: int = Field(
         default=10, ge=1, le=256, description="Nodes expanded per level, and children of each."
     )
+    adaptive: bool = Field(
+        default=False,
+        description="Lossless steps may use shallower trees, where measurements promise more"
+        " tokens per second.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_auto(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("depth") == "auto":
+            values = {**values, "adaptive": True}
+            del values["depth"]
+        return values
+
+    @model_serializer(mode="wrap")
+    def _omit_default(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the field out where it says nothing, as in earlier files and reports."""
+        values: dict[str, Any] = serialize(self)
+        if not values.get("adaptive"):
+            values.pop("adaptive", None)
+        return values
+
+    def updated(self: Self, **changes: Any) -> Self:
+        """Return a copy with some options changed; see :meth:`Options.updated`.
+
+        Args:
+            **changes: New values by name. With ``depth="auto"`` the depth remains as the largest
+                one; a number is that of all steps, unless ``adaptive`` is given too.
+        """
+        depth = changes.pop("depth", None)
+        if depth == "auto":
+            changes["adaptive"] = True
+        elif depth is not None:
+            changes = {"adaptive": False, **changes, "depth": depth}
+        return super().updated(**changes)
 
     @classmethod
     def for_device(cls, device_type: str) -> TreeConfig:
@@ -234,7 +282,9 @@ class PairOptions(TargetOptions):
         " head.",
     )
     device: str | None = Field(
-        default=None, description="cpu, cuda, cuda:1 or auto; default: the GPU if there is one."
+        default=None,
+        description="cpu, cuda, cuda:1, auto, or tp to split every layer over the processes of"
+        " torchrun; default: the GPU if there is one.",
     )
     quantize: Quantization | None = Field(
         default=None,

@@ -26,6 +26,7 @@ from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.compilation import StepGraphs, compiled
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+from eagle_fsd.model.depth import DepthPolicy, levels_of, shapes_of
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.prefix_cache import SPARE, PrefixCache
 from eagle_fsd.model.random_numbers import RandomNumbers
@@ -47,6 +48,10 @@ PREFILL_CHUNK = 512
 MIN_REUSED = 32
 #: Decisions for which an engine keeps CUDA graphs.
 MAX_DECISIONS = 16
+#: Probabilities are read as multiples of this one, among integers.
+PROBABILITY_UNIT = 2.0**-30
+#: Slots below which the number of visible slots hardly changes the duration of a step.
+MIN_SLOTS = 512
 #: Message of the error that NaN or infinite logits raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
@@ -230,6 +235,21 @@ class _Group:
     index: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """The shape of a step's trees, and what its choice depended on.
+
+    Attributes:
+        shapes: The shapes to choose from.
+        index: Index of the shape.
+        setting: What else the duration of the step depends on.
+    """
+
+    shapes: tuple[TreeConfig, ...]
+    index: int
+    setting: tuple[int, int, bool]
+
+
 #: Indices of rows, and what :func:`_describe` returned for them.
 _Details = tuple[list[int], Tensor, Tensor]
 
@@ -238,17 +258,20 @@ class _Launched:
     """A step that the device has been told to take.
 
     Args:
-        packed: ``[B, 2 + 2 A]``, see :meth:`Engine._step`.
+        packed: ``[B, 2 + 2 A + P]``, see :meth:`Engine._step`.
         tokens: ``[B, A]`` emitted tokens.
         details: Results of :func:`_describe`, by group of rows.
+        shape: Shape of its trees.
 
     Attributes:
         order: The row of these tensors for each row that is being decoded now; None for rows that
             have joined since.
     """
 
-    def __init__(self, packed: Tensor, tokens: Tensor, details: list[_Details]) -> None:
-        self.tokens, self.details = tokens, details
+    def __init__(
+        self, packed: Tensor, tokens: Tensor, details: list[_Details], shape: _Shape
+    ) -> None:
+        self.tokens, self.details, self.shape = tokens, details, shape
         self.order: list[int | None] = list(range(len(packed)))
         self._packed, self._copied = packed, None
         if packed.is_cuda:  # the next step may overwrite the tensors
@@ -304,6 +327,7 @@ class Engine:
             own. 0 for none.
         capture: On CUDA, capture steps in graphs and replay them where possible.
         batch_trees: Trees for so many rows or more, where they differ from ``tree``.
+        depths: Chooses the depth of adaptive trees; default: one that has seen no steps.
 
     Attributes:
         tree: Shape of the next step's trees.
@@ -329,8 +353,10 @@ class Engine:
         compiled: int = 0,
         capture: bool = True,
         batch_trees: Mapping[int, TreeConfig] | None = None,
+        depths: DepthPolicy | None = None,
     ) -> None:
         self.target, self.drafter, self.tree = target, drafter, tree
+        self.depths = depths or DepthPolicy()
         self._trees = {0: tree, **(batch_trees or {})}
         self.caches, self._spare = caches or PrefixCache(), SPARE if caches else 0
         self.clock = clock or PhaseClock(target.device)
@@ -341,6 +367,8 @@ class Engine:
         self.draft.use(tree)
         self._nodes = max(map(drafter.max_nodes, trees))
         self.width = max(item.depth for item in trees) + 2
+        self._shapes = shapes_of(tree)
+        self._counted = 0.0  # seconds of the steps that have been read
         self.reserved = 0, 0
         self._state = _new_state(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
@@ -577,9 +605,9 @@ class Engine:
         """Set the rows that steps decode."""
         self.rows = rows
         tree = self._trees[max(least for least in self._trees if least <= len(rows))]
-        if tree != self.tree:
-            self.tree = tree
-            self.draft.use(tree)
+        if tree != self._shapes[0]:
+            self._shapes = shapes_of(tree)
+            self._use(tree)
         self.draft.show(len(rows))
         self._show()
         groups: list[tuple[Decision, list[int]]] = []
@@ -626,6 +654,12 @@ class Engine:
             tensor[: len(self.rows)] for tensor in self._state
         )
 
+    def _use(self, tree: TreeConfig) -> None:
+        """Change the shape of the next step's trees."""
+        if tree != self.tree:
+            self.tree = tree
+            self.draft.use(tree)
+
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
@@ -645,6 +679,7 @@ class Engine:
         Args:
             unread: Number of steps before this one whose tokens have not been read.
         """
+        shape = self._choose_shape()
         draft_keys, keys = self._views(unread)
         self.clock.enter("graph" if self._captures else "draft")
 
@@ -653,11 +688,23 @@ class Engine:
 
         if self._captures:
             shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
-            packed, tokens, details = self._graphs.run((*shapes, self._captured), run)
+            packed, tokens, details = self._graphs.run((*shapes, self._captured, self.tree), run)
         else:
             packed, tokens, details = run()
         self.clock.enter("host")
-        return _Launched(packed, tokens, details)
+        return _Launched(packed, tokens, details, shape)
+
+    def _choose_shape(self) -> _Shape:
+        """Set the shape of the next step's trees, from what has been read so far."""
+        longest = max(row.length for row in self.rows)
+        slots = max(longest, MIN_SLOTS).bit_length()
+        setting = len(self.rows).bit_length(), slots, self._compiles
+        # Processes that decode together measure different times.
+        if len(self._shapes) == 1 or self.target.group is not None:
+            return _Shape(self._shapes, 0, setting)
+        index = self.depths.choose(self._shapes, setting)
+        self._use(self._shapes[index])
+        return _Shape(self._shapes, index, setting)
 
     def _step(
         self, draft_keys: Tensor | None, keys: Tensor
@@ -669,15 +716,18 @@ class Engine:
             keys: Visible slots of the target's cache.
 
         Returns:
-            What the host reads (``[B, 2 + 2 A]``: count, whether the logits are broken, tokens and
-            origins), the emitted tokens, and the results of :func:`_describe`.
+            What the host reads (``[B, 2 + 2 A + P]``: count, whether the logits are broken, tokens,
+            origins, and the probabilities of the best path if the tree is adaptive), the emitted
+            tokens, and the results of :func:`_describe`.
         """
         tree, scored = self._score_tree(draft_keys, keys)
         self.clock.enter("verify")
         kept, broken, details = self._judge(tree, scored.logits)
         self.clock.enter("cache")
         self._commit(tree, scored.features, kept)
-        parts = kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins
+        parts = [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins]
+        if tree.best_path is not None:
+            parts.append((tree.best_path / PROBABILITY_UNIT).long())
         return torch.cat(parts, 1), kept.tokens, details
 
     def _views(self, unread: int = 0) -> tuple[Tensor | None, Tensor]:
@@ -772,8 +822,27 @@ class Engine:
             if row.prefix is not None:
                 row.prefix.append(launched.tokens[launched.order[place], : len(new)])
         self.draft.observe(tokens)
+        if len(launched.shape.shapes) > 1:
+            paths = [values[2 + 2 * width :] for values in packed]
+            self._update_depths(launched.shape, tokens, paths)
         broken = [bool(values[1]) for values in packed]
         return StepResult(tokens, origins, broken, launched.read_details(tokens))
+
+    def _update_depths(
+        self, shape: _Shape, tokens: list[list[int]], paths: list[list[int]]
+    ) -> None:
+        """Tell :attr:`depths` what a step emitted and how long it took."""
+        self.clock.collect()
+        spent = sum(self.clock.seconds.values()) - self.clock.seconds["prefill"]
+        if spent > self._counted:  # the device has passed the step's boundaries
+            self.depths.add_time(shape.shapes, shape.setting, shape.index, spent - self._counted)
+            self._counted = spent
+        results = [
+            (len(new) - 1, [PROBABILITY_UNIT * value for value in path])
+            for new, path in zip(tokens, paths, strict=True)
+            if new
+        ]
+        self.depths.add_step(results, levels_of(shape.shapes[shape.index]))
 
 
 def _judge(

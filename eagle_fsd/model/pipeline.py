@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from pydantic import Field
@@ -49,6 +49,7 @@ from eagle_fsd.model.config import (
     TreeConfig,
     read_settings,
 )
+from eagle_fsd.model.depth import DepthPolicy
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
@@ -164,6 +165,8 @@ class _Call:
         # The rows of an engine have trees of the same shape, and chains sampled in the same way.
         draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
         varies = self.lossless and not draws
+        if tree.adaptive and not varies:
+            tree = tree.updated(adaptive=False)
         draw = (sampling, self.decision.warpers) if draws else None
         engine = (tree, varies, draw) if self.drafted else None
         return Request(
@@ -174,7 +177,7 @@ class _Call:
             self.criteria,
             self.decision,
             int(seed_keys(self.seed, row + 1)[row]),
-            self.tree,
+            tree,
             self.drafted,
             varies,
             draws,
@@ -262,6 +265,7 @@ class EagleFSD:
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
         self.compiled: int = 0
+        self._depths = DepthPolicy()
         self._name: str | None = None
         self._token: str | None = None
         if tokenizer is not None:
@@ -279,7 +283,7 @@ class EagleFSD:
         tree: TreeConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         total_tokens: int | None = None,
-        depth: int | None = None,
+        depth: int | Literal["auto"] | None = None,
         top_k: int | None = None,
         draft_vocabulary: int | str | Path | None = None,
         token: str | None = None,
@@ -299,7 +303,8 @@ class EagleFSD:
             tree: Shape of the draft tree; overrides ``settings``.
             acceptance: Acceptance options; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
-            depth: As ``total_tokens``.
+            depth: As ``total_tokens``. ``"auto"`` only lets lossless steps use shallower trees than
+                those of the settings, see :mod:`~eagle_fsd.model.depth`.
             top_k: As ``total_tokens``.
             draft_vocabulary: Number of tokens, the most frequent ones, that an EAGLE-1/2 head
                 drafts, or a file that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`.
@@ -344,6 +349,9 @@ class EagleFSD:
         model = cls(target, drafter)
         model._name, model._token = name, token
         model.configure(from_file)
+        if depth == "auto" and tree is None:
+            model.adapt_depth()
+            depth = None
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
             model.tree = _override(model.tree, "tree", tree, **shape)
@@ -365,6 +373,13 @@ class EagleFSD:
         self._tree = self.exact_tree = tree
         self.batch_trees: dict[int, TreeConfig] = {}
 
+    def adapt_depth(self) -> None:
+        """Let lossless steps use shallower trees; see :mod:`~eagle_fsd.model.depth`."""
+        self._tree = self._tree.updated(adaptive=True)
+        self.exact_tree = self.exact_tree.updated(adaptive=True)
+        trees = self.batch_trees.items()
+        self.batch_trees = {rows: tree.updated(adaptive=True) for rows, tree in trees}
+
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that a file sets.
 
@@ -374,11 +389,14 @@ class EagleFSD:
         Args:
             settings: The contents of an ``fsd.json`` file.
         """
-        if settings.tree:
-            self.tree = self.tree.updated(**settings.tree)
+        shape = {name: value for name, value in settings.tree.items() if name != "adaptive"}
+        if shape:
+            self.tree = self.tree.updated(**shape)
         self.exact_tree = settings.exact or self.exact_tree
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
+        if settings.adaptive:
+            self.adapt_depth()
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         recorded = {"target": settings.target, "drafter": settings.drafter}
         for kind, module in (("target", self.model), ("drafter", self.drafter)):
@@ -415,7 +433,8 @@ class EagleFSD:
         @torch.inference_mode()
         def seconds_per_token(compiled: bool) -> float:
             drafter = self.drafter.fresh().attach(target)
-            engine = Engine(target, drafter, self.tree, compiled=rows if compiled else 0)
+            tree = self.tree.updated(adaptive=False)
+            engine = Engine(target, drafter, tree, compiled=rows if compiled else 0)
             engine.admit([Row(prompt, limit, Decision.of()) for _ in range(rows)])
             engine.prefill()
             begin = time.perf_counter()
@@ -683,7 +702,7 @@ class EagleFSD:
         prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
         limits = self._limit_new_tokens(list(map(len, prompts)), max_new_tokens)
         drafter = self.drafter if method == "fsd" else NoDrafter()
-        engine = BeamEngine(target, drafter, self.exact_tree)
+        engine = BeamEngine(target, drafter, self.exact_tree.updated(adaptive=False))
         check_target(target, projected=drafter.projects)
         fill = pad or next(iter(eos), 0)
         return beam_search(engine, input_ids, prompts, config, limits, frozenset(eos), fill)
@@ -922,6 +941,7 @@ class EagleFSD:
             caches,
             compiled=self.compiled,
             batch_trees=self.batch_trees if request.varies and request.drafted else None,
+            depths=self._depths,
         )
 
     def _check_method(self, method: str) -> None:

@@ -68,6 +68,10 @@ ACROSS_ROWS = (
 )
 
 
+class AnswerProcessor(LogitsProcessor):
+    """A logits processor that gets the tokens of the answer only, without the prompt."""
+
+
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
@@ -79,7 +83,7 @@ class Prefix:
     """
 
     def __init__(self, ids: Tensor, capacity: int, row: int = 0, rows: int = 1) -> None:
-        self.row, self.rows = row, rows
+        self.row, self.rows, self.prompt_length = row, rows, len(ids)
         self._ids, self._length = F.pad(ids, (0, capacity)), len(ids)
 
     @property
@@ -257,7 +261,10 @@ class Sampler:
         cannot be emitted, and a constraint may have no continuation for a prefix that it excludes.
         The processors are Python code that reads tokens, so each level synchronizes with the host.
         """
-        processors = [_for_row(item, prefix.row, prefix.rows) for item in self.processors]
+        processors = [
+            (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
+            for item in self.processors
+        ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
         open_ = torch.zeros_like(parents, dtype=torch.bool)
@@ -271,8 +278,8 @@ class Sampler:
             before = prefix.ids.to(nodes.device).expand(len(nodes), -1)
             ids = torch.cat([before, paths[nodes, :depth]], 1)
             scores = logits[row, nodes].clone()
-            for item in processors:
-                scores = item(ids, scores)
+            for item, first in processors:
+                scores = item(ids[:, first:], scores)
             result[nodes] = scores
         return result
 
@@ -323,6 +330,11 @@ def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor
         first = row * processor.batch_size // rows
         own.generated_ngrams, own.batch_size = [processor.generated_ngrams[first]], 1
     return own
+
+
+def _first_token(processor: LogitsProcessor, prefix: Prefix) -> int:
+    """Return the position of the first token that a processor gets."""
+    return prefix.prompt_length if isinstance(processor, AnswerProcessor) else 0
 
 
 def _paths(tree: DraftTree, row: int) -> Tensor:

@@ -16,7 +16,6 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,22 +78,6 @@ class RecordError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class SkippedRecord:
-    """A record that was skipped.
-
-    Attributes:
-        line: The line that the record starts on, counted from 1.
-        reason: Why it was skipped.
-    """
-
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.reason}"
-
-
 class ChatFile(Sequence[Chat]):
     """The valid chats of a file.
 
@@ -107,7 +90,8 @@ class ChatFile(Sequence[Chat]):
         records: Number of records.
         skip_reasons: Number of skipped records by reason.
         shorten_reasons: Number of records whose chat ends before a malformed turn, by reason.
-        skipped_records: The first :data:`MAX_DESCRIBED` skipped records.
+        skipped_records: The first :data:`MAX_DESCRIBED` skipped records: the line that each starts
+            on, counted from 1, and why it was skipped.
 
     Raises:
         ValueError: No record is valid; the message describes the first one.
@@ -119,7 +103,7 @@ class ChatFile(Sequence[Chat]):
         self.records = 0
         self.skip_reasons: Counter[str] = Counter()
         self.shorten_reasons: Counter[str] = Counter()
-        self.skipped_records: list[SkippedRecord] = []
+        self.skipped_records: list[str] = []
         self._offsets, self._sizes, self._lines = array("Q"), array("Q"), array("Q")
         self._file: BinaryIO | None = None
         self._owner = -1
@@ -132,7 +116,7 @@ class ChatFile(Sequence[Chat]):
                 except RecordError as error:
                     self.skip_reasons[error.reason] += 1
                     if self.skipped <= MAX_DESCRIBED:
-                        self.skipped_records.append(SkippedRecord(line, str(error)))
+                        self.skipped_records.append(f"line {line}: {error}")
                 else:
                     if problem is not None:
                         self.shorten_reasons[problem.reason] += 1
@@ -166,11 +150,6 @@ class ChatFile(Sequence[Chat]):
         """Number of skipped records."""
         return self.skip_reasons.total()
 
-    @property
-    def shortened(self) -> int:
-        """Number of records whose chat ends before a malformed turn."""
-        return self.shorten_reasons.total()
-
     def counts(self) -> dict[str, Any]:
         """Return the numbers of records, and of skipped and shortened ones by reason."""
         return {
@@ -187,7 +166,7 @@ class ChatFile(Sequence[Chat]):
                 counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
                 parts.append(f"{verb} {reasons.total():,} of {self.records:,} records: {counts}")
         if self.skipped:
-            parts.append(f"first skipped: {', '.join(map(str, self.skipped_records[:3]))}")
+            parts.append(f"first skipped: {', '.join(self.skipped_records[:3])}")
         return "; ".join(parts) or None
 
     def size(self, index: int) -> int:

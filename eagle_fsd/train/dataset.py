@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.train.assistant_mask import encode_chat
 from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.utils.chat_templates import ChatTemplate
+from eagle_fsd.utils.progress import Progress
+
+Value = TypeVar("Value")
 
 #: Number of batches whose chats are sorted by length together, which reduces padding.
 SORT_WINDOW = 32
@@ -173,8 +176,16 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-class DistributedBatchSampler(Sampler[list[int]]):
-    """Yield one process's part of every batch of an epoch, as lists of chat indices.
+def shuffled_batches(
+    chats: Sequence[int],
+    sizes: Sequence[int],
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    process: int = 0,
+    processes: int = 1,
+) -> list[list[int]]:
+    """Return one process's part of every batch of an epoch, as lists of chat indices.
 
     Chats are shuffled by ``seed`` and ``epoch`` alone and grouped by similar length into batches of
     ``batch_size * processes``, of which each process takes a slice. Two processes therefore see the
@@ -189,45 +200,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
         epoch: The epoch, counted from 0.
         process: Rank of this process.
         processes: Number of processes.
-        skip: Batches to skip at the beginning, when training resumes within an epoch.
     """
-
-    def __init__(
-        self,
-        chats: Sequence[int],
-        sizes: Sequence[int],
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        process: int = 0,
-        processes: int = 1,
-        skip: int = 0,
-    ) -> None:
-        self.chats, self.sizes = chats, sizes
-        self.batch_size, self.process, self.processes = batch_size, process, processes
-        self.seed, self.epoch, self.skip = seed, epoch, skip
-
-    def __len__(self) -> int:
-        return count_batches(len(self.chats), self.batch_size * self.processes) - self.skip
-
-    def __iter__(self) -> Iterator[list[int]]:
-        total = self.batch_size * self.processes
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        shuffled = torch.randperm(len(self.chats), generator=generator)
-        batches = []
-        for start in range(0, len(shuffled), total * SORT_WINDOW):
-            window = shuffled[start : start + total * SORT_WINDOW].tolist()
-            window.sort(key=self.sizes.__getitem__)
-            batches += [window[at : at + total] for at in range(0, len(window), total)]
-        start = self.process * self.batch_size
-        for number in torch.randperm(len(batches), generator=generator).tolist()[self.skip :]:
-            chats = [self.chats[position] for position in batches[number]]
-            chats += [FILLER] * (total - len(chats))
-            yield chats[start : start + self.batch_size]
+    total, start = batch_size * processes, batch_size * process
+    generator = _epoch_generator(seed, epoch)
+    shuffled = torch.randperm(len(chats), generator=generator)
+    batches = []
+    for first in range(0, len(shuffled), total * SORT_WINDOW):
+        window = shuffled[first : first + total * SORT_WINDOW].tolist()
+        window.sort(key=sizes.__getitem__)
+        batches += [window[at : at + total] for at in range(0, len(window), total)]
+    parts = []
+    for number in torch.randperm(len(batches), generator=generator).tolist():
+        part = [chats[position] for position in batches[number][start : start + batch_size]]
+        parts.append(part + [FILLER] * (batch_size - len(part)))
+    return parts
 
 
-class TokenBatchSampler(Sampler[list[int]]):
-    """Yield one process's batches of an epoch, each with a limited number of tokens.
+def shared_batches(
+    batches: Sequence[list[int]], seed: int, epoch: int, process: int = 0, processes: int = 1
+) -> list[list[int]]:
+    """Return one process's batches of an epoch, in random order.
 
     The batches are the same in every epoch, only their order differs, so that every epoch has the
     same number of them. Of every ``processes`` consecutive ones each process takes one: several
@@ -239,30 +231,14 @@ class TokenBatchSampler(Sampler[list[int]]):
         epoch: The epoch, counted from 0.
         process: Rank of this process.
         processes: Number of processes.
-        skip: Batches of this process to skip at the beginning, when training resumes.
     """
+    order = torch.randperm(len(batches), generator=_epoch_generator(seed, epoch)).tolist()
+    own = [batches[number] for number in order[process::processes]]
+    return own + [[FILLER]] * (count_batches(len(batches), processes) - len(own))
 
-    def __init__(
-        self,
-        batches: Sequence[list[int]],
-        seed: int,
-        epoch: int,
-        process: int = 0,
-        processes: int = 1,
-        skip: int = 0,
-    ) -> None:
-        self.batches, self.seed, self.epoch = batches, seed, epoch
-        self.process, self.processes, self.skip = process, processes, skip
 
-    def __len__(self) -> int:
-        return count_batches(len(self.batches), self.processes) - self.skip
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.batches), generator=generator).tolist()
-        for start in range(self.skip * self.processes, len(order), self.processes):
-            own = order[start : start + self.processes][self.process :]
-            yield self.batches[own[0]] if own else [FILLER]
+def _epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
 
 
 def pack_batches(
@@ -295,37 +271,58 @@ def pack_batches(
     return batches
 
 
-def measure_lengths(data: Dataset[Example], chats: Sequence[int], workers: int) -> Iterator[int]:
-    """Yield the number of tokens of chats.
+def read_examples(
+    read: Callable[[Any], Value], data: Dataset[Example], chats: Sequence[int], workers: int
+) -> Iterator[Value]:
+    """Yield what a function returns for the example of each chat.
 
     Args:
+        read: The function; worker processes call it.
         data: The data.
         chats: Indices of the chats.
         workers: Number of processes that encode chats; 0 encodes them in this one.
     """
     yield from DataLoader(
-        data, sampler=chats, batch_size=None, collate_fn=_length, num_workers=workers
+        data, sampler=chats, batch_size=None, collate_fn=read, num_workers=workers
     )
 
 
-def _length(example: Any) -> int:
-    return max(2, len(example.ids))  # a batch is at least as wide
+def example_length(example: Example) -> int:
+    """Return the number of tokens of an example, at least 2: a batch is at least as wide.
+
+    Args:
+        example: The example.
+    """
+    return max(2, len(example.ids))
 
 
-def answer_tokens(data: Dataset[Example], chats: Sequence[int], workers: int) -> Iterator[Tensor]:
-    """Yield the tokens that the assistant generates, chat by chat.
+def count_answer_tokens(
+    data: Dataset[Example],
+    chats: Sequence[int],
+    vocab_size: int,
+    workers: int,
+    progress: Progress,
+) -> Tensor:
+    """Count the tokens that the assistant generates.
 
     Args:
         data: The data.
         chats: Indices of the chats.
-        workers: Number of processes that encode chats; 0 encodes them in this one.
+        vocab_size: Number of tokens of the vocabulary.
+        workers: As for :func:`read_examples`.
+        progress: Called with the chats read and their number.
+
+    Returns:
+        ``[V]`` how often each token occurs.
     """
-    yield from DataLoader(
-        data, sampler=chats, batch_size=None, collate_fn=_answer, num_workers=workers
-    )
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for number, tokens in enumerate(read_examples(_answer, data, chats, workers), 1):
+        counts += tokens.bincount(minlength=vocab_size)
+        progress(number, len(chats))
+    return counts
 
 
-def _answer(example: Any) -> Tensor:
+def _answer(example: Example) -> Tensor:
     return torch.tensor(example.ids)[torch.tensor(example.assistant_mask)]
 
 

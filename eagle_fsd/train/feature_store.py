@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +54,6 @@ def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
     return int(tokens * (feature_size * STORAGE_DTYPE.itemsize + 4 + 1))  # int32 id, uint8 mask
 
 
-@dataclass
-class _Location:
-    """Where a chat's rows are stored."""
-
-    shard: int
-    start: int
-    tokens: int
-    truncated: bool
-
-
 class FeatureStore(Dataset[Example]):
     """Stored features, one example per chat in the order of the chat file.
 
@@ -74,7 +63,8 @@ class FeatureStore(Dataset[Example]):
     Args:
         folder: A folder that :func:`write_features` wrote.
         fingerprint: Fingerprint that the features must have; default: any. It is that of
-            :meth:`LoadedTarget.fingerprint`, and ``states``, the hidden states that are stored.
+            :meth:`LoadedTarget.fingerprint`, ``states``, the hidden states that are stored, and
+            ``dtype``, the target's data type.
 
     Attributes:
         fingerprint: Fingerprint of the features.
@@ -97,16 +87,24 @@ class FeatureStore(Dataset[Example]):
             for shard in self.shards:
                 shard.setdefault("first", chats)  # absent in stores of earlier versions
                 chats = shard["first"] + len(shard["chats"])
-            self._locations = [
-                _Location(number, start, tokens, truncated)
+            # Of each chat: its shard, its first row there, its rows, and whether it was truncated.
+            self._locations: list[tuple[int, int, int, bool]] = [
+                (number, start, tokens, truncated)
                 for number, shard in enumerate(self.shards)
                 for start, tokens, truncated in shard["chats"]
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of features: {error}") from error
-        if fingerprint is not None and fingerprint != self.fingerprint:
-            difference = _describe_difference(self.fingerprint, fingerprint)
-            raise ValueError(f"{folder} holds features of other data: {difference}")
+        if fingerprint is not None:
+            self.fingerprint.setdefault("dtype", fingerprint["dtype"])  # absent in earlier versions
+            if fingerprint != self.fingerprint:
+                changed = [
+                    f"{name} is {self.fingerprint.get(name)!r} there, {value!r} here"
+                    for name, value in fingerprint.items()
+                    if self.fingerprint.get(name) != value
+                ]
+                difference = ", ".join(changed) or "other fields"
+                raise ValueError(f"{folder} holds features of other data: {difference}")
         self._open_shards: dict[int, Any] = {}
         self._owner = -1
 
@@ -115,16 +113,16 @@ class FeatureStore(Dataset[Example]):
 
     def __getitem__(self, index: int) -> Example:
         """Read a chat; for :data:`FILLER`, return two tokens of the first chat, masked out."""
-        location = self._locations[max(index, 0)]
-        shard = self._open_shard(location.shard)
-        tokens = 2 if index == FILLER else location.tokens
-        rows = slice(location.start, location.start + tokens)
+        number, start, tokens, truncated = self._locations[max(index, 0)]
+        shard = self._open_shard(number)
+        tokens = 2 if index == FILLER else tokens
+        rows = slice(start, start + tokens)
         mask = shard.get_slice("spoken")[rows].bool()
         return Example(
             index,
             shard.get_slice("ids")[rows].tolist(),
             [False] * tokens if index == FILLER else mask.tolist(),
-            location.truncated,
+            truncated,
             shard.get_slice("features")[rows],
         )
 
@@ -134,7 +132,7 @@ class FeatureStore(Dataset[Example]):
         Args:
             index: The chat's index.
         """
-        return self._locations[index].tokens
+        return self._locations[index][2]
 
     def _open_shard(self, number: int) -> Any:
         if self._owner != os.getpid():  # each worker process opens the files for itself
@@ -193,18 +191,14 @@ def store_features(
         raise OSError(
             f"{request.out} has {format_bytes(free)} free; about {format_bytes(needed)} are needed"
         )
-    fingerprint = loaded.fingerprint(request.data, request.max_length)
-    fingerprint["states"] = list(states)
+    fingerprint = {
+        **loaded.fingerprint(request.data, request.max_length),
+        "states": list(states),
+        "dtype": str(loaded.target.dtype).removeprefix("torch."),
+    }
+    source = chats, loaded.target, request.out, fingerprint, request.batch_size
     with progress("features") as report:
-        store = write_features(
-            chats,
-            loaded.target,
-            request.out,
-            fingerprint,
-            request.batch_size,
-            progress=report,
-            state=state,
-        )
+        store = write_features(*source, progress=report, state=state)
     state.destroy_process_group()
     return store if is_main else None
 
@@ -348,15 +342,6 @@ def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
         chats.append((start, len(item.ids), item.truncated))
         start += len(item.ids)
     return {"file": file, "first": first, "chats": chats}
-
-
-def _describe_difference(stored: dict[str, Any], fingerprint: dict[str, Any]) -> str:
-    changed = [
-        f"{name} is {stored.get(name)!r} there, {value!r} here"
-        for name, value in fingerprint.items()
-        if stored.get(name) != value
-    ]
-    return ", ".join(changed) or "other fields"
 
 
 def format_bytes(size: float) -> str:

@@ -59,29 +59,17 @@ class LoadedTarget:
             device_map: Where to load the target, as in Hugging Face; default: the GPU if there is
                 one.
             token: Access token for the Hub.
-            layers: Whether to load the decoder layers. Training on stored features needs only the
-                embedding and the output projection; where these cannot be loaded alone, the layers
-                are loaded too.
+            layers: As for :func:`load_frozen_target`.
 
         Raises:
             LoadError: Files are missing or damaged.
             ValueError: The template, the dtype or the device does not exist.
         """
-        path = options.target or BUNDLED_TARGET
-        tokenizer = load_tokenizer(path, token)
+        tokenizer = load_tokenizer(options.target or BUNDLED_TARGET, token)
         # Before the weights, so that an unknown template is reported at once.
         chat_template = load_chat_template(tokenizer, options.chat_template)
-        model = None
-        if not layers:
-            try:
-                model = load_embeddings(path, options.dtype, device_map, token)
-            except LoadError as error:
-                log.warning("loading the whole target: %s", error)
-        if model is None:
-            model = load_target(path, options.dtype, device_map, token=token)
-        target = Target(model.requires_grad_(False).eval())
-        name = "bundled" if str(path) == str(BUNDLED_TARGET) else str(path)
-        return cls(name, target, tokenizer, chat_template, options.chat_template)
+        target = load_frozen_target(options, device_map, token, layers)
+        return cls(target_name(options), target, tokenizer, chat_template, options.chat_template)
 
     def open_chats(
         self,
@@ -130,6 +118,48 @@ class LoadedTarget:
     def _clamp_length(self, max_length: int | None) -> int:
         context_length = self.target.context_length
         return context_length if max_length is None else min(max_length, context_length)
+
+
+def target_name(options: TargetOptions) -> str:
+    """Return the folder or Hub name of a target; ``bundled`` for the bundled one.
+
+    Args:
+        options: The target.
+    """
+    is_bundled = str(options.target or BUNDLED_TARGET) == str(BUNDLED_TARGET)
+    return "bundled" if is_bundled else str(options.target)
+
+
+def load_frozen_target(
+    options: TargetOptions,
+    device_map: str | torch.device | None = None,
+    token: str | None = None,
+    layers: bool = True,
+) -> Target:
+    """Load a target without its tokenizer and chat template.
+
+    Args:
+        options: The target and its dtype.
+        device_map: Where to load the target, as in Hugging Face; default: the GPU if there is one.
+        token: Access token for the Hub.
+        layers: Whether to load the decoder layers. Training on stored features needs only the
+            embedding and the output projection; where these cannot be loaded alone, the layers are
+            loaded too.
+
+    Raises:
+        LoadError: Files are missing or damaged.
+        ValueError: The dtype or the device does not exist.
+    """
+    path = options.target or BUNDLED_TARGET
+    model = None
+    if not layers:
+        try:
+            model = load_embeddings(path, options.dtype, device_map, token)
+        except LoadError as error:
+            log.warning("loading the whole target: %s", error)
+    if model is None:
+        model = load_target(path, options.dtype, device_map, token=token)
+    return Target(model.requires_grad_(False).eval())
 
 
 def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:

@@ -152,9 +152,7 @@ def rewrite_chats(
         process, processes = state.process_index, state.num_processes
     if process == 0:
         options = config.model_dump(exclude={"batch_size"})
-        _check_fingerprint(out, {**loaded.fingerprint(chats.path), **options})
-        for file in _files(out):
-            truncate_partial_line(file)
+        _prepare_output(out, {**loaded.fingerprint(chats.path), **options})
     _wait(state)
     done = _read_lines(out).keys()
     _wait(state)  # until all have read what there is, before it changes
@@ -242,9 +240,8 @@ def request_chats(
         "model": endpoint.model,
         **config.model_dump(exclude={"batch_size"}),
     }
-    _check_fingerprint(out, fingerprint)
-    truncate_partial_line(out)
-    done = {line["index"] for line in read_jsonl(out)} if out.exists() else set()
+    _prepare_output(out, fingerprint)
+    done = set(_read_lines(out))
     accepted = bool(done)
     held: list[str] = []  # lines, until the server has accepted a request
     rejections: list[str] = []
@@ -348,14 +345,16 @@ def _seed(config: RegenerateConfig, chat: int, turn: int = 0) -> int:
     return config.seed + chat * MAX_TURNS + turn
 
 
-def _check_fingerprint(out: Path, fingerprint: dict[str, Any]) -> None:
-    """Write the fingerprint, or check it against that of an earlier run."""
+def _prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
+    """Write the fingerprint, or check it against an earlier run's and delete partial lines."""
     file = out.with_name(out.name + ".meta.json")
     if _files(out):
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         before.pop("batch_size", None)  # of earlier versions
         if {**_LATER_OPTIONS, **before} != fingerprint:
             raise ValueError(f"{out} was written from other chats or options; choose another file")
+        for written in _files(out):
+            truncate_partial_line(written)
     else:
         atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
 

@@ -19,7 +19,12 @@ from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
 from eagle_fsd.train.feature_store import FeatureStore
 from eagle_fsd.train.heads import head_reads, load_for_training, save_trained, training_states
-from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
+from eagle_fsd.train.loaded_target import (
+    LoadedTarget,
+    check_device_map,
+    load_frozen_target,
+    target_name,
+)
 from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
@@ -74,10 +79,13 @@ def train(
             "--regenerate requires a single process; run eagle-fsd train regenerate first"
         )
     check_device_map(request.device_map, accelerator.num_processes)
-    loaded = LoadedTarget.load(
-        request, request.device_map or accelerator.device, token, layers=request.features is None
-    )
-    target = loaded.target
+    device_map = request.device_map or accelerator.device
+    loaded: LoadedTarget | None = None
+    if request.features is None:
+        loaded = LoadedTarget.load(request, device_map, token)
+        target = loaded.target
+    else:  # stored features need neither layers nor a chat template
+        target = load_frozen_target(request, device_map, token, layers=False)
     if target.device.type == "meta":
         raise ValueError(
             "the target's output projection is offloaded to CPU memory or disk, but the head trains"
@@ -97,7 +105,12 @@ def train(
     if request.head is not None:
         head = load_for_training(request.head, config.head_type, target, token)
     states = training_states(head_reads(config.head_type, target) if head is None else head.reads)
-    data, fingerprint = _open_data(request, config, loaded, states, progress)
+    data: ChatDataset | FeatureStore
+    if loaded is None:
+        data = _open_features(request, config, states)
+        fingerprint = data.fingerprint
+    else:
+        data, fingerprint = _open_chats(request, config, loaded, progress)
     chats, _ = split_validation(len(data), config.validation, config.seed)
     check_contribution(data, chats, config.seed)
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
@@ -150,30 +163,30 @@ def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     )
 
 
-def _open_data(
-    request: TrainRequest,
-    config: TrainConfig,
-    loaded: LoadedTarget,
-    states: Sequence[int],
-    progress: ProgressFactory,
-) -> tuple[ChatDataset | FeatureStore, dict[str, Any]]:
-    """Return the training data and its fingerprint."""
-    if request.features is not None:
-        store = FeatureStore(request.features)
-        if not store.complete:
-            raise ValueError(
-                f"{request.features} is incomplete; run eagle-fsd train features again"
-            )
-        if store.fingerprint["target"] != loaded.name:
-            target = store.fingerprint["target"]
-            raise ValueError(f"{request.features} holds features of the target {target}")
-        if store.fingerprint["states"] != list(states):
-            raise ValueError(
-                f"{request.features} holds the hidden states {store.fingerprint['states']}, not"
-                f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
-            )
-        return store, store.fingerprint
-    assert request.data is not None  # TrainRequest requires one of the two
+def _open_features(
+    request: TrainRequest, config: TrainConfig, states: Sequence[int]
+) -> FeatureStore:
+    """Return the stored features, or raise ValueError if the head cannot be trained on them."""
+    assert request.features is not None
+    store = FeatureStore(request.features)
+    fingerprint = store.fingerprint
+    if not store.complete:
+        raise ValueError(f"{request.features} is incomplete; run eagle-fsd train features again")
+    if fingerprint["target"] != target_name(request):
+        raise ValueError(f"{request.features} holds features of the target {fingerprint['target']}")
+    if fingerprint["states"] != list(states):
+        raise ValueError(
+            f"{request.features} holds the hidden states {fingerprint['states']}, not"
+            f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
+        )
+    return store
+
+
+def _open_chats(
+    request: TrainRequest, config: TrainConfig, loaded: LoadedTarget, progress: ProgressFactory
+) -> tuple[ChatDataset, dict[str, Any]]:
+    """Return the chats, rewritten if requested, and their fingerprint."""
+    assert request.data is not None  # TrainRequest requires either features or data
     path, length = request.data, config.max_length
     if request.regenerate:
         path = request.out.with_name(request.out.name + "-regenerated.jsonl")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from eagle_fsd.model.draft_vocabulary import write_ranks
 from eagle_fsd.train.config import RanksRequest
-from eagle_fsd.train.dataset import answer_tokens
+from eagle_fsd.train.dataset import count_answer_tokens
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -33,11 +31,7 @@ def rank_tokens(
     loaded = LoadedTarget.load(request, "cpu", token, layers=False)
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, request.max_length, report)
-    vocab_size = loaded.target.vocab_size
-    counts = torch.zeros(vocab_size, dtype=torch.long)
     with progress("counting") as report:
-        for number, tokens in enumerate(answer_tokens(chats, range(len(chats)), 0), 1):
-            counts += tokens.bincount(minlength=vocab_size)
-            report(number, len(chats))
+        counts = count_answer_tokens(chats, range(len(chats)), loaded.target.vocab_size, 0, report)
     write_ranks(request.out, counts)
     return int((counts > 0).sum())

@@ -11,14 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
@@ -28,14 +28,15 @@ from eagle_fsd.train.dataset import (
     FILLER,
     Batch,
     ChatDataset,
-    DistributedBatchSampler,
-    TokenBatchSampler,
-    answer_tokens,
     collate,
+    count_answer_tokens,
     count_batches,
-    measure_lengths,
+    example_length,
     most_frequent_tokens,
     pack_batches,
+    read_examples,
+    shared_batches,
+    shuffled_batches,
     split_validation,
 )
 from eagle_fsd.train.feature_store import FeatureStore
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 #: Number of held-out chats whose prompts are decoded at each validation.
 MAX_DECODED_PROMPTS = 16
+
+#: Names of counters in checkpoints, where they differ from those of :class:`ReadCounts`.
+STATE_KEYS = {"truncated": "cut", "rejected": "refused"}
 
 MetricsCallback = Callable[[dict[str, Any]], None]
 
@@ -171,16 +175,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters that a checkpoint stores in addition to weights and optimizer."""
-        return {  # the keys are part of the checkpoint format
-            "step": self.step,
-            "tokens": self.counts.tokens,
-            "cut": self.counts.truncated,
-            "refused": self.counts.rejected,
-            "seconds": self.seconds,
-            "chats": self.counts.chats,
-            "loss_tokens": self.counts.loss_tokens,
-            "unused": self.counts.unused,
-        }
+        counts = {STATE_KEYS.get(name, name): count for name, count in asdict(self.counts).items()}
+        return {"step": self.step, "seconds": self.seconds, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters from a checkpoint.
@@ -189,14 +185,8 @@ class Trainer:
             state: A result of :meth:`state_dict`.
         """
         self.step, self.seconds = state["step"], state["seconds"]
-        self.counts = ReadCounts(
-            chats=state.get("chats", 0),  # checkpoints of version 0.1.0 lack it, and the last two
-            tokens=state["tokens"],
-            truncated=state["cut"],
-            rejected=state["refused"],
-            loss_tokens=state.get("loss_tokens", 0),
-            unused=state.get("unused", 0),
-        )
+        names = asdict(self.counts)  # checkpoints of version 0.1.0 lack some of them
+        self.counts = ReadCounts(*(state.get(STATE_KEYS.get(name, name), 0) for name in names))
 
     def run(self) -> DraftHead:
         """Train to the last step, resuming from the folder's newest checkpoint if there is one.
@@ -232,7 +222,7 @@ class Trainer:
                 if is_last or self.step % self.config.validate_every == 0:
                     self._validate()
                 if is_last or stopping or self.step % self.config.checkpoint_every == 0:
-                    self._save_checkpoint()
+                    self.folder.write_checkpoint(self.step, self.accelerator)
                 if stopping:
                     raise KeyboardInterrupt
         return self.copy_head(torch.float32)
@@ -347,20 +337,19 @@ class Trainer:
         config = self.config
         epoch, skip = divmod(self.step * config.accumulate, self.batches_per_epoch)
         while epoch < config.epochs:
-            for batch in self._data_loader(self._sampler(epoch, skip)):
+            for batch in self._data_loader(self._epoch_batches(epoch)[skip:]):
                 yield epoch, batch
             epoch, skip = epoch + 1, 0
         while True:
             yield epoch, collate([self.data[FILLER]])
 
-    def _sampler(self, epoch: int, skip: int) -> Sampler[list[int]]:
+    def _epoch_batches(self, epoch: int) -> list[list[int]]:
+        """Return the indices of the chats of this process's batches."""
         config = self.config
-        part = self.accelerator.process_index, self.accelerator.num_processes, skip
+        part = epoch, self.accelerator.process_index, self.accelerator.num_processes
         if config.tokens_per_batch is not None:
-            return TokenBatchSampler(self.packed, config.seed, epoch, *part)
-        return DistributedBatchSampler(
-            self.chats, self.sizes, config.batch_size, config.seed, epoch, *part
-        )
+            return shared_batches(self.packed, config.seed, *part)
+        return shuffled_batches(self.chats, self.sizes, config.batch_size, config.seed, *part)
 
     def _measure_lengths(self, progress: ProgressFactory) -> list[int]:
         """Return the number of tokens of each training chat; processes share the encoding."""
@@ -370,9 +359,10 @@ class Trainer:
         part = slice(accelerator.process_index, None, accelerator.num_processes)
         own: list[int] = []
         with progress("measuring") as report:
-            for length in measure_lengths(self.data, self.chats[part], self.config.workers):
+            chats, workers = self.chats[part], self.config.workers
+            for length in read_examples(example_length, self.data, chats, workers):
                 own.append(length)
-                report(len(own), len(self.chats[part]))
+                report(len(own), len(chats))
         lengths = torch.zeros(len(self.chats), dtype=torch.long)
         lengths[part] = torch.tensor(own, dtype=torch.long)
         total: list[int] = accelerator.reduce(lengths.to(accelerator.device), "sum").tolist()
@@ -390,20 +380,16 @@ class Trainer:
             return None
         accelerator = self.accelerator
         own = self.chats[accelerator.process_index :: accelerator.num_processes]
-        counts = torch.zeros(vocab_size, dtype=torch.long)
         with progress("counting") as report:
-            answers = answer_tokens(self.data, own, self.config.workers)
-            for number, tokens in enumerate(answers, 1):
-                counts += tokens.bincount(minlength=vocab_size)
-                report(number, len(own))
+            counts = count_answer_tokens(self.data, own, vocab_size, self.config.workers, report)
         counts = accelerator.reduce(counts.to(accelerator.device), "sum")
         return most_frequent_tokens(counts.cpu(), size)
 
-    def _data_loader(self, batch_sampler: Sampler[list[int]] | list[list[int]]) -> DataLoader[Any]:
+    def _data_loader(self, batches: list[list[int]]) -> DataLoader[Any]:
         on_gpu = self.accelerator.device.type == "cuda"
         return DataLoader(
             self.data,
-            batch_sampler=batch_sampler,
+            batch_sampler=batches,
             collate_fn=collate,
             num_workers=self.config.workers,
             pin_memory=on_gpu and self.config.workers > 0,
@@ -454,14 +440,6 @@ class Trainer:
         self.accelerator.log(scalars, step=self.step)
         if self.on_metrics is not None:
             self.on_metrics({"kind": kind, "steps": self.steps, **metrics})
-
-    def _save_checkpoint(self) -> None:
-        self.folder.write_checkpoint(
-            self.step,
-            lambda path: self.accelerator.save_state(str(path)),
-            self.accelerator.is_main_process,
-            self.accelerator.wait_for_everyone,
-        )
 
     def _fail(self, reason: str, error: BaseException | None = None) -> NoReturn:
         kept = self.folder.describe_newest_checkpoint()

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl
 from eagle_fsd.utils.text import one_line
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 CONFIG_FILE = "recipe.json"
 METRICS_FILE = "metrics.jsonl"
@@ -110,31 +112,25 @@ class TrainingFolder:
         """Return the newest complete checkpoint, or None."""
         return max((self.path / CHECKPOINTS).glob("step-*"), key=checkpoint_step, default=None)
 
-    def write_checkpoint(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        is_main: bool = True,
-        wait: Callable[[], None] = lambda: None,
-    ) -> None:
+    def write_checkpoint(self, step: int, accelerator: Accelerator) -> None:
         """Write a checkpoint and keep the newest :data:`MAX_CHECKPOINTS`. Every process calls this.
 
         Args:
             step: Optimizer steps done.
-            write: Writes this process's part into the folder passed to it.
-            is_main: Whether this process creates, renames and deletes folders.
-            wait: Returns once every process has called it.
+            accelerator: Writes this process's part of its state. The main process creates, renames
+                and deletes folders.
 
         Raises:
             TrainingError: The checkpoint could not be written; earlier ones are kept.
         """
+        is_main, wait = accelerator.is_main_process, accelerator.wait_for_everyone
         temporary = self.path / CHECKPOINTS / f"writing-{step}"
         try:
             if is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             wait()
-            write(temporary)
+            accelerator.save_state(str(temporary))
             wait()
             if is_main and not self.checkpoint(step).exists():
                 temporary.replace(self.checkpoint(step))

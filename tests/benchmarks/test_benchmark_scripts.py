@@ -14,6 +14,7 @@ from typing import Any
 
 import batches
 import compare
+import depth
 import growth
 import pytest
 import revisions
@@ -135,6 +136,15 @@ def test_pages_commands_exist() -> None:
         assert all(f'"{name}"' in source for name in re.findall(r"--[\w-]+", options))
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert set(re.findall(r"`(\w+\.py)`", page)) <= scripts
+
+
+def test_depths_give_the_same_answers(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(depth.main, tmp_path)
+    assert name == "depth-cpu"
+    assert len(tables) == 3
+    for rows in tables.values():
+        assert all(row["identical"] for row in rows)
+        assert {row["depth"] for row in rows} > {depth.AUTO}
 
 
 @pytest.fixture

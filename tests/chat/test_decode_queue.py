@@ -23,7 +23,8 @@ from eagle_fsd.chat.decode_queue import (
     QueueFullError,
     Update,
 )
-from eagle_fsd.chat.session import Answer, AnswerRequest, PenaltyProcessor
+from eagle_fsd.chat.processors import AnswerPenalty
+from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.model.generation import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
@@ -282,7 +283,7 @@ def fail_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PenaltyProcessor, "__call__", lambda _, ids, scores: scores * torch.nan)
+    monkeypatch.setattr(AnswerPenalty, "__call__", lambda _, ids, scores: scores * torch.nan)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from prompts import request, tokenize
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import session
 from eagle_fsd.chat.session import Answer, score_prompt
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.verify import VerificationInputs
 
 QUESTION = [{"role": "user", "content": "Mia has 8 apples. How many apples are left?"}]
 
@@ -85,6 +87,55 @@ END_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({}, 1),
+        ({"presence_penalty": 0.6}, 2),
+        ({"repetition_penalty": 1.0}, 2),
+        ({"min_tokens": 9}, 2),
+    ],
+    ids=str,
+)
+def test_requests_with_equal_penalties_are_verified_together(
+    changes: dict[str, Any], groups: int, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts differ in length; the answers are those that each request gets alone."""
+    calls = 0
+    process = Sampler.__call__
+
+    def count(sampler: Sampler, *arguments: Any) -> VerificationInputs:
+        nonlocal calls
+        calls += 1
+        return process(sampler, *arguments)
+
+    ids = tokenize(model, QUESTION)[0].tolist()
+    options = [{"min_tokens": 12, **PENALTIES}, {"min_tokens": 12, **PENALTIES, **changes}]
+    reads = [
+        request(model, prompt=None, prompt_token_ids=own, max_new_tokens=32, **params)
+        for own, params in zip((ids, ids[:-7]), options, strict=True)
+    ]
+    alone = [tokens_of(Answer(model, read)) for read in reads]
+    monkeypatch.setattr(Sampler, "__call__", count)
+    batch = model.batch(2)
+    answers = [Answer(model, read).join(batch) for read in reads]
+    while len(batch) == 2:
+        before = calls
+        batch.step()
+        assert calls == before + groups
+    while len(batch):
+        batch.step()
+    assert [answer.tokens for answer in answers] == alone
+
+
+def tokens_of(answer: Answer) -> list[int]:
+    """Decode an answer alone."""
+    return [piece.token for pieces in answer.stream() for piece in pieces]
+
+
 @pytest.mark.parametrize(("params", "options"), END_OPTIONS, ids=str)
 def test_options_have_the_meaning_of_hugging_faces(
     params: dict[str, Any], options: dict[str, Any], model: EagleFSD
@@ -99,7 +150,7 @@ def test_options_have_the_meaning_of_hugging_faces(
 
     read = request(model, prompt=None, prompt_token_ids=ids[0].tolist(), **params)
     answer = Answer(model, read)
-    tokens = [piece.token for pieces in answer.stream() for piece in pieces]
+    tokens = tokens_of(answer)
     assert tokens == hugging_face(**options)
     assert tokens != hugging_face()
     last = options.get("eos_token_id", 2)

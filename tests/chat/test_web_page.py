@@ -6,21 +6,17 @@ import asyncio
 import base64
 import copy
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from processes import QUESTION
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
-from eagle_fsd.chat.backend import (
-    About,
-    BackendError,
-    LocalBackend,
-    Token,
-    Update,
-    request_params,
-)
+from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Token, Update, request_params
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.web.page import (
     MAX_EXCHANGES,
@@ -29,10 +25,12 @@ from eagle_fsd.chat.web.page import (
     Exchange,
     Page,
     View,
+    max_threshold,
 )
 from eagle_fsd.chat.web.rendering import NONE, PENDING, error_html
 from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
+from eagle_fsd.utils.options import OptionsError
 
 CONTROLS = {
     "threshold": 0.2,
@@ -42,7 +40,6 @@ CONTROLS = {
     "max_new_tokens": 48,
 }
 STATS = {"tokens": 2, "tau": 2.0, "steps": 1, "tokens_per_second": 100.0, "fuzzy_tokens": 1}
-QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 
 
 class ScriptedBackend:
@@ -208,6 +205,16 @@ def test_invalid_input_shows_an_error(
     assert "<img" not in sent.live
     assert backend.requests == []
     assert not state.busy
+
+
+def test_slider_needs_a_finite_threshold() -> None:
+    about = ScriptedBackend().about
+    assert max_threshold(about) == about.limits.max_threshold
+    raised = replace(about, acceptance=AcceptanceConfig(threshold=0.9))
+    assert max_threshold(raised) == 0.9
+    endless = replace(about, acceptance=AcceptanceConfig(threshold=math.inf))
+    with pytest.raises(OptionsError, match="threshold must be finite for the web page's slider;"):
+        max_threshold(endless)
 
 
 def test_stop_keeps_the_partial_answer(state: ChatState) -> None:
@@ -499,11 +506,6 @@ def test_interrupted_comparisons_are_marked_incomplete(
     assert last.count('aria-busy="false"') == 2
     assert end.capitalize() in last
     assert not state.busy
-
-
-@pytest.fixture(scope="module")
-def model() -> EagleFSD:
-    return EagleFSD.from_pretrained()
 
 
 class TestLocalBackend:

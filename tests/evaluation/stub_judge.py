@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint, judgment_file
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import THREAD_NAME
+from eagle_fsd.utils.files import read_jsonl
 
 #: Seconds until a wait for an event fails.
 TIMEOUT = 100
@@ -50,12 +51,12 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]
-
-
 def read_without_times(path: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in line if key != "tstamp"} for line in read_lines(path)]
+    return [{key: line[key] for key in line if key != "tstamp"} for line in read_jsonl(path)]
+
+
+def single_file(folder: Path) -> Path:
+    return judgment_file(folder, "a/b", "single")
 
 
 def records_of(model: str) -> list[Record]:
@@ -76,6 +77,13 @@ COUNT = 3 * 7
 def rate(prompt: str) -> int:
     """Return an arbitrary, deterministic rating."""
     return 1 + zlib.crc32(prompt.encode()) % 10
+
+
+def completion(text: str | None) -> dict[str, Any]:
+    """Return the body of a reply with a text."""
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
 
 
 class StubJudge:
@@ -105,7 +113,10 @@ class StubJudge:
                 status, reply = 404, {"error": {"message": f"no such path {self.path}"}}
                 if self.path == "/v1/chat/completions":
                     override = stub.intercept(prompt)
-                    status, reply = override or (200, stub.completion(prompt))
+                    status, reply = override or (
+                        200,
+                        completion(f"Good. Rating: [[{rate(prompt)}]]"),
+                    )
                     if override is None:
                         stub.answered.append(prompt)
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
@@ -126,10 +137,9 @@ class StubJudge:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def completion(self, prompt: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": f"Good. Rating: [[{rate(prompt)}]]"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    def reply_with(self, text: Callable[[str], str | None]) -> None:
+        """Let the judge answer every user message with a text."""
+        self.intercept = lambda prompt: (200, completion(text(prompt)))
 
     def endpoint(self, **options: Any) -> JudgeEndpoint:
         return JudgeEndpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})

@@ -489,19 +489,8 @@ def test_command_finds_an_overridden_template(run: Run) -> None:
 
 
 def test_command_prints_tables(run: Run) -> None:
-    status, out, _ = run(
-        "doctor",
-        "--count",
-        2,
-        "--max-new-tokens",
-        24,
-        "--drafter",
-        "ngram",
-        "--target",
-        BUNDLED_TARGET,
-        "--prompts",
-        "bundled",
-    )
+    small = ("--prompts", "bundled", "--count", 2, "--max-new-tokens", 24)
+    status, out, _ = run("doctor", *small, "--drafter", "ngram", "--target", BUNDLED_TARGET)
     assert status == 0
     assert out.startswith("NGramDrafter: tau ")
     assert out.rstrip().endswith("Nothing to repair.")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, SamplingConfig, TreeConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
@@ -31,7 +31,6 @@ from eagle_fsd.evaluation.methods import (
     PLAIN,
     RULES,
     Method,
-    decode,
     find_methods,
     fsd_method,
     fsd_series,
@@ -74,6 +73,13 @@ def write_questions(path: Path, questions: Sequence[Sequence[str]]) -> str:
     lines = [json.dumps({"question_id": n, "turns": turns}) for n, turns in enumerate(questions)]
     path.write_text("\n".join(lines) + "\n")
     return str(path)
+
+
+def answerer(
+    model: EagleFSD, folder: Path, template: ChatTemplate | None = None, **options: Any
+) -> Answerer:
+    template, config = template or load_chat_template(model.tokenizer), EvaluationConfig(**options)
+    return Answerer(model, template, [], [], config, Session(folder, {}))
 
 
 # -- answers and reports ---------------------------------------------------------------------------
@@ -123,7 +129,7 @@ def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
 
 def test_each_turn_sees_the_turns_before(model: EagleFSD, tmp_path: Path) -> None:
     template = load_chat_template(model.tokenizer)
-    asked = answerer(model, template, tmp_path, max_new_tokens=8)
+    asked = answerer(model, tmp_path, max_new_tokens=8)
     (record,) = asked.answer([Question(0, "c", ("Hello!", "What can you do?"))], EXACT)
     first, second = record["choices"][0]["turns"]
     chat = [
@@ -177,10 +183,9 @@ def test_times_of_a_group_add_up(method: Method, model: EagleFSD, tmp_path: Path
     """Each turn has a share of the group's time, and at least that much time in the batch."""
     texts = ("Hello!", "What can you do?", "Hi", "Thank you!", "Hello!")
     questions = [Question(index, "c", (text, "Why?")) for index, text in enumerate(texts)]
-    template = load_chat_template(model.tokenizer)
     sizes = {}
     for batch in (1, 2):
-        asked = answerer(model, template, tmp_path, max_new_tokens=12, batch=batch)
+        asked = answerer(model, tmp_path, max_new_tokens=12, batch=batch)
         begin = time.perf_counter()
         records = asked.answer(questions, method)
         seconds = time.perf_counter() - begin
@@ -209,8 +214,7 @@ def test_times_of_a_group_add_up(method: Method, model: EagleFSD, tmp_path: Path
 def test_methods_take_turns(
     options: dict[str, Any], count: int, questions: int, model: EagleFSD, tmp_path: Path
 ) -> None:
-    template = load_chat_template(model.tokenizer)
-    assert answerer(model, template, tmp_path, **options).group_size(count) == questions
+    assert answerer(model, tmp_path, **options).group_size(count) == questions
 
 
 def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
@@ -457,14 +461,14 @@ def test_describe_names_the_tree_that_is_used(model: EagleFSD) -> None:
 
 def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -> None:
     """Those of the model, unless a tree is given; the answers are the same."""
-    pair, template = copy.copy(model), load_chat_template(model.tokenizer)
+    pair = copy.copy(model)
     pair.batch_trees = {2: TreeConfig(total_tokens=1)}
     assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
     own = replace(EXACT, tree=pair.exact_tree)
     assert "batch_trees" not in own.describe(pair)
     questions = [Question(index, "c", (f"Hello{'!' * index}",)) for index in range(2)]
     found = [
-        answerer(pair, template, tmp_path, max_new_tokens=12, batch=2).answer(questions, method)
+        answerer(pair, tmp_path, max_new_tokens=12, batch=2).answer(questions, method)
         for method in (EXACT, own)
     ]
     wide, deep = ([record["choices"][0] for record in records] for records in found)
@@ -500,10 +504,6 @@ def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
     assert len(answer_log_probs(model.target, prompt, answer[:0])[0]) == 0
 
 
-def answerer(model: EagleFSD, template: ChatTemplate, tmp_path: Path, **options: Any) -> Answerer:
-    return Answerer(model, template, [], [], EvaluationConfig(**options), Session(tmp_path, {}))
-
-
 @pytest.mark.parametrize("method", [EXACT, PLAIN, HF], ids=lambda method: method.name)
 def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     method: Method, model: EagleFSD, tmp_path: Path
@@ -518,7 +518,7 @@ def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     assert 0 < room < 64
     texts = ("Hello!", long, "What can you do?")
     questions = [Question(index, "c", (text,)) for index, text in enumerate(texts)]
-    asked = answerer(model, template, tmp_path, max_new_tokens=limit, batch=3)
+    asked = answerer(model, tmp_path, max_new_tokens=limit, batch=3)
     answers = [record["choices"][0] for record in asked.answer(questions, method)]
     assert 0 < answers[1]["new_tokens"][0] <= room
     for index in (0, 2):
@@ -531,11 +531,11 @@ def test_a_stop_string_ends_decoding(method: Method, model: EagleFSD, tmp_path: 
     """What follows it is neither decoded nor counted."""
     template = load_chat_template(model.tokenizer)
     question = Question(0, "c", ("Hello!",))
-    (record,) = answerer(model, template, tmp_path, max_new_tokens=32).answer([question], method)
+    (record,) = answerer(model, tmp_path, max_new_tokens=32).answer([question], method)
     text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
     stop = text.split()[2]
     stopping = StoppingTemplate(template, (stop,))
-    (record,) = answerer(model, stopping, tmp_path, max_new_tokens=32).answer([question], method)
+    (record,) = answerer(model, tmp_path, stopping, max_new_tokens=32).answer([question], method)
     choice = record["choices"][0]
     assert choice["turns"][0] == text[: text.index(stop)].strip()
     assert 0 < choice["new_tokens"][0] < count
@@ -555,24 +555,19 @@ class StoppingTemplate:
         return getattr(self.inner, name)
 
 
-def test_the_targets_generation_config_does_not_change_hugging_face(model: EagleFSD) -> None:
+def test_the_targets_generation_config_does_not_change_hugging_face(
+    model: EagleFSD, tmp_path: Path
+) -> None:
     """A repetition penalty, say, would make it decode from another distribution than the rest."""
-    chat = [{"role": "user", "content": "Hello!"}]
-    ids = encode_prompt(chat, model.tokenizer, load_chat_template(model.tokenizer))
+    asked = answerer(model, tmp_path, max_new_tokens=24)
+    question = Question(0, "c", ("Hello!",))
     before = model.model.generation_config
     changed = copy.deepcopy(before)
     changed.update(repetition_penalty=5.0, no_repeat_ngram_size=2, do_sample=True, temperature=9.0)
     model.model.generation_config = changed
     try:
-        found = [
-            decode(
-                *(model, method, ids, torch.ones_like(ids), SamplingConfig()),
-                max_new_tokens=24,
-                eos_token_ids=model.eos_token_ids,
-            )
-            for method in (HF, PLAIN)
-        ]
+        (hf,), (plain,) = (asked.answer([question], method) for method in (HF, PLAIN))
         assert model.model.generation_config is changed
     finally:
         model.model.generation_config = before
-    assert found[0].tokens[0].tolist() == found[1].tokens[0].tolist()
+    assert hf["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]

@@ -17,19 +17,23 @@ from stub_judge import (
     TIMEOUT,
     StubJudge,
     rate,
-    read_lines,
     read_without_times,
     records_of,
     request_threads,
+    single_file,
     write_lines,
 )
 
+from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
-from eagle_fsd.evaluation.judge.grading import Judgment, judge_answers, judgment_file
-from eagle_fsd.evaluation.judge.prompts import JudgeError
+from eagle_fsd.evaluation.judge.client import JudgeEndpoint, Reply
+from eagle_fsd.evaluation.judge.grading import Judgment, judge_answers
+from eagle_fsd.evaluation.judge.pairwise import judge_pairs
+from eagle_fsd.evaluation.judge.prompts import JudgeError, Prompt
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -51,8 +55,8 @@ def test_requests_and_judgment_file(
     ]
     assert set(stub.keys) == {"Bearer secret"}
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
-    assert path == judgment_file(tmp_path, "a/b")
-    lines = read_lines(path)
+    assert path == single_file(tmp_path)
+    lines = read_jsonl(path)
     assert lines == [judgment.as_record() for judgment in found]
     order = [(81, 1), (81, 2), (101, 1), (101, 2), (102, 1), (102, 2), (9, 1)]
     assert [(line["model"], line["question_id"], line["turn"]) for line in lines] == [
@@ -87,13 +91,11 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
     assert len(stub.requests) == 2
     found = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path)
     assert len(stub.requests) == 2
-    assert [item.answer_id for item in found] == ["plain-9", "exact-9", "fsd-9"]
-    assert {(item.judgment, item.score, item.tstamp) for item in found} == {
-        (first[0].judgment, first[0].score, first[0].tstamp)
-    }
+    assert [item.answer_ids for item in found] == [("plain-9",), ("exact-9",), ("fsd-9",)]
+    assert {item.replies for item in found} == {first[0].replies}
     fresh = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path / "fresh")
     assert len(stub.requests) == 3
-    assert len({item.judgment for item in fresh}) == 1
+    assert len({item.replies for item in fresh}) == 1
 
 
 @pytest.mark.parametrize(("variable", "key"), [(None, "none"), ("theirs", "theirs")])
@@ -113,19 +115,15 @@ def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
     answer = {"question_id": 1, "answer_id": "x", "choices": [{"turns": ["", "yes", "no"]}]}
     found = judge_answers(stub.endpoint(), questions, {"exact": [answer]}, tmp_path)
     assert [(item.question_id, item.turn) for item in found] == [(1, 1), (1, 2)]
-    assert [item.user_prompt for item in found] == ["Q a A ", "Q a A  Q b A yes"]
+    assert [item.prompts[0].user for item in found] == ["Q a A ", "Q a A  Q b A yes"]
 
 
-def test_a_reply_without_content_has_no_rating(
-    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent = stub.completion("")
-    silent["choices"][0]["message"]["content"] = None
-    stub.intercept = lambda prompt: (200, silent)
+def test_a_reply_without_content_has_no_rating(stub: StubJudge, tmp_path: Path) -> None:
+    stub.reply_with(lambda _: None)
     (found,) = judge_answers(
         stub.endpoint(), QUESTIONS[3:], {"exact": records_of("exact")}, tmp_path
     )
-    assert (found.judgment, found.score) == ("", -1)
+    assert (found.replies[0].text, found.score) == ("", -1)
 
 
 def test_concurrent_requests_give_the_same_judgments(
@@ -144,9 +142,7 @@ def test_concurrent_requests_give_the_same_judgments(
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "four", parallel=4)
     assert not barrier.broken
     assert len(stub.requests) == 2 * COUNT
-    one, four = (
-        read_without_times(judgment_file(tmp_path / name, "a/b")) for name in ("one", "four")
-    )
+    one, four = (read_without_times(single_file(tmp_path / name)) for name in ("one", "four"))
     assert one == four
 
 
@@ -166,7 +162,7 @@ def test_judging_resumes_after_a_failure(
         " saved: run the same command again to resume"
     )
     assert len(stub.answered) >= 9 - parallel
-    assert len(read_lines(judgment_file(out, "a/b"))) == len(stub.answered)
+    assert len(read_jsonl(single_file(out))) == len(stub.answered)
     assert len(stub.requests) < 9 + 2 * parallel
     stub.intercept = lambda prompt: None
     seen: list[tuple[int, int]] = []
@@ -177,8 +173,8 @@ def test_judging_resumes_after_a_failure(
     assert seen[0] == (kept + 1, COUNT)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "uninterrupted")
-    assert read_without_times(judgment_file(out, "a/b")) == read_without_times(
-        judgment_file(tmp_path / "uninterrupted", "a/b")
+    assert read_without_times(single_file(out)) == read_without_times(
+        single_file(tmp_path / "uninterrupted")
     )
 
 
@@ -187,10 +183,10 @@ def test_a_finished_file_needs_no_requests(
 ) -> None:
     """The endpoint may be down."""
     first = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    before = judgment_file(tmp_path, "a/b").read_bytes()
+    before = single_file(tmp_path).read_bytes()
     gone = JudgeEndpoint("http://127.0.0.1:1/v1", "a/b", retries=0)
     assert judge_answers(gone, QUESTIONS, records, tmp_path) == first
-    assert judgment_file(tmp_path, "a/b").read_bytes() == before
+    assert single_file(tmp_path).read_bytes() == before
     assert [path.name for path in (tmp_path / "model_judgment").iterdir()] == ["a_b_single.jsonl"]
 
 
@@ -215,8 +211,33 @@ def test_requests_in_progress_at_a_failure_are_saved(stub: StubJudge, tmp_path: 
     ]
     with pytest.raises(JudgeError, match="400, no"):
         judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path, parallel=2)
-    assert [line["question_id"] for line in read_lines(judgment_file(tmp_path, "a/b"))] == [1]
+    assert [line["question_id"] for line in read_jsonl(single_file(tmp_path))] == [1]
     assert len(stub.requests) == 2
+
+
+@pytest.mark.parametrize("mode", ["single", "pair"])
+def test_the_judge_reads_system_prompts_and_earlier_messages(
+    mode: str, stub: StubJudge, tmp_path: Path
+) -> None:
+    """Answers are judged again when these change."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}]
+    file, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    write_lines(file, [{"messages": [*chat, {"role": "user", "content": "Bye"}]}])
+    records = {
+        name: [{"question_id": 0, "answer_id": name, "choices": [{"turns": [name]}]}]
+        for name in ("exact", "fsd")
+    }
+    judge = judge_answers if mode == "single" else judge_pairs
+    for system in ("Talk like a pirate.", "Be brief."):
+        questions = requested_questions(EvaluationRequest(questions=str(file), system=system))
+        asked = len(stub.answered)
+        judge(stub.endpoint(), questions, records, out)
+        assert len(stub.answered) == asked + 2
+        for prompt in stub.answered[asked:]:
+            places = [prompt.index(text) for text in (system, "Hi", "Ahoy!", "Q Bye A ")]
+            assert places == sorted(places)
+        judge(stub.endpoint(), questions, records, out)
+        assert len(stub.answered) == asked + 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
@@ -224,7 +245,7 @@ def test_a_partial_line_is_judged_again(
     cut: int, stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    path = judgment_file(tmp_path, "a/b")
+    path = single_file(tmp_path)
     whole, expected = path.read_bytes(), read_without_times(path)
     path.write_bytes(whole[:-cut])
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
@@ -238,7 +259,7 @@ def test_a_partial_line_is_removed_before_the_next_is_written(
 ) -> None:
     """Also where the resumed run fails."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    path = judgment_file(tmp_path, "a/b")
+    path = single_file(tmp_path)
     whole = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(whole[:5]) + b"\n" + whole[5][:30])
     stub.intercept = lambda prompt: (400, {}) if len(stub.requests) > COUNT + 1 else None
@@ -264,7 +285,7 @@ def test_changed_answers_and_prompts_are_judged_again(
         "Q hello A exact greet",
         "Q hello A fsd greet",
     ]
-    lines = read_lines(judgment_file(tmp_path, "a/b"))
+    lines = read_jsonl(single_file(tmp_path))
     assert lines == [item.as_record() for item in found]
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
 
@@ -273,10 +294,10 @@ def test_judgments_of_other_methods_are_kept(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     judge_answers(stub.endpoint(), QUESTIONS, {"fsd": records.pop("fsd")}, tmp_path)
-    before = read_lines(judgment_file(tmp_path, "a/b"))
+    before = read_jsonl(single_file(tmp_path))
     found = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     assert {item.model for item in found} == {"plain", "exact"}
-    assert read_lines(judgment_file(tmp_path, "a/b"))[14:] == before
+    assert read_jsonl(single_file(tmp_path))[14:] == before
     assert len(stub.requests) == COUNT
 
 
@@ -290,7 +311,7 @@ def test_unusual_characters_are_preserved(stub: StubJudge, tmp_path: Path) -> No
     assert answers["exact"] == [{**record, "fingerprint": "text"}]
     for _ in range(2):
         (found,) = judge_answers(stub.endpoint(), QUESTIONS[3:], answers, tmp_path)
-    assert found.user_prompt == f"Q greet A {odd}"
+    assert found.prompts[0].user == f"Q greet A {odd}"
     assert len(stub.requests) == 1
 
 
@@ -311,14 +332,9 @@ def test_fastchat_reads_the_judgment_file(
         "Q write A fsd write": "[[9]]",
     }
 
-    def judge(prompt: str) -> tuple[int, Any] | None:
-        reply = stub.completion(prompt)
-        reply["choices"][0]["message"]["content"] = scores.get(prompt, "Rating: [[5]]")
-        return 200, reply
-
-    stub.intercept = judge
+    stub.reply_with(lambda prompt: scores.get(prompt, "Rating: [[5]]"))
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
-    path = judgment_file(tmp_path, "a/b")
+    path = single_file(tmp_path)
     display_result_single(
         argparse.Namespace(
             input_file=str(path), bench_name="mt_bench", judge_model="a/b", model_list=None
@@ -338,7 +354,9 @@ def test_fastchat_reads_the_judgment_file(
 
 
 def _judgment(model: str, question: int, turn: int, score: float, category: str = "w") -> Judgment:
-    return Judgment(question, category, model, "a", turn, "m", "single-v1", "?", "!", score, 0.0)
+    reply = Reply("?" if score < 0 else f"[[{score}]]", 0.0)
+    prompts = (Prompt("single-v1", "", "?"),)
+    return Judgment(question, category, model, turn, "m", ("a",), prompts, (reply,))
 
 
 def test_judge_summary() -> None:
@@ -404,6 +422,7 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     write_lines(file, lines)
     command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "fsd", "--max-new-tokens", 16]
     command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--threshold", 0]
+    command += ["--system", "Be brief."]
     stub.intercept = lambda prompt: (404, {"error": {"message": "model not found"}})
     status, printed, errors = run(*command)
     assert status == 1
@@ -421,11 +440,12 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     exact, fuzzy = report["rows"]
     assert report["judge"] == {"model": "a/b", "base_url": stub.url}
     assert exact["judge"]["rated"] == 4
-    lines = read_lines(judgment_file(out, "a/b"))
+    lines = read_jsonl(single_file(out))
     scores = [line["score"] for line in lines if line["model"] == "exact"]
     assert exact["judge"]["score"] == sum(scores) / 4
     assert fuzzy["judge"]["against_exact"]["turns"] == 4
     assert len(stub.answered) == len(set(stub.answered)) == 4  # both methods answer alike
+    assert all("Be brief." in prompt for prompt in stub.answered)
     assert (out / "exact.jsonl").read_text() == answers
     status, printed, _ = run(*command)
     assert status == 0

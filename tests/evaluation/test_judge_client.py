@@ -17,16 +17,17 @@ from stub_judge import (
     TIMEOUT,
     StubJudge,
     rate,
-    read_lines,
     records_of,
     request_threads,
+    single_file,
 )
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.client import JudgeEndpoint
-from eagle_fsd.evaluation.judge.grading import judge_answers, judgment_file
+from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -136,7 +137,7 @@ def test_an_interrupt_stops_the_requests(
     for thread in request_threads():
         thread.join(TIMEOUT)
     assert len(stub.requests) <= 2
-    assert len(read_lines(judgment_file(tmp_path, "a/b"))) == 1
+    assert len(read_jsonl(single_file(tmp_path))) == 1
 
 
 _PROGRAM = """
@@ -171,7 +172,7 @@ def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path:
         stderr=subprocess.PIPE,
         text=True,
     )
-    path = judgment_file(tmp_path, "a/b")
+    path = single_file(tmp_path)
     try:
         stuck.wait(TIMEOUT)
         while len(_whole_lines(path)) < 2:
@@ -182,7 +183,7 @@ def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path:
         over.set()
         program.kill()
     assert errors.strip().endswith("KeyboardInterrupt")
-    assert [line["question_id"] for line in read_lines(path)] in ([0, 1], [1, 0])
+    assert [line["question_id"] for line in read_jsonl(path)] in ([0, 1], [1, 0])
     count = len(stub.requests)
     found = judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path)
     assert [item.question_id for item in found] == list(range(9))

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stub_judge import QUESTIONS, StubJudge, read_lines, records_of
+from stub_judge import QUESTIONS, StubJudge, records_of
 
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.pairwise import (
-    Comparison,
-    comparison_file,
-    judge_pairs,
-    pair_summary,
-)
+from eagle_fsd.evaluation.judge.client import Reply, judgment_file
+from eagle_fsd.evaluation.judge.pairwise import Comparison, judge_pairs, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, Prompt, parse_winner
-from eagle_fsd.evaluation.judge.tasks import Reply
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
+from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -29,24 +24,11 @@ pytestmark = pytest.mark.usefixtures("judge_data")
 TURNS = 7
 
 
-def reply_with(judge: StubJudge, text: str) -> None:
-    """Let the judge answer every prompt with the same text."""
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    body = {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
-    judge.intercept = lambda prompt: (200, body)
-
-
 def prefer(judge: StubJudge, word: str) -> None:
     """Let the judge prefer the answer that contains a word, wherever it stands."""
-
-    def choose(prompt: str) -> tuple[int, Any]:
-        mark = "A" if prompt.index(word) < prompt.index(" B ") else "B"
-        message = {"role": "assistant", "content": f"Hm. [[{mark}]]"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return 200, {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
-
-    judge.intercept = choose
+    judge.reply_with(
+        lambda prompt: "[[A]]" if prompt.index(word) < prompt.index(" B ") else "[[B]]"
+    )
 
 
 @pytest.fixture
@@ -75,8 +57,8 @@ def test_parse_winner(reply: str, winner: str) -> None:
 def test_prompts_of_pairs() -> None:
     prompts = JudgePrompts.load(QUESTIONS)
     first, second = ["one {x}", "two"], ["three", "four"]
-    filled = [prompts.fill_pair(QUESTIONS[0], first, second, turn) for turn in (1, 2)]
-    filled += [prompts.fill_pair(QUESTIONS[1], first, second, turn) for turn in (1, 2)]
+    filled = [prompts.fill(QUESTIONS[0], turn, first, second) for turn in (1, 2)]
+    filled += [prompts.fill(QUESTIONS[1], turn, first, second) for turn in (1, 2)]
     assert [(prompt.name, prompt.user) for prompt in filled] == [
         ("pair-v2", "Q write A one {x} B three"),
         ("pair-v2-multi-turn", "Q write A one {x} B three Q again A two B four"),
@@ -98,7 +80,7 @@ def test_every_answer_is_compared_in_both_orders(
     )
     assert seen == [(done, 2 * TURNS) for done in range(1, 2 * TURNS + 1)]
     assert len(stub.requests) == 2 * TURNS  # identical answers need none
-    lines = read_lines(comparison_file(tmp_path, "a/b"))
+    lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
     assert lines == [item.as_record() for item in found]
     assert [line["model_1"] for line in lines] == ["plain"] * TURNS + ["fsd"] * TURNS
     first = lines[TURNS]
@@ -117,7 +99,7 @@ def test_every_answer_is_compared_in_both_orders(
 def test_a_judge_that_prefers_the_first_answer_gives_ties(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    reply_with(stub, "[[A]]")
+    stub.reply_with(lambda _: "[[A]]")
     found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert {item.winners for item in found if item.model == "fsd"} == {("model_1", "model_2")}
     assert {item.outcome for item in found} == {0}
@@ -126,7 +108,7 @@ def test_a_judge_that_prefers_the_first_answer_gives_ties(
 def test_unclear_replies_are_counted(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    reply_with(stub, "Both are fine.")
+    stub.reply_with(lambda _: "Both are fine.")
     found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert {item.outcome for item in found if item.model == "fsd"} == {None}
     assert "fsd" not in pair_summary(found)  # nothing to bound
@@ -138,21 +120,21 @@ def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
     prefer(stub, "exact")
     judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     asked = len(stub.requests)
-    lines = read_lines(comparison_file(tmp_path, "a/b"))
+    lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert [item.as_record() for item in again] == lines
     assert len(stub.requests) == asked
     answers["fsd"][3]["choices"][0]["turns"] = ["hello"]
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert len(stub.requests) == asked + 2
-    assert read_lines(comparison_file(tmp_path, "a/b"))[:-1] == lines[:-1]
+    assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
     assert again[-1].prompts[0].user == "Q greet A hello B exact greet"
 
 
 def comparison(question: int, turn: int, *replies: str) -> Comparison:
     both = (Prompt("pair-v2", "", "a"), Prompt("pair-v2", "", "b"))
-    found = (Reply(f"[[{replies[0]}]]", 0.0), Reply(f"[[{replies[1]}]]", 0.0))
-    return Comparison(question, "fsd", "exact", turn, "m", both, found, ("1", "2"))
+    found = tuple(Reply(f"[[{text}]]", 0.0) for text in replies)
+    return Comparison(question, "w", "fsd", turn, "m", ("1", "2"), both, found)
 
 
 def test_the_turns_of_a_question_count_as_one() -> None:
@@ -170,9 +152,11 @@ def test_the_turns_of_a_question_count_as_one() -> None:
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None:
-    reply_with(stub, "[[C]]")
+    stub.reply_with(lambda _: "[[C]]")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello!\nWhat is 2 + 3?\n")
     request = EvaluationRequest(
-        questions=write_prompts(tmp_path / "prompts.txt", ["Hello!", "What is 2 + 3?"]),
+        questions=str(prompts),
         out=tmp_path / "out",
         judge_base_url=stub.url,
         judge_model="a/b",
@@ -191,11 +175,6 @@ def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None
         evaluate(request, config, ["fsd"])
 
 
-def write_prompts(path: Path, prompts: list[str]) -> str:
-    path.write_text("".join(f"{prompt}\n" for prompt in prompts))
-    return str(path)
-
-
 def test_fastchat_reads_the_comparisons(
     stub: StubJudge,
     answers: dict[str, list[Record]],
@@ -206,7 +185,7 @@ def test_fastchat_reads_the_comparisons(
 
     prefer(stub, "fsd")
     judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    file = str(comparison_file(tmp_path, "a/b"))
+    file = str(judgment_file(tmp_path, "a/b", "pair"))
     options = argparse.Namespace(input_file=file, model_list=None, baseline_model="exact")
     display_result_pairwise(options)
     lines = capsys.readouterr().out.splitlines()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from published import published
-from stub_judge import (
-    PROMPTS,
-    QUESTIONS,
-)
+from stub_judge import PROMPTS, QUESTIONS
 
-from eagle_fsd.evaluation.judge.prompts import JudgeError, JudgePrompts, parse_rating
+from eagle_fsd.evaluation.judge.prompts import (
+    CONTEXT_END,
+    CONTEXT_START,
+    JudgeError,
+    JudgePrompts,
+    parse_rating,
+)
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import SETS, QuestionSetError
@@ -23,8 +28,8 @@ def test_prompts_depend_on_category_and_turn() -> None:
     """Question 102 has no reference answer, so its prompt has none."""
     prompts = JudgePrompts.load(QUESTIONS)
     answers = ["one {x}", "two"]
-    filled = [prompts.fill(question, answers, 1) for question in QUESTIONS]
-    filled += [prompts.fill(question, answers, 2) for question in QUESTIONS[:3]]
+    filled = [prompts.fill(question, 1, answers) for question in QUESTIONS]
+    filled += [prompts.fill(question, 2, answers) for question in QUESTIONS[:3]]
     assert [(prompt.name, prompt.system, prompt.user) for prompt in filled] == [
         ("single-v1", "Judge.", "Q write A one {x}"),
         ("single-math-v1", "Judge.", "Q add R right {1} A one {x}"),
@@ -40,11 +45,28 @@ def test_prompts_depend_on_category_and_turn() -> None:
     ]
 
 
+def test_messages_before_the_first_turn_precede_the_prompt() -> None:
+    """Once, for every template; braces in them are no fields."""
+    prompts = JudgePrompts.load(QUESTIONS)
+    context = (("system", "Be {brief}."), ("user", "Hi"), ("assistant", "Hello!"))
+    answers = ["one", "two"]
+    for question, turn, compared in itertools.product(QUESTIONS[:2], (1, 2), (1, 2)):
+        plain = prompts.fill(question, turn, *[answers] * compared)
+        found = prompts.fill(replace(question, context=context), turn, *[answers] * compared)
+        assert (found.name, found.system) == (plain.name, plain.system)
+        before, _, after = found.user.partition(CONTEXT_END)
+        assert after == plain.user
+        assert before == (
+            f"{CONTEXT_START}\n### System:\nBe {{brief}}.\n\n### User:\nHi\n\n"
+            "### Assistant:\nHello!\n\n"
+        )
+
+
 @pytest.mark.parametrize("category", ["math", "reasoning", "coding", "arena-hard-200", "stem"])
 def test_categories_with_a_reference(category: str) -> None:
     question = Question(101, category, ("add",))
     expected = "single-v1" if category == "stem" else "single-math-v1"
-    assert JudgePrompts.load([question]).fill(question, ["2"], 1).name == expected
+    assert JudgePrompts.load([question]).fill(question, 1, ["2"]).name == expected
 
 
 def test_references_are_loaded_only_if_needed(judge_data: Path) -> None:
@@ -67,7 +89,7 @@ def test_references_are_loaded_only_if_needed(judge_data: Path) -> None:
 def test_invalid_files_are_named(file: str, line: str, message: str, judge_data: Path) -> None:
     (judge_data / file).write_text(line + "\n")
     with pytest.raises(JudgeError, match=message):
-        JudgePrompts.load(QUESTIONS).fill(QUESTIONS[0], ["x"], 1)
+        JudgePrompts.load(QUESTIONS).fill(QUESTIONS[0], 1, ["x"])
 
 
 def test_prompts_are_not_question_sets() -> None:
@@ -96,7 +118,7 @@ def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = JudgePrompts.load(questions)
     answers = ["<answer 1>", "<answer 2>"]
     filled = {
-        (q.question_id, turn): prompts.fill(q, answers, turn) for q in questions for turn in (1, 2)
+        (q.question_id, turn): prompts.fill(q, turn, answers) for q in questions for turn in (1, 2)
     }
     found = [prompt.name for prompt in filled.values()]
     assert {name: found.count(name) for name in PROMPTS if name.startswith("single")} == {

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,8 @@ def test_published_files_are_read(name: str, count: int, turns: int | None, scor
 
 def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
     """MMLU both as CSV and in the Hub's format."""
-    commonsense = {
-        "id": "a1",
-        "question": {
-            "stem": "Where is a fish?",
-            "choices": [{"label": "A", "text": "sea"}, {"label": "B", "text": "sky"}],
-        },
-        "answerKey": "A",
-    }
-    hub = {"question": "2 + 2?", "subject": "math", "choices": ["3", "4", "5", "6"], "answer": 1}
-    (tmp_path / "c.jsonl").write_text(json.dumps(commonsense))
-    (tmp_path / "m.jsonl").write_text(json.dumps(hub))
+    (tmp_path / "c.jsonl").write_text(json.dumps(COMMONSENSE))
+    (tmp_path / "m.jsonl").write_text(json.dumps(MMLU))
     (tmp_path / "abstract_algebra_test.csv").write_text('"2 + 2, say?",3,4,5,6,B\n')
     (found,) = read_questions(tmp_path / "c.jsonl")
     assert (found.answer, found.scored_by, found.category) == ("A", "letter", "commonsense-qa")
@@ -68,44 +60,30 @@ def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 2: not JSON; if every line is a prompt, rename the file to .txt"),
-        ("[1]", "line 2: not a JSON object"),
-        ('{"question_id": 1, "turns": []}', 'line 2: "turns" must be a non-empty list'),
-        ('{"turns": ["hi"]}', "line 2: 'question_id' is missing"),
-        ('{"question": "q", "answer": "#### no number"}', 'line 2: "answer" must end in'),
+        ("{", "not JSON; if every line is a prompt, rename the file to .txt"),
+        ('{"turns": ' + "[" * 200_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question_id": 1, "turns": []}', '"turns" must be a non-empty list'),
+        ('{"question_id": true, "turns": ["a"]}', '"question_id" must be an integer or a string'),
+        ('{"question_id": 7, "turns": ["a"]}', "duplicate question id 7"),
+        ('{"question_id": "7", "turns": ["a"]}', "question id '7' is a string, but"),
+        ('{"question_id": 8, "turns": ["\\ud800"]}', "a string contains a lone surrogate"),
+        ('{"question_id": 8, "category": "\\ud800", "turns": ["a"]}', "a string contains a lone"),
+        ('{"turns": ["hi"]}', "'question_id' is missing"),
+        ('{"question": "q", "answer": "#### no number"}', '"answer" must end in'),
         (
             '{"question": "q", "choices": ["x", "y"], "answer": "Z"}',
-            "line 2: \"answer\" must be the letter or the index of a choice; got 'Z'",
+            "\"answer\" must be the letter or the index of a choice; got 'Z'",
         ),
-        ('{"hello": 1}', "line 2: no known format has these fields: hello"),
+        ('{"hello": 1}', "no known format has these fields: hello"),
     ],
 )
 def test_an_invalid_line_is_named_by_its_number(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
-    path.write_text('{"question_id": 1, "turns": ["hi"]}\n' + line + "\n")
+    path.write_text('{"question_id": 7, "turns": ["hi"]}\n' + line + "\n")
     with pytest.raises(QuestionError) as error:
         read_questions(path)
-    assert reason in str(error.value)
-    assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"question_id": [1], "turns": ["a"]}', "must be an integer or a string"),
-        ('{"question_id": true, "turns": ["a"]}', "must be an integer or a string"),
-        ('{"question_id": 7, "turns": ["a"]}', "duplicate question id 7"),
-        ('{"question_id": 8, "turns": ["\\ud800"]}', "lone surrogate"),
-        ('{"question_id": 8, "category": "\\ud800", "turns": ["a"]}', "lone surrogate"),
-    ],
-)
-def test_questions_that_cannot_be_saved_are_rejected(
-    line: str, reason: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "q.jsonl"
-    file.write_text('{"question_id": 7, "turns": ["a"]}\n' + line + "\n")
-    with pytest.raises(QuestionError, match=f"q.jsonl, line 2: .*{reason}"):
-        read_questions(file)
+    assert str(error.value).startswith(f"{path}, line 2: {reason}")
 
 
 TURNS = {"question_id": 1, "turns": ["hi"], "category": "c", "reference": ["r"]}
@@ -211,12 +189,21 @@ def test_errors_inside_a_commonsense_qa_question(
         read_questions(path)
 
 
-def test_ids_of_mixed_types_are_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    lines = [json.dumps({**TURNS, "question_id": key}) for key in (7, 8, "7")]
-    path.write_text("\n".join(lines))
-    with pytest.raises(QuestionError, match="line 3: question id '7' is a string, but"):
-        read_questions(path)
+def write_archive(path: Path, files: dict[str, bytes]) -> None:
+    """Write an archive like MMLU's."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"data/test/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, compressed or as an archive's only member if its name says so."""
+    if path.suffix == ".tar":
+        write_archive(path, {"math_test.csv": content} if content else {})
+    else:
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 @pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "math_test.csv", "q.tar"])
@@ -230,13 +217,7 @@ def test_byte_order_marks_and_line_ends_are_ignored(
         lines = [json.dumps({**TURNS, "question_id": key}) for key in (1, 2)]
     content = (mark + line_end.join([*lines, ""])).encode()
     path = tmp_path / name
-    if name.endswith(".tar"):
-        with tarfile.open(path, "w") as archive:
-            member = tarfile.TarInfo("data/test/math_test.csv")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    else:
-        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    write_file(path, content)
     questions = read_questions(path)
     assert [item.category for item in questions] == (["c"] if "jsonl" in name else ["math"]) * 2
     assert "\r" not in questions[0].turns[0]
@@ -246,10 +227,7 @@ def test_byte_order_marks_and_line_ends_are_ignored(
 @pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.csv", "q.tar"])
 def test_a_file_without_questions_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    if name.endswith(".tar"):
-        tarfile.open(path, "w").close()
-    else:
-        path.write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
+    write_file(path, b"")
     with pytest.raises(QuestionError, match=f"{name} contains no questions"):
         read_questions(path)
 
@@ -260,10 +238,7 @@ def test_csv_errors_name_the_line(tmp_path: Path) -> None:
     (tmp_path / "math_test.csv").write_bytes(content)
     with pytest.raises(QuestionError, match=r"math_test.csv, line 3: .*\"answer\""):
         read_questions(tmp_path / "math_test.csv")
-    with tarfile.open(tmp_path / "mmlu.tar", "w") as archive:
-        member = tarfile.TarInfo("data/test/law_test.csv")
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
+    write_archive(tmp_path / "mmlu.tar", {"law_test.csv": content})
     with pytest.raises(QuestionError, match=r"mmlu.tar.*law_test.csv, line 3: .*\"answer\""):
         read_questions(tmp_path / "mmlu.tar")
 
@@ -336,36 +311,25 @@ def test_any_object_gives_a_question_or_a_one_line_error(
         json.dumps([question.question_id, question.category, question.reference]).encode()
 
 
-def test_an_object_nested_too_deeply_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"turns": ' + "[" * 200_000 + "\n")
-    with pytest.raises(QuestionError, match="line 1: not JSON"):
-        read_questions(path)
-
-
 def _questions(*categories: str) -> list[Question]:
     return [Question(at, name, ("?",)) for at, name in enumerate(categories)]
 
 
 def test_balanced_subset_takes_the_first_of_each_category() -> None:
     questions = _questions(*"aaaaaabbbbbbcccccc")
-    assert [item.question_id for item in balanced_subset(questions, 6)] == [0, 1, 6, 7, 12, 13]
-    assert [item.category for item in balanced_subset(questions, 3)] == ["a", "b", "c"]
+
+    def ids(categories: Sequence[str], count: int) -> list[int | str]:
+        return [item.question_id for item in balanced_subset(_questions(*categories), count)]
+
+    assert ids("aaaaaabbbbbbcccccc", 6) == [0, 1, 6, 7, 12, 13]
+    assert ids("aaaaaabbbbbbcccccc", 3) == [0, 6, 12]
     # Fewer questions than categories: not only the first categories.
-    names = [chr(97 + at // 2) for at in range(20)]
-    assert [item.category for item in balanced_subset(_questions(*names), 5)] == list("acegi")
+    assert ids([chr(97 + at // 2) for at in range(20)], 5) == [0, 4, 8, 12, 16]
     # The share of a small category goes to the others.
-    assert [item.category for item in balanced_subset(_questions(*"abbbbcccc"), 7)] == list(
-        "abbbccc"
-    )
-    assert [item.question_id for item in balanced_subset(_questions(*"aaaa"), 2)] == [0, 1]
+    assert ids("abbbbcccc", 7) == [0, 1, 2, 3, 5, 6, 7]
+    assert ids("aaaa", 2) == [0, 1]
     # Categories may be interleaved.
-    assert [item.question_id for item in balanced_subset(_questions(*"abababab"), 4)] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert ids("abababab", 4) == [0, 1, 2, 3]
     assert balanced_subset(questions, None) == questions
     assert balanced_subset(questions, 99) == questions
     for count in range(1, 18):
@@ -373,12 +337,8 @@ def test_balanced_subset_takes_the_first_of_each_category() -> None:
 
 
 def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tarfile.open(tmp_path / "mmlu.tar", "w") as archive:
-        for subject in range(57):
-            content = b"q,1,2,3,4,A\n" * (10 + 2 * subject)
-            member = tarfile.TarInfo(f"data/test/subject{subject:02}_test.csv")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    rows = {f"subject{at:02}_test.csv": b"q,1,2,3,4,A\n" * (10 + 2 * at) for at in range(57)}
+    write_archive(tmp_path / "mmlu.tar", rows)
     monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path))
     found = [item.category for item in find_questions("mmlu", 114)]
     assert {found.count(name) for name in found} == {2}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.report import Summary, harness_accuracy, summarize
+from eagle_fsd.evaluation.report import harness_accuracy, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import (
     agreement_table,
@@ -127,6 +127,17 @@ def test_limits_on_the_loss_hold_at_once() -> None:
     assert a["against_exact"]["loss_limit"] == loss_bound(0, 0, 4, 0.975)
 
 
+def test_lost_and_gained_answers_are_counted() -> None:
+    records = {name: [record_of(at, 1.0, [1], [3]) for at in range(5)] for name in ("exact", "a")}
+    exact = {0: True, 1: True, 2: True, 3: False, 4: False}
+    other = {1: False, 2: False, 3: True, 4: False}
+    _, row = summarize(["exact", "a"], records, {"exact": exact, "a": other})
+    found = row["against_exact"]
+    assert [found[name] for name in ("lost", "gained", "paired")] == [2, 1, 4]
+    assert found["accuracy_change"] == -0.25
+    assert found["mcnemar_p"] == 1.0
+
+
 def test_wide_tables_are_divided() -> None:
     """Trees of depth 64 and many categories give narrow tables."""
     rows = [
@@ -145,7 +156,7 @@ def test_wide_tables_are_divided() -> None:
 def test_no_answers_give_no_figures() -> None:
     (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
     assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
-    assert Summary("exact").phase_shares() == {}
+    assert "phase_shares" not in row
 
 
 def test_phases_are_shares_of_the_decoding_time() -> None:

@@ -15,12 +15,8 @@ from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
 from eagle_fsd.evaluation.answering import Answerer, answer_seed
 from eagle_fsd.evaluation.methods import FSD
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.samples import (
-    pass_at_k,
-    sample_records,
-    sample_table,
-    summarize_samples,
-)
+from eagle_fsd.evaluation.samples import pass_at_k, sample_records, summarize_samples
+from eagle_fsd.evaluation.tables import sample_table
 from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 

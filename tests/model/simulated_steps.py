@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -152,6 +153,15 @@ def test_step_with_a_draft_model(
 @pytest.mark.parametrize("divergence", ["js", "top_k_js", "top_p_js"])
 def test_step_with_an_eagle3_head(divergence: str) -> None:
     run_steps(eagle3_pair(), SAMPLED, divergence=divergence, threshold=0.2)
+
+
+def test_step_with_adaptive_depth() -> None:
+    """The probabilities of the best path are read back with the tokens."""
+    adaptive = copy.copy(pair())
+    adaptive.tree = small_tree(adaptive=True)
+    engine, launched = run_steps(adaptive)
+    columns = 2 + 2 * launched.tokens.shape[1] + engine.tree.depth + 2
+    assert launched._packed.shape == (3, columns)
 
 
 def test_reading_from_the_device_is_detected() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import TIMEOUT, command, start
+from trainings import command, run_process
 
 from eagle_fsd.train import chat_file
 from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
@@ -36,6 +36,13 @@ def parse(record: Any) -> list[dict[str, Any]]:
     chat, problem = parse_chat(json.dumps(record).encode())
     assert problem is None
     return chat
+
+
+def read(folder: Path, content: str | bytes) -> ChatFile:
+    """Write a file and open it."""
+    path = folder / "chats.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return ChatFile(path)
 
 
 def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -85,7 +92,7 @@ def test_any_file_is_read_with_any_chunk_size(
         file = ChatFile(path)
     assert list(file) == chats
     assert [file.line(index) for index in range(len(file))] == lines
-    assert (file.skipped, file.shortened, file.skipped_records) == (0, 0, [])
+    assert (file.skipped, file.shorten_reasons, file.skipped_records) == (0, {}, [])
     assert file[len(file) // 2] == chats[len(file) // 2]
     assert 0 < sum(file.size(index) for index in range(len(file))) <= len(content)
 
@@ -160,23 +167,20 @@ def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> 
     records: list[Any] = [GOOD] * 2990
     records += [{"messages": HELLO[:1]}] * 4 + ["bad"] * 3
     records += [{"messages": [*HELLO, "hi"]}] * 2 + [{"messages": [*HELLO, HELLO[1]]}]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join("{" if record == "bad" else json.dumps(record) for record in records))
-    file = ChatFile(path)
-    assert (len(file), file.skipped, file.shortened) == (2993, 7, 3)
+    lines = ("{" if record == "bad" else json.dumps(record) for record in records)
+    file = read(tmp_path, "\n".join(lines))
+    assert (len(file), file.skipped) == (2993, 7)
     assert file.counts() == {
         "records": 3000,
         "skipped": {"no assistant turn": 4, "not JSON": 3},
         "shortened": {"turn is not an object": 2, "roles out of order": 1},
     }
-    summary = file.summary()
-    assert summary == (
+    assert file.summary() == (
         "shortened 3 of 3,000 records: 2 turn is not an object, 1 roles out of order;"
         " skipped 7 of 3,000 records: 4 no assistant turn, 3 not JSON; first skipped:"
         " line 2991: no assistant turn, line 2992: no assistant turn, line 2993: no assistant turn"
     )
-    path.write_text(json.dumps(GOOD))
-    assert ChatFile(path).summary() is None
+    assert read(tmp_path, json.dumps(GOOD)).summary() is None
 
 
 # -- context ---------------------------------------------------------------------------------------
@@ -292,51 +296,42 @@ def as_bytes(record: Any) -> bytes:
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_line_is_skipped_and_reported(name: str, tmp_path: Path) -> None:
     record, reason = MALFORMED[name]
-    path = tmp_path / "chats.jsonl"
     good = json.dumps(GOOD).encode()
-    path.write_bytes(b"\n".join([good, b"", as_bytes(record), good]))
-    file = ChatFile(path)
+    file = read(tmp_path, b"\n".join([good, b"", as_bytes(record), good]))
     assert list(file) == [HELLO, HELLO]
-    assert file.skipped == 1
-    assert reason in str(file.skipped_records[0])
-    assert str(file.skipped_records[0]).startswith("line 3: ")
+    (skipped,) = file.skipped_records
+    assert skipped.startswith("line 3: ")
+    assert reason in skipped
 
 
 @pytest.mark.parametrize("record", [17, "text", None, [], [GOOD], {"messages": []}, {"a": {}}])
 def test_malformed_array_element_is_skipped_and_reported(record: Any, tmp_path: Path) -> None:
-    path = tmp_path / "chats.json"
-    path.write_text(f"[{json.dumps(GOOD)},\n{json.dumps(record)},\n{json.dumps(GOOD)}]")
-    file = ChatFile(path)
+    file = read(tmp_path, f"[{json.dumps(GOOD)},\n{json.dumps(record)},\n{json.dumps(GOOD)}]")
     assert list(file) == [HELLO, HELLO]
-    assert [record.line for record in file.skipped_records] == [2]
+    (skipped,) = file.skipped_records
+    assert skipped.startswith("line 2: ")
 
 
 @pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
 def test_truncated_file_loses_only_its_last_record(as_array: bool, tmp_path: Path) -> None:
     records = [json.dumps(GOOD)] * 5
     content = "[" + ",\n".join(records) + "]" if as_array else "\n".join(records)
-    path = tmp_path / "chats.json"
-    path.write_text(content[: -len(records[0]) // 2])
-    file = ChatFile(path)
+    file = read(tmp_path, content[: -len(records[0]) // 2])
     assert list(file) == [HELLO] * 4
-    assert [record.line for record in file.skipped_records] == [5]
-    assert "not JSON" in str(file.skipped_records[0])
+    (skipped,) = file.skipped_records
+    assert skipped.startswith("line 5: not JSON")
 
 
 def test_first_skipped_records_are_described_and_all_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n" + "bad\n" * 1000)
-    file = ChatFile(path)
+    file = read(tmp_path, json.dumps(GOOD) + "\n" + "bad\n" * 1000)
     assert (len(file), file.skipped, len(file.skipped_records)) == (1, 1000, MAX_DESCRIBED)
-    assert file.skipped_records[-1].line == MAX_DESCRIBED + 1
+    assert file.skipped_records[-1].startswith(f"line {MAX_DESCRIBED + 1}: ")
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "[]", "[ ]\n", "hello", "{}", "[{}]", '{"a": ['])
 def test_file_without_valid_chat_raises(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "chats.json"
-    path.write_text(content)
     with pytest.raises(ValueError, match="holds no valid chat") as caught:
-        ChatFile(path)
+        read(tmp_path, content)
     assert "\n" not in str(caught.value)
     if "{" in content or "hello" in content:
         assert "line 1" in str(caught.value)
@@ -345,10 +340,8 @@ def test_file_without_valid_chat_raises(content: str, tmp_path: Path) -> None:
 def test_copies_and_forked_processes_do_not_share_a_file_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "chats.jsonl"
     chats = [messages([("q", f"answer {number}" + "!" * 20_000)]) for number in range(50)]
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    file = ChatFile(path)
+    file = read(tmp_path, "\n".join(json.dumps({"messages": chat}) for chat in chats))
     assert file[7] == chats[7]
     copy = pickle.loads(pickle.dumps(file))
     assert list(copy) == list(file) == chats
@@ -438,8 +431,6 @@ def test_training_memory_does_not_grow_with_the_file(
         path = write_large(tmp_path / "large.json", size * MEGABYTE, as_array)
         out = tmp_path / f"out-{size}"
         arguments = command(path, out, target, max_steps=3, max_length=256, batch_size=4)
-        process = start(arguments, ["-c", MEASURE_PEAK])
-        output, errors = process.communicate(timeout=TIMEOUT)
-        assert process.returncode == 0, errors
+        output, _ = run_process(arguments, ["-c", MEASURE_PEAK])
         peaks.append(int(output.split("peak ")[1]))
     assert peaks[1] < peaks[0] + 25 * MEGABYTE

@@ -21,13 +21,14 @@ from eagle_fsd.train.dataset import (
     FILLER,
     Batch,
     ChatDataset,
-    DistributedBatchSampler,
     Example,
-    TokenBatchSampler,
     check_contribution,
     collate,
-    measure_lengths,
+    example_length,
     pack_batches,
+    read_examples,
+    shared_batches,
+    shuffled_batches,
     split_validation,
 )
 from eagle_fsd.utils.chat_templates import TokenizerTemplate
@@ -37,68 +38,48 @@ BATCH_SIZES = st.integers(1, 9)
 SEEDS = st.integers(0, 2**31 - 1)
 
 
-def sampler(
-    count: int, batch_size: int, seed: int, process: int = 0, processes: int = 1, **options: int
-) -> DistributedBatchSampler:
-    """A sampler of chats whose indices are not their positions, of scattered lengths."""
+def batches_of(count: int, batch_size: int, seed: int, *part: int) -> list[list[int]]:
+    """Batches of chats whose indices are not their positions, of scattered lengths."""
     chats = [3 * number + 1 for number in range(count)]
     sizes = [number * 7919 % 101 for number in range(count)]
-    epoch = options.pop("epoch", 0)
-    return DistributedBatchSampler(
-        chats, sizes, batch_size, seed, epoch, process, processes, **options
-    )
+    return shuffled_batches(chats, sizes, batch_size, seed, *(part or (0,)))
 
 
 @given(COUNTS, BATCH_SIZES, SEEDS, st.integers(1, 5))
-def test_every_chat_is_sampled_once_per_epoch(
+def test_every_chat_is_in_one_batch_of_an_epoch(
     count: int, batch_size: int, seed: int, processes: int
 ) -> None:
     seen: list[int] = []
-    lengths = set()
     for process in range(processes):
-        batches = sampler(count, batch_size, seed, process, processes)
-        listed = list(batches)
-        lengths.add(len(listed))
-        assert len(batches) == len(listed)
-        assert all(len(batch) == batch_size for batch in listed)
-        seen += [index for batch in listed for index in batch if index != FILLER]
+        batches = batches_of(count, batch_size, seed, 0, process, processes)
+        assert len(batches) == -(-count // (batch_size * processes))  # as for every process
+        assert all(len(batch) == batch_size for batch in batches)
+        seen += [index for batch in batches for index in batch if index != FILLER]
     assert sorted(seen) == [3 * number + 1 for number in range(count)]
-    assert lengths == {-(-count // (batch_size * processes))}  # the same for every process
 
 
 @given(COUNTS, BATCH_SIZES, SEEDS, st.integers(2, 4))
 def test_processes_together_see_the_larger_batches_of_one_process(
     count: int, batch_size: int, seed: int, processes: int
 ) -> None:
-    parts = [sampler(count, batch_size, seed, at, processes) for at in range(processes)]
+    parts = [batches_of(count, batch_size, seed, 0, at, processes) for at in range(processes)]
     together = [list(chain(*batches)) for batches in zip(*parts, strict=True)]
-    assert together == list(sampler(count, batch_size * processes, seed))
-
-
-@given(COUNTS, BATCH_SIZES, SEEDS, st.data())
-def test_skip_omits_the_first_batches(
-    count: int, batch_size: int, seed: int, draw: st.DataObject
-) -> None:
-    batches = list(sampler(count, batch_size, seed))
-    skip = draw.draw(st.integers(0, len(batches)))
-    rest = sampler(count, batch_size, seed, skip=skip)
-    assert list(rest) == batches[skip:]
-    assert len(rest) == len(batches) - skip
+    assert together == batches_of(count, batch_size * processes, seed)
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:
-    batches = list(sampler(200, 4, seed=5))
+    batches = batches_of(200, 4, 5)
     state = torch.random.get_rng_state()
     torch.rand(3)
-    assert list(sampler(200, 4, seed=5)) == batches
-    assert list(sampler(200, 4, seed=6)) != batches
-    assert list(sampler(200, 4, seed=5, epoch=1)) != batches
+    assert batches_of(200, 4, 5) == batches
+    assert batches_of(200, 4, 6) != batches
+    assert batches_of(200, 4, 5, 1) != batches
     torch.random.set_rng_state(state)
 
 
 def test_batches_hold_chats_of_similar_length_in_random_order() -> None:
     lengths = [number * 7919 % 1009 for number in range(512)]
-    batches = list(DistributedBatchSampler(range(512), lengths, 8, seed=0, epoch=0))
+    batches = shuffled_batches(range(512), lengths, 8, seed=0, epoch=0)
     spans = [max(map(lengths.__getitem__, b)) - min(map(lengths.__getitem__, b)) for b in batches]
     assert sum(spans) / len(spans) < 1009 / 8
     first_lengths = [lengths[batch[0]] for batch in batches]
@@ -146,30 +127,25 @@ def test_chat_longer_than_the_budget_raises() -> None:
         pack_batches(range(3), [5, 41, 40], 40, seed=0)
 
 
-@given(st.integers(0, 50), SEEDS, st.integers(1, 4), st.data())
+@given(st.integers(0, 50), SEEDS, st.integers(1, 4))
 def test_processes_share_the_packed_batches_of_every_epoch(
-    count: int, seed: int, processes: int, draw: st.DataObject
+    count: int, seed: int, processes: int
 ) -> None:
     """In groups: each process takes one batch of a group, or a filler in the last one."""
     batches = [[2 * number, 2 * number + 1] for number in range(count)]
-    whole = list(TokenBatchSampler(batches, seed, epoch=3))
+    whole = shared_batches(batches, seed, epoch=3)
     assert sorted(whole) == batches
-    parts = [TokenBatchSampler(batches, seed, 3, at, processes) for at in range(processes)]
+    parts = [shared_batches(batches, seed, 3, at, processes) for at in range(processes)]
     groups = list(zip(*parts, strict=True))
-    assert len(groups) == len(parts[0]) == -(-count // processes)
-    together = [batch for batch in chain(*groups) if batch != [FILLER]]
-    assert together == whole
-    skip = draw.draw(st.integers(0, len(groups)))
-    rest = TokenBatchSampler(batches, seed, 3, processes - 1, processes, skip)
-    assert list(rest) == [group[-1] for group in groups[skip:]]
-    assert len(rest) == len(groups) - skip
+    assert len(groups) == -(-count // processes)
+    assert [batch for batch in chain(*groups) if batch != [FILLER]] == whole
 
 
 def test_order_of_packed_batches_changes_with_the_epoch() -> None:
     batches = [[number] for number in range(30)]
-    orders = [list(TokenBatchSampler(batches, 5, epoch)) for epoch in range(2)]
+    orders = [shared_batches(batches, 5, epoch) for epoch in range(2)]
     assert orders[0] != orders[1]
-    assert orders[0] == list(TokenBatchSampler(batches, 5, 0))
+    assert orders[0] == shared_batches(batches, 5, 0)
 
 
 # -- collate ---------------------------------------------------------------------------------------
@@ -272,7 +248,7 @@ def test_chat_that_the_template_rejects_is_reported_with_its_line(tmp_path: Path
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lengths_are_measured_in_order(dataset: ChatDataset, workers: int) -> None:
     chats = [4, 0, 5]
-    measured = list(measure_lengths(dataset, chats, workers))
+    measured = list(read_examples(example_length, dataset, chats, workers))
     assert measured == [len(dataset[index].ids) for index in chats]
 
 

@@ -12,12 +12,11 @@ import torch
 from pairs import VOCAB_SIZE, prompt, randomize, tiny_target
 from torch import Tensor
 from trainings import (
-    Killed,
+    Train,
     command,
     read_losses,
     read_metrics,
     read_weights,
-    replace_call,
     same_weights,
     train_here,
     write_target,
@@ -45,7 +44,6 @@ from eagle_fsd.train.features import compute_features
 from eagle_fsd.train.heads import empty_copy, head_reads, new_head, split_features, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.losses import HeadLosses, unroll
-from eagle_fsd.train.training_folder import TrainingFolder
 
 LAYERS = 8
 READS = (2, 4, 5)
@@ -102,7 +100,9 @@ def test_features_are_hidden_states_of_the_target() -> None:
     assert torch.equal(compute_features(target, ids, states), expected)
 
 
-def test_stored_features_train_the_same_head(target: Path, data: Path, tmp_path: Path) -> None:
+def test_stored_features_train_the_same_head(
+    train: Train, target: Path, data: Path, tmp_path: Path
+) -> None:
     """Almost: they are in bfloat16. Those for another type of head are refused."""
     request = FeaturesRequest(data=data, out=tmp_path / "features", target=target, max_length=64)
     store_features(request.updated(head_type="eagle3"))
@@ -112,11 +112,11 @@ def test_stored_features_train_the_same_head(target: Path, data: Path, tmp_path:
     assert features is not None
     computed = compute_features(Target(load_target(target)), ids, [*READS, LAST])[0]
     torch.testing.assert_close(features.float(), computed, rtol=2**-7, atol=1e-3)
-    stored = train_here(None, tmp_path / "stored", target, features=request.out, **EAGLE3)
-    fresh = train_here(data, tmp_path / "fresh", target, **EAGLE3)
+    stored = train("stored", features=request.out, **EAGLE3)
+    fresh = train("fresh", **EAGLE3)
     assert read_losses(stored).tolist() == pytest.approx(read_losses(fresh).tolist(), rel=0.1)
     with pytest.raises(ValueError, match=r"holds the hidden states \[2, 4, 5, -1\], not \[-1\]"):
-        train_here(None, tmp_path / "eagle", target, features=request.out)
+        train("eagle", features=request.out)
     assert not (tmp_path / "eagle").exists()
 
 
@@ -129,10 +129,10 @@ def test_most_frequent_tokens_are_in_order() -> None:
     assert most_frequent_tokens(counts, 6).tolist() == [0, 1, 2, 3, 4, 6]
 
 
-def test_draft_vocabulary_is_that_of_the_answers(target: Path, data: Path, tmp_path: Path) -> None:
+def test_draft_vocabulary_is_that_of_the_answers(train: Train, target: Path, data: Path) -> None:
     """Held-out chats and prompts do not count."""
     options = {**EAGLE3, "validation": 1, "max_steps": 1, "draft_vocab_size": 12}
-    out = train_here(data, tmp_path / "out", target, **options)
+    out = train(**options)
     chats = LoadedTarget.load(TargetOptions(target=target)).open_chats(data, 64)
     counts: Counter[int] = Counter()
     for index in split_validation(len(chats), 1, 0)[0]:
@@ -147,12 +147,12 @@ def test_draft_vocabulary_is_that_of_the_answers(target: Path, data: Path, tmp_p
 
 
 def test_large_vocabularies_are_reduced_by_default(
-    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train_here(data, tmp_path / "whole", target, max_steps=1, **EAGLE3)
+    whole = train("whole", max_steps=1, **EAGLE3)
     assert "d2t" not in read_weights(whole)
     monkeypatch.setattr("eagle_fsd.train.trainer.DRAFT_VOCAB_SIZE", 50)
-    reduced = train_here(data, tmp_path / "reduced", target, max_steps=1, **EAGLE3)
+    reduced = train("reduced", max_steps=1, **EAGLE3)
     assert read_weights(reduced)["d2t"].shape == (50,)
 
 
@@ -263,10 +263,10 @@ def test_copy_has_the_shape_of_the_head() -> None:
 # -- trainings -------------------------------------------------------------------------------------
 
 
-def test_training_writes_a_head_that_decodes(target: Path, data: Path, tmp_path: Path) -> None:
+def test_training_writes_a_head_that_decodes(train: Train, target: Path) -> None:
     """Losslessly at ``T = 0``, like every drafter."""
     options = {**EAGLE3, "validation": 1, "validate_every": 5, "draft_vocab_size": 200}
-    out = train_here(data, tmp_path / "out", target, norm_output=True, fc_norm=True, **options)
+    out = train(norm_output=True, fc_norm=True, **options)
     for line in read_metrics(out):
         assert line["loss"] == pytest.approx(line["token"])
         assert line["feature"] == line["divergence"] == 0
@@ -285,41 +285,16 @@ def test_training_writes_a_head_that_decodes(target: Path, data: Path, tmp_path:
     assert torch.equal(answer, greedy)
 
 
-def test_loss_falls(target: Path, data: Path, tmp_path: Path) -> None:
-    options = {**EAGLE3, "max_steps": 60, "epochs": 100, "checkpoint_every": 60}
-    losses = read_losses(train_here(data, tmp_path / "out", target, **options))
-    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
-
-
-def test_resumed_training_gives_the_same_weights(target: Path, data: Path, tmp_path: Path) -> None:
-    """Bit for bit, the draft vocabulary included."""
-    options = {**EAGLE3, "draft_vocab_size": 100}
-    whole = train_here(data, tmp_path / "whole", target, **options)
-    out, original = tmp_path / "out", TrainingFolder.append_metrics
-
-    def die(*arguments: Any) -> None:
-        original(*arguments)
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        replace_call(patch, TrainingFolder, "append_metrics", 8, die)
-        with pytest.raises(Killed):
-            train_here(data, out, target, **options)
-    train_here(data, out, target, resume=True, **options)
-    assert same_weights(read_weights(out), read_weights(whole))
-    assert torch.equal(read_losses(out), read_losses(whole))
-
-
-def test_training_starts_from_a_head(target: Path, data: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_head(train: Train, target: Path) -> None:
     """Its vocabulary and its variants stay. A head of another type is refused."""
     options = {**EAGLE3, "max_steps": 2, "lr": 0.0}
     variants = {"draft_vocab_size": 100, "norm_before_residual": True}
-    first = train_here(data, tmp_path / "first", target, **options, **variants)
-    second = train_here(data, tmp_path / "second", target, head=first, **options)
+    first = train("first", **options, **variants)
+    second = train("second", head=first, **options)
     assert same_weights(read_weights(second), read_weights(first))
     assert load_eagle3(second, Target(load_target(target))).flags.norm_before_residual
     with pytest.raises(CheckpointError, match="first is not a head of type eagle; see --head-type"):
-        train_here(data, tmp_path / "third", target, head=first, max_steps=2)
+        train("third", head=first, max_steps=2)
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -354,14 +329,13 @@ def test_options_of_the_other_type_are_refused(options: dict[str, Any], message:
 
 
 def test_file_overrides_the_defaults_of_the_type(
-    run, target: Path, data: Path, tmp_path: Path
+    succeed: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("unroll: 2\ndivergence_weight: 0.5\n")
     out = tmp_path / "out"
     arguments = command(data, out, target, "--config", str(path), max_steps=1, head_type="eagle3")
-    status, _, errors = run(*arguments)
-    assert status == 0, errors
+    succeed(*arguments)
     saved = json.loads((out / "recipe.json").read_text())["recipe"]
     assert (saved["unroll"], saved["divergence_weight"], saved["noise"]) == (2, 0.5, 0.0)
 
@@ -408,10 +382,9 @@ def test_export_keeps_the_dtype(target: Path, trained: Path, tmp_path: Path) -> 
     assert read_weights(out)["fc.weight"].dtype == torch.float16
 
 
-def test_export_command(run, target: Path, trained: Path, tmp_path: Path) -> None:
+def test_export_command(succeed: Any, target: Path, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--head", trained, "--target", target, "--out", out, "--format", "speculators")
-    status, printed, errors = run("train", "export", *arguments)
-    assert status == 0, errors
+    printed, _ = succeed("train", "export", *arguments)
     assert "as speculators reads it" in printed
     assert read_weights(out).keys() >= {"d2t", "layers.0.hidden_norm.weight"}

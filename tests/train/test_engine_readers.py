@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_reader import FORMATS, read_head
-from pairs import LINEAR_ROPE, MODEL_SIZES, prompt, tiny_target, untrained_head
+from pairs import LINEAR_ROPE, LLAMA3_ROPE, MODEL_SIZES, prompt, tiny_target, untrained_head
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -22,14 +22,7 @@ from eagle_fsd.train.config import ExportFormat
 from eagle_fsd.train.export import convert_head
 
 #: As in LLaMA 3.1, with a training context that suits the length of the sequences here.
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+ROPE = {**LLAMA3_ROPE, "rope_theta": 500000.0, "factor": 8.0}
 #: The task: random sequences that repeat themselves, so that the next token is the one this many
 #: positions back. The layers can only find it with the right RoPE.
 PERIOD = 9
@@ -62,7 +55,7 @@ def trained() -> EagleHead:
     """A head trained for a tiny target with LLaMA 3.1's RoPE, on the task that the target knows."""
     sizes = {**MODEL_SIZES, "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, rope_parameters=LLAMA3_ROPE))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, rope_parameters=ROPE))
 
     def target_loss(ids: Tensor) -> Tensor:
         logits = model(ids).logits[:, PERIOD - 1 : -1]

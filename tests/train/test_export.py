@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from pairs import (
     untrained_head,
 )
 from safetensors.torch import load_file
-from trainings import read_weights, same_weights, train_here
+from torch import Tensor
+from trainings import Train, read_weights, same_weights
 
 from eagle_fsd import CheckpointError, EagleFSD
 from eagle_fsd.model.checkpoint import load_head, save_head
@@ -51,13 +53,20 @@ def save_random_head(
     return folder / "head", target
 
 
+def export_random_head(
+    folder: Path, engine: ExportFormat, architecture: str = DEFAULT_ARCHITECTURE, bias: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Export a head of a family; return the configuration and the tensors."""
+    head, target = save_random_head(folder, architecture, bias)
+    return read_export(convert_head(head, target, folder / "out", engine))
+
+
 # -- the three formats -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_eagle_export_is_a_bin_with_bias_in_the_config(bias: bool, tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path, bias=bias)
-    config, state = read_export(convert_head(head, target, tmp_path / "out", "eagle"))
+    config, state = export_random_head(tmp_path, "eagle", bias=bias)
     assert (tmp_path / "out" / "pytorch_model.bin").exists()
     assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
     assert config["bias"] is bias
@@ -76,8 +85,7 @@ def test_eagle_export_is_a_bin_with_bias_in_the_config(bias: bool, tmp_path: Pat
 def test_eagle_export_warns_of_what_eagle_cannot_read(
     architecture: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head, target = save_random_head(tmp_path, architecture)
-    convert_head(head, target, tmp_path / "out", "eagle")
+    export_random_head(tmp_path, "eagle", architecture)
     assert warning in caplog.text
     assert bool(warning) == bool(caplog.text)
 
@@ -86,12 +94,11 @@ def test_eagle_export_warns_of_what_eagle_cannot_read(
 def test_sglang_export_always_has_a_bias(bias: bool, tmp_path: Path) -> None:
     """SGLang's layer has one, which stays random if the file lacks it. In the configuration,
     ``bias`` means biases of the attention there."""
-    head, target = save_random_head(tmp_path, bias=bias)
-    config, state = read_export(convert_head(head, target, tmp_path / "out", "sglang"))
+    config, state = export_random_head(tmp_path, "sglang", bias=bias)
     assert state.keys() == EVERY | {"fc.bias"}
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert config["bias"] is False
-    expected = load_file(head / "model.safetensors").get("fc.bias", torch.zeros(32))
+    expected = load_file(tmp_path / "head" / "model.safetensors").get("fc.bias", torch.zeros(32))
     assert torch.equal(state["fc.bias"], expected)
 
 
@@ -106,23 +113,20 @@ def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
 
 
 def test_sglang_export_names_the_architecture_of_qwen2(tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path, "qwen2")
-    config, _ = read_export(convert_head(head, target, tmp_path / "out", "sglang"))
+    config, _ = export_random_head(tmp_path, "sglang", "qwen2")
     assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
 
 
 def test_vllm_export_has_no_bias(tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path)
-    config, state = read_export(convert_head(head, target, tmp_path / "out", "vllm"))
+    config, state = export_random_head(tmp_path, "vllm")
     assert state.keys() == EVERY
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["bias"] is False
 
 
 def test_vllm_export_rejects_a_bias(tmp_path: Path) -> None:
-    head, target = save_random_head(tmp_path, bias=True)
     with pytest.raises(ValueError, match="bias in fc, which vLLM ignores"):
-        convert_head(head, target, tmp_path / "out", "vllm")
+        export_random_head(tmp_path, "vllm", bias=True)
     assert not (tmp_path / "out").exists()
 
 
@@ -142,9 +146,8 @@ def test_vllm_export_drops_a_zero_bias(tmp_path: Path) -> None:
 def test_family_without_a_head_in_the_engine_is_rejected(
     architecture: str, engine: ExportFormat, tmp_path: Path
 ) -> None:
-    head, target = save_random_head(tmp_path, architecture)
     with pytest.raises(ValueError, match=f"{engine} reads EAGLE heads for llama"):
-        convert_head(head, target, tmp_path / "out", engine)
+        export_random_head(tmp_path, engine, architecture)
     assert not (tmp_path / "out").exists()
 
 
@@ -218,9 +221,9 @@ def test_loaded_head_decodes_identically(binary: bool, tmp_path: Path) -> None:
         assert after.stats.steps == before.stats.steps < before.stats.tokens
 
 
-def test_trained_head_is_saved_in_either_format(target: Path, data: Path, tmp_path: Path) -> None:
-    safe = train_here(data, tmp_path / "safe", target, bias=True, max_steps=3)
-    binary = train_here(data, tmp_path / "binary", target, bias=True, max_steps=3, binary=True)
+def test_trained_head_is_saved_in_either_format(train: Train, target: Path, tmp_path: Path) -> None:
+    safe = train("safe", bias=True, max_steps=3)
+    binary = train("binary", bias=True, max_steps=3, binary=True)
     assert not (binary / "model.safetensors").exists()
     stored = torch.load(binary / "pytorch_model.bin", weights_only=True)
     assert same_weights(stored, read_weights(safe))
@@ -230,7 +233,7 @@ def test_trained_head_is_saved_in_either_format(target: Path, data: Path, tmp_pa
     convert_head(binary, Target(load_target(target)), tmp_path / "sglang", "sglang")
 
 
-def test_trained_head_has_no_bias_by_default(target: Path, data: Path, tmp_path: Path) -> None:
-    out = train_here(data, tmp_path / "out", target, max_steps=1)
+def test_trained_head_has_no_bias_by_default(train: Train, target: Path, tmp_path: Path) -> None:
+    out = train(max_steps=1)
     assert "fc.bias" not in read_weights(out)
     convert_head(out, Target(load_target(target)), tmp_path / "vllm", "vllm")

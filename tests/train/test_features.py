@@ -17,13 +17,15 @@ import torch
 from torch.utils.data import DataLoader
 from trainings import (
     Killed,
+    Train,
+    killed,
     read_losses,
     read_metrics,
     read_weights,
-    replace_call,
     same_weights,
     train_here,
     write_chats,
+    write_half,
 )
 
 from eagle_fsd.model.config import TargetOptions
@@ -49,31 +51,33 @@ MAX_LENGTH = 100
 SHARD_BYTES = 8000
 
 
-@pytest.fixture(scope="module")
-def loaded(target: Path) -> LoadedTarget:
-    return LoadedTarget.load(TargetOptions(target=target), device_map="cpu")
+class Source:
+    """A target and chats, whose features the tests store."""
+
+    def __init__(self, target: Path, file: Path) -> None:
+        loaded = LoadedTarget.load(TargetOptions(target=target), device_map="cpu")
+        self.target, self.chats = loaded.target, loaded.open_chats(file, MAX_LENGTH)
+        self.fingerprint = loaded.fingerprint(file, MAX_LENGTH)
+        self.fingerprint |= {"states": [LAST], "dtype": "float32"}
+
+    def write(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, batch_size: int = 4, **options: Any
+    ) -> FeatureStore:
+        """Store the features, with an open chat file of its own, as every process has."""
+        chats: ChatDataset = pickle.loads(pickle.dumps(self.chats))
+        return write_features(
+            chats, self.target, folder, self.fingerprint, batch_size, shard_bytes, **options
+        )
 
 
 @pytest.fixture(scope="module")
-def chats(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> ChatDataset:
-    file = write_chats(tmp_path_factory.mktemp("features") / "chats.jsonl", COUNT)
-    return loaded.open_chats(file, MAX_LENGTH)
+def source(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source(target, write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", COUNT))
 
 
 @pytest.fixture(scope="module")
-def fingerprint(loaded: LoadedTarget, chats: ChatDataset) -> dict[str, Any]:
-    return {**loaded.fingerprint(chats.file.path, MAX_LENGTH), "states": [LAST]}
-
-
-@pytest.fixture(scope="module")
-def store(
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> FeatureStore:
-    folder = tmp_path_factory.mktemp("store") / "features"
-    return write_features(chats, loaded.target, folder, fingerprint, shard_bytes=SHARD_BYTES)
+def store(source: Source, tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    return source.write(tmp_path_factory.mktemp("store") / "features")
 
 
 def same_example(one: Example, other: Example) -> bool:
@@ -86,21 +90,19 @@ def same_example(one: Example, other: Example) -> bool:
     return torch.equal(one.features, other.features)
 
 
-def test_stored_features_equal_computed_ones(
-    store: FeatureStore, chats: ChatDataset, loaded: LoadedTarget
-) -> None:
+def test_stored_features_equal_computed_ones(store: FeatureStore, source: Source) -> None:
     """Up to the precision of bfloat16."""
     assert len(store) == COUNT
     assert store.complete
     assert len(store.shards) > 3
     truncated = 0
     for index in range(COUNT):
-        stored, fresh = store[index], chats[index]
+        stored, fresh = store[index], source.chats[index]
         assert same_example(stored, fresh)
         assert stored.features is not None
         assert stored.features.dtype == torch.bfloat16
         assert store.size(index) == len(stored.ids) == len(stored.features)
-        features = compute_features(loaded.target, torch.tensor([fresh.ids]))[0]
+        features = compute_features(source.target, torch.tensor([fresh.ids]))[0]
         torch.testing.assert_close(stored.features.float(), features, rtol=2**-7, atol=1e-4)
         truncated += stored.truncated
     assert 0 < truncated < COUNT
@@ -114,14 +116,14 @@ def test_filler_of_a_store_is_masked_out(store: FeatureStore) -> None:
     assert len(filler.ids) == len(filler.features) == 2
 
 
-def test_batch_uses_its_stored_features(store: FeatureStore, loaded: LoadedTarget) -> None:
+def test_batch_uses_its_stored_features(store: FeatureStore, source: Source) -> None:
     batch = collate([store[3], store[4]])
     assert batch.features is not None
-    assert batch_features(loaded.target, batch) is batch.features
+    assert batch_features(source.target, batch) is batch.features
     for row, length in enumerate(batch.lengths):
         assert torch.equal(batch.features[row, :length], store[3 + row].features)
     batch.features = None
-    assert batch_features(loaded.target, batch).shape == (*batch.ids.shape, 32)
+    assert batch_features(source.target, batch).shape == (*batch.ids.shape, 32)
 
 
 def test_worker_processes_open_shards_for_themselves(store: FeatureStore) -> None:
@@ -150,29 +152,28 @@ def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> Non
 # -- size ------------------------------------------------------------------------------------------
 
 
-def test_estimate_matches_the_size_on_disk(store: FeatureStore, chats: ChatDataset) -> None:
+def test_estimate_matches_the_size_on_disk(store: FeatureStore, source: Source) -> None:
     size = sum(file.stat().st_size for file in store.folder.glob("*.safetensors"))
     headers = 400 * len(store.shards)
-    assert estimate_bytes(chats, 32) == pytest.approx(size - headers, rel=0.05)
+    assert estimate_bytes(source.chats, 32) == pytest.approx(size - headers, rel=0.05)
 
 
 def test_estimate_reads_a_sample_of_the_chats(
-    chats: ChatDataset, monkeypatch: pytest.MonkeyPatch
+    source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = estimate_bytes(chats, 4096)
+    full = estimate_bytes(source.chats, 4096)
     read: list[int] = []
-    original = ChatDataset.__getitem__
     monkeypatch.setattr(feature_store, "SAMPLE_CHATS", 7)
-    monkeypatch.setattr(ChatDataset, "__getitem__", lambda s, i: read.append(i) or original(s, i))
-    assert estimate_bytes(chats, 4096) == pytest.approx(full, rel=0.2)
+    spy_on_chats(monkeypatch, read)
+    assert estimate_bytes(source.chats, 4096) == pytest.approx(full, rel=0.2)
     assert len(read) == 7
 
 
 def test_too_little_space_is_reported_before_writing(
-    chats: ChatDataset, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Source, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    request = FeaturesRequest(data=chats.file.path, out=tmp_path / "features", target=target)
+    request = FeaturesRequest(data=source.chats.file.path, out=tmp_path / "features", target=target)
     estimates: list[tuple[int, int, int]] = []
     with pytest.raises(OSError, match=r"has 10\.0 B free; about [\d.]+ KB are needed"):
         store_features(request, on_estimate=lambda *estimate: estimates.append(estimate))
@@ -190,72 +191,44 @@ def test_format_bytes(size: float, text: str) -> None:
 # -- interruptions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["in-shard", "before-index", "in-index"])
+def in_shard(after: int) -> tuple[Any, ...]:
+    """Arguments of :func:`killed`: while writing a shard, after some complete ones."""
+    return feature_store, "save_file", after + 1, write_half
+
+
+def before_index(after: int) -> tuple[Any, ...]:
+    return feature_store, "atomic_write", after + 1, lambda *_: None
+
+
+def in_index(after: int) -> tuple[Any, ...]:
+    """Before the temporary file is renamed; shards and indices are renamed by turns."""
+    return Path, "replace", 2 * after + 2, lambda *_: None
+
+
+@pytest.mark.parametrize("moment", [in_shard, before_index, in_index])
 @pytest.mark.parametrize("after", [0, 2])
 def test_interrupted_writing_resumes(
-    moment: str,
-    after: int,
-    store: FeatureStore,
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
-    tmp_path: Path,
+    moment: Any, after: int, store: FeatureStore, source: Source, tmp_path: Path
 ) -> None:
     folder = tmp_path / "features"
-
-    def write(progress: Any = None) -> FeatureStore:
-        return write_features(
-            chats, loaded.target, folder, fingerprint, 4, SHARD_BYTES, progress=progress
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        kill(patch, moment, after)
-        with pytest.raises(Killed):
-            write()
+    with killed(*moment(after)):
+        source.write(folder)
     if (folder / "index.json").exists():
-        partial = FeatureStore(folder, fingerprint)
+        partial = FeatureStore(folder, source.fingerprint)
         assert not partial.complete
         assert len(partial.shards) == after
         assert all(same_example(partial[index], store[index]) for index in range(len(partial)))
     else:
         assert after == 0
     reported: list[int] = []
-    complete = write(lambda done, _: reported.append(done))
+    complete = source.write(folder, progress=lambda done, _: reported.append(done))
     assert len(reported) == len(store.shards) - after  # complete shards are not written again
     assert complete.complete
     assert complete.shards == store.shards
     assert all(same_example(complete[index], store[index]) for index in range(COUNT))
     names = {file.name for file in folder.iterdir()}
     assert names == {file.name for file in store.folder.iterdir()}
-    assert write().shards == store.shards  # nothing is left to do
-
-
-def kill(patch: pytest.MonkeyPatch, moment: str, after: int) -> None:
-    """Raise :class:`Killed` while writing a shard or the index, after some complete ones."""
-
-    def die(*_: Any) -> None:
-        raise Killed
-
-    def write_half(_: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise Killed
-
-    if moment == "in-shard":
-        replace_call(patch, feature_store, "save_file", after + 1, write_half)
-    elif moment == "before-index":
-        replace_call(patch, feature_store, "atomic_write", after + 1, die)
-    else:
-        original = Path.replace
-        replaced = 0
-
-        def replace(path: Path, to: Path) -> Path:
-            nonlocal replaced
-            replaced += to.name == "index.json"
-            if replaced > after:
-                raise Killed
-            return original(path, to)
-
-        patch.setattr(Path, "replace", replace)
+    assert source.write(folder).shards == store.shards  # nothing is left to do
 
 
 # -- several processes -----------------------------------------------------------------------------
@@ -304,12 +277,6 @@ class Group:
         return results
 
 
-def copy_of(chats: ChatDataset) -> ChatDataset:
-    """Return what a process has: an open file of its own."""
-    copy: ChatDataset = pickle.loads(pickle.dumps(chats))
-    return copy
-
-
 def same_store(one: FeatureStore, other: FeatureStore) -> bool:
     """Whether stores have the same examples in the same order."""
     return len(one) == len(other) and all(
@@ -322,10 +289,7 @@ def same_store(one: FeatureStore, other: FeatureStore) -> bool:
 def test_processes_share_the_chats(
     processes: int,
     shard_bytes: int,
-    store: FeatureStore,
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
+    source: Source,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -335,9 +299,7 @@ def test_processes_share_the_chats(
 
     def write(state: Any) -> FeatureStore:
         progress = (lambda done, total: reported.append(done)) if state.is_main_process else None
-        return write_features(
-            *(copy_of(chats), loaded.target, tmp_path, fingerprint, 2, shard_bytes, progress, state)
-        )
+        return source.write(tmp_path, shard_bytes, 2, progress=progress, state=state)
 
     spy_on_chats(monkeypatch, computed)
     results = Group(processes, monkeypatch).run(write)
@@ -346,7 +308,7 @@ def test_processes_share_the_chats(
     for found in results:
         assert isinstance(found, FeatureStore)
         assert found.complete
-    single = write_features(chats, loaded.target, tmp_path / "one", fingerprint, 2)
+    single = source.write(tmp_path / "one", batch_size=2)
     assert same_store(FeatureStore(tmp_path), single)
     assert reported == sorted(reported)
     assert reported[-1] == COUNT
@@ -355,7 +317,7 @@ def test_processes_share_the_chats(
         assert len(firsts) == processes
         bounds = [*firsts, COUNT]
         sizes = [
-            sum(chats.size(index) for index in range(*bounds[at : at + 2]))
+            sum(source.chats.size(index) for index in range(*bounds[at : at + 2]))
             for at in range(processes)
         ]
         assert max(sizes) < 1.5 * sum(sizes) / processes
@@ -379,18 +341,14 @@ def test_any_number_of_processes_resumes(
     after: int,
     victim: int,
     store: FeatureStore,
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
+    source: Source,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a process was killed in its second shard. Complete ones are not computed again."""
 
     def write(state: Any) -> FeatureStore:
-        return write_features(
-            *(copy_of(chats), loaded.target, tmp_path, fingerprint, 4, SHARD_BYTES, None, state)
-        )
+        return source.write(tmp_path, state=state)
 
     victim = min(victim, before - 1)
     group = Group(before, monkeypatch)
@@ -411,7 +369,7 @@ def test_any_number_of_processes_resumes(
         patch.setattr(feature_store, "save_file", save)
         results = group.run(write)
     assert isinstance(results[victim], Killed)
-    partial = FeatureStore(tmp_path, fingerprint)
+    partial = FeatureStore(tmp_path, source.fingerprint)
     assert not partial.complete
     assert len(partial.shards) == before
     stored = {
@@ -423,7 +381,7 @@ def test_any_number_of_processes_resumes(
         results = Group(after, patch).run(write)
     assert all(isinstance(found, FeatureStore) for found in results), results
     assert sorted(computed) == sorted(set(range(COUNT)) - stored)
-    complete = FeatureStore(tmp_path, fingerprint)
+    complete = FeatureStore(tmp_path, source.fingerprint)
     assert complete.complete
     assert same_store(complete, store)
     files = {shard["file"] for shard in complete.shards}
@@ -431,14 +389,11 @@ def test_any_number_of_processes_resumes(
 
 
 def test_store_of_an_earlier_version_is_resumed(
-    store: FeatureStore,
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
-    tmp_path: Path,
+    store: FeatureStore, source: Source, tmp_path: Path
 ) -> None:
-    """Its index does not name the first chat of each shard, and its files are numbered."""
+    """Its index has no dtype and no first chat of each shard, and its files are numbered."""
     index = json.loads((store.folder / "index.json").read_text())
+    del index["made_from"]["dtype"]
     index["complete"], index["shards"] = False, index["shards"][:2]
     for number, shard in enumerate(index["shards"]):
         shutil.copy(store.folder / shard["file"], tmp_path / f"features-{number:05d}.safetensors")
@@ -446,24 +401,22 @@ def test_store_of_an_earlier_version_is_resumed(
         del shard["first"]
     (tmp_path / "index.json").write_text(json.dumps(index))
     (tmp_path / "features-of-mine.txt").touch()
-    resumed = write_features(chats, loaded.target, tmp_path, fingerprint, 4, SHARD_BYTES)
+    resumed = source.write(tmp_path)
     assert resumed.complete
     assert same_store(resumed, store)
     assert (tmp_path / "features-of-mine.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["data", "bytes", "target", "template", "max_length", "states"])
+@pytest.mark.parametrize(
+    "name", ["data", "bytes", "target", "template", "max_length", "states", "dtype"]
+)
 def test_features_of_other_data_are_not_resumed(
-    name: str,
-    store: FeatureStore,
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
+    name: str, store: FeatureStore, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {**fingerprint, name: "another"}
+    monkeypatch.setitem(source.fingerprint, name, "another")
     before = (store.folder / "index.json").read_text()
     with pytest.raises(ValueError, match=f"holds features of other data: {name} ") as caught:
-        write_features(chats, loaded.target, store.folder, other)
+        source.write(store.folder)
     assert "'another' here" in str(caught.value)
     assert (store.folder / "index.json").read_text() == before
 
@@ -481,23 +434,23 @@ def test_damaged_index_is_rejected(content: str, tmp_path: Path) -> None:
 
 
 def test_training_on_stored_features_equals_training_on_chats(
-    store: FeatureStore, chats: ChatDataset, target: Path, tmp_path: Path
+    train: Train, store: FeatureStore, source: Source, target: Path, tmp_path: Path
 ) -> None:
     """Up to rounding, with all chats in one batch: the two sort batches by different lengths."""
     settings = {"max_length": MAX_LENGTH, "batch_size": COUNT, "max_steps": 6}
-    fresh = train_here(chats.file.path, tmp_path / "fresh", target, **settings)
-    stored = train_here(None, tmp_path / "stored", target, features=store.folder, **settings)
+    fresh = train_here(source.chats.file.path, tmp_path / "fresh", target, **settings)
+    stored = train("stored", features=store.folder, **settings)
     assert read_losses(stored).tolist() == pytest.approx(read_losses(fresh).tolist(), rel=1e-3)
     assert read_losses(stored)[-1] < read_losses(stored)[0]
 
 
 def test_training_on_stored_features_validates_and_resumes(
-    store: FeatureStore, target: Path, tmp_path: Path
+    train: Train, store: FeatureStore
 ) -> None:
     settings = {"features": store.folder, "validation": 2, "validate_every": 6}
-    out = train_here(None, tmp_path / "out", target, **settings)
+    out = train(**settings)
     before = read_weights(out)
-    train_here(None, out, target, resume=True, **settings)
+    train(resume=True, **settings)
     assert same_weights(read_weights(out), before)
     assert [line["step"] for line in read_metrics(out, "validation")] == [6, 12]
 
@@ -507,17 +460,9 @@ def test_features_of_another_target_are_rejected(store: FeatureStore, tmp_path: 
         train_here(None, tmp_path / "out", None, features=store.folder)
 
 
-def test_incomplete_features_are_rejected(
-    loaded: LoadedTarget,
-    chats: ChatDataset,
-    fingerprint: dict[str, Any],
-    target: Path,
-    tmp_path: Path,
-) -> None:
+def test_incomplete_features_are_rejected(train: Train, source: Source, tmp_path: Path) -> None:
     folder = tmp_path / "partial"
-    with pytest.MonkeyPatch.context() as patch:
-        kill(patch, "in-shard", 1)
-        with pytest.raises(Killed):
-            write_features(chats, loaded.target, folder, fingerprint, shard_bytes=SHARD_BYTES)
+    with killed(*in_shard(1)):
+        source.write(folder)
     with pytest.raises(ValueError, match="run eagle-fsd train features again"):
-        train_here(None, tmp_path / "out", target, features=folder)
+        train(features=folder)

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import LLAMA3_ROPE
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from eagle_fsd import EagleHead
 from eagle_fsd.model.checkpoint import save_head
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+#: That of LLaMA 3.1.
+ROPE = {
+    **LLAMA3_ROPE,
+    **{"rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
 }
 
 
@@ -38,9 +36,7 @@ TARGETS: dict[str, PreTrainedConfig] = {
     "vicuna-7b": LlamaConfig(**sizes(4096, 11008, 32, 32, 32, 32000)),
     "vicuna-13b": LlamaConfig(**sizes(5120, 13824, 40, 40, 40, 32000)),
     "llama-2-70b": LlamaConfig(**sizes(8192, 28672, 80, 64, 8, 32000)),
-    "llama-3.1-8b": LlamaConfig(
-        **sizes(4096, 14336, 32, 32, 8, 128256), rope_parameters=LLAMA3_ROPE
-    ),
+    "llama-3.1-8b": LlamaConfig(**sizes(4096, 14336, 32, 32, 8, 128256), rope_parameters=ROPE),
     "qwen2.5-7b": Qwen2Config(**sizes(3584, 18944, 28, 28, 4, 152064)),
     "qwen3-8b": Qwen3Config(**sizes(4096, 12288, 36, 32, 8, 151936), head_dim=128),
 }

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pairs import (
-    ARCHITECTURES,
-    DEFAULT_ARCHITECTURE,
-    VOCAB_SIZE,
-    tiny_target,
-    untrained_head,
-)
+from pairs import ARCHITECTURES, DEFAULT_ARCHITECTURE, VOCAB_SIZE, tiny_target, untrained_head
 from torch import Tensor
 
 from eagle_fsd import EagleHead

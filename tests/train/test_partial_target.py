@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,19 @@ import pytest
 import torch
 from pairs import tiny_target
 from trainings import (
+    Train,
     command,
-    read_losses,
     read_metrics,
     read_weights,
+    same_training,
     same_weights,
-    train_here,
     without_option,
     write_target,
 )
 from transformers import PreTrainedModel
 
 from eagle_fsd.model.config import TargetOptions
-from eagle_fsd.model.loading import LoadError, load_target
+from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.feature_store import store_features
@@ -37,7 +39,7 @@ NO_TAU = "validation reports losses and no tau, because the target's layers are 
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a file for every tensor."""
     folder = write_target(tmp_path_factory.mktemp("sharded") / "target")
     (folder / "model.safetensors").unlink()
@@ -47,56 +49,50 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def features(sharded: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def features(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("stored") / "features"
-    store_features(FeaturesRequest(data=data, out=out, target=sharded, max_length=64))
+    store_features(FeaturesRequest(data=data, out=out, target=target, max_length=64))
     return out
 
 
 @pytest.fixture
-def layerless(sharded: Path, tmp_path: Path) -> Path:
-    """The same target, whose layers' files are gone."""
+def layerless(target: Path, tmp_path: Path) -> Path:
+    """The same target, whose layers, tokenizer and chat template are gone."""
     folder = tmp_path / "target"
     folder.mkdir()
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index = json.loads((target / "model.safetensors.index.json").read_text())
     layers = {file for key, file in index["weight_map"].items() if "layers" in key}
     assert len(layers) > 10
-    for file in sharded.iterdir():
-        if file.name not in layers:
+    for file in target.iterdir():
+        if file.name not in layers and not re.match("token|chat_template", file.name):
             (folder / file.name).symlink_to(file)
     return folder
 
 
-@pytest.fixture
-def same_name(features: Path, tmp_path: Path) -> Any:
-    """Return the features as those of another folder with the same target."""
-
-    def renamed(target: Path) -> Path:
-        folder = tmp_path / "features"
-        folder.mkdir()
-        for file in features.glob("*.safetensors"):
-            (folder / file.name).symlink_to(file)
-        index = json.loads((features / "index.json").read_text())
-        index["made_from"]["target"] = str(target)
-        (folder / "index.json").write_text(json.dumps(index))
-        return folder
-
-    return renamed
+def copy_features(features: Path, target: Path, folder: Path) -> Path:
+    """Copy features as those of another folder with the same target."""
+    shutil.copytree(features, folder)
+    index = json.loads((features / "index.json").read_text())
+    index["made_from"]["target"] = str(target)
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
 
 
-def test_training_on_features_reads_no_layers(
-    features: Path, sharded: Path, layerless: Path, same_name: Any, tmp_path: Path
+def test_training_on_features_reads_neither_layers_nor_tokenizer(
+    train: Train, features: Path, layerless: Path, tmp_path: Path
 ) -> None:
     """It equals training with the whole target bit for bit, although the files are gone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
-        whole = train_here(None, tmp_path / "whole", sharded, features=features)
-    part = train_here(None, tmp_path / "part", layerless, features=same_name(layerless))
-    assert torch.equal(read_losses(part), read_losses(whole))
-    assert same_weights(read_weights(part), read_weights(whole))
+        whole = train("whole", features=features)
+    copied = copy_features(features, layerless, tmp_path / "features")
+    part = train("part", target=layerless, features=copied)
+    assert same_training(part, whole)
     assert (part / "config.json").read_bytes() == (whole / "config.json").read_bytes()
     with pytest.raises(LoadError, match="cannot load the target"):
         load_target(layerless)
+    with pytest.raises(LoadError):
+        load_tokenizer(layerless)
 
 
 def fail(*_: Any) -> None:
@@ -104,9 +100,9 @@ def fail(*_: Any) -> None:
 
 
 def test_whole_target_is_loaded_where_its_parts_cannot_be(
-    sharded: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = TargetOptions(target=sharded)
+    options = TargetOptions(target=target)
     assert not can_decode(LoadedTarget.load(options, "cpu", layers=False).target)
     assert not caplog.messages
     monkeypatch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
@@ -115,15 +111,15 @@ def test_whole_target_is_loaded_where_its_parts_cannot_be(
 
 
 def test_validation_on_features_reports_losses_only(
-    features: Path, sharded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    train: Train, features: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says so once."""
     caplog.set_level(logging.WARNING)
     settings = {"features": features, "validation": 1, "validate_every": 4}
-    out = train_here(None, tmp_path / "out", sharded, **settings)
+    out = train(**settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
-        whole = train_here(None, tmp_path / "whole", sharded, **settings)
+        whole = train("whole", **settings)
     assert caplog.messages.count(NO_TAU) == 1
     validations = read_metrics(out, "validation")
     assert [line["step"] for line in validations] == [4, 8, 12]
@@ -138,11 +134,10 @@ def test_validation_on_features_reports_losses_only(
 
 
 def test_command_prints_losses_of_a_validation_without_tau(
-    run: Any, features: Path, sharded: Path, data: Path, tmp_path: Path
+    succeed: Any, features: Path, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    words = without_option(command(data, tmp_path / "out", sharded, validation=1), "--data")
-    status, _, errors = run(*words, "--features", features)
-    assert status == 0, errors
+    words = without_option(command(data, tmp_path / "out", target, validation=1), "--data")
+    _, errors = succeed(*words, "--features", features)
     (line,) = [line for line in errors.splitlines() if "held-out" in line]
     assert line.rpartition(", ")[2].startswith("top-3 ")
 
@@ -166,33 +161,33 @@ def load_offloaded(target: Path, offloaded: Sequence[str], folder: Path) -> PreT
     ids=lambda parts: parts[0],
 )
 def test_features_of_a_spread_target_equal_those_of_one_device(
-    offloaded: list[str], sharded: Path, tmp_path: Path
+    offloaded: list[str], target: Path, tmp_path: Path
 ) -> None:
     """Hooks move the inputs to the devices of the parts. One of two states precedes a layer."""
     states = (1, LAST)
-    spread = Target(load_offloaded(sharded, offloaded, tmp_path))
+    spread = Target(load_offloaded(target, offloaded, tmp_path))
     ids = torch.arange(3, 43).view(2, 20)
     assert not can_decode(spread)
-    expected = compute_features(Target(load_target(sharded)), ids, states)
+    expected = compute_features(Target(load_target(target)), ids, states)
     assert torch.equal(compute_features(spread, ids, states), expected)
 
 
 @pytest.mark.parametrize("part", ["model.layers.1", "lm_head"])
 def test_training_with_offloaded_parts(
-    part: str, sharded: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, part: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers may be offloaded, the output projection must not be."""
     with monkeypatch.context() as patch:
         patch.setattr(
             "eagle_fsd.train.loaded_target.load_target",
-            lambda *_, **__: load_offloaded(sharded, [part], tmp_path / "disk"),
+            lambda *_, **__: load_offloaded(target, [part], tmp_path / "disk"),
         )
         if part == "lm_head":
             with pytest.raises(ValueError, match="output projection is offloaded"):
-                train_here(data, tmp_path / "spread", sharded, device_map="auto")
+                train("spread", device_map="auto")
             return
-        spread = train_here(data, tmp_path / "spread", sharded, device_map="auto", validation=1)
-    whole = train_here(data, tmp_path / "whole", sharded, validation=1)
+        spread = train("spread", device_map="auto", validation=1)
+    whole = train("whole", validation=1)
     assert same_weights(read_weights(spread), read_weights(whole))
     assert [line["tau"] for line in read_metrics(spread, "validation")] == [None]
 
@@ -200,12 +195,10 @@ def test_training_with_offloaded_parts(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto chooses the GPU")
 @pytest.mark.parametrize("place", ["auto", "balanced", "cpu"])
 def test_commands_accept_a_device_map(
-    place: str, run: Any, sharded: Path, data: Path, tmp_path: Path
+    succeed: Any, place: str, run: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    common = ["--target", sharded, "--device-map", place]
-    store = ["train", "features", "--data", data, "--out", tmp_path / "features", *common]
-    status, _, errors = run(*store)
-    assert status == 0, errors
+    common = ["--target", target, "--device-map", place]
+    succeed("train", "features", "--data", data, "--out", tmp_path / "features", *common)
     rewritten = tmp_path / "rewritten.jsonl"
     words = ["train", "regenerate", "--data", data, "--out", rewritten, "--max-new-tokens", 4]
     status, _, errors = run(*words, *common)
@@ -213,13 +206,11 @@ def test_commands_accept_a_device_map(
     assert len(rewritten.read_text().splitlines()) == 10
     weights = []
     for name, more in (("mapped", ["--device-map", place]), ("plain", [])):
-        status, _, errors = run(*command(data, tmp_path / name, sharded, max_steps=2), *more)
-        assert status == 0, errors
+        succeed(*command(data, tmp_path / name, target, max_steps=2), *more)
         weights.append(read_weights(tmp_path / name))
     assert same_weights(*weights)
-    words = without_option(command(data, tmp_path / "stored", sharded, max_steps=2), "--data")
-    status, _, errors = run(*words, "--features", tmp_path / "features", "--device-map", place)
-    assert status == 0, errors
+    words = without_option(command(data, tmp_path / "stored", target, max_steps=2), "--data")
+    succeed(*words, "--features", tmp_path / "features", "--device-map", place)
 
 
 @pytest.mark.parametrize("name", ["train", "features", "regenerate"])
@@ -228,22 +219,16 @@ def test_commands_accept_a_device_map(
     [("toaster", "'toaster' is not a device"), ("cuda:99", "cuda:99 does not exist")],
 )
 def test_missing_device_is_reported_in_one_line(
-    name: str, place: str, message: str, run: Any, sharded: Path, data: Path, tmp_path: Path
+    refused: Any, name: str, place: str, message: str, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    words = ["train", *([] if name == "train" else [name]), "--data", data, "--target", sharded]
-    status, _, errors = run(*words, "--out", tmp_path / "out", "--device-map", place)
-    assert status == 1
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
-    assert message in errors
+    words = ["train", *([] if name == "train" else [name]), "--data", data, "--target", target]
+    assert message in refused(*words, "--out", tmp_path / "out", "--device-map", place)
 
 
-def test_both_spellings_are_accepted_everywhere(run: Any, sharded: Path) -> None:
-    store = ("train", "features", "--target", sharded, "--data", __file__, "--out", "unused")
+def test_both_spellings_are_accepted_everywhere(refused: Any, target: Path) -> None:
+    store = ("train", "features", "--target", target, "--data", __file__, "--out", "unused")
     for words in (("generate", "Hello!", "--device-map"), (*store, "--device")):
-        status, _, errors = run(*words, "toaster")
-        assert status == 1, errors
-        assert "'toaster' is not a device" in errors
+        assert "'toaster' is not a device" in refused(*words, "toaster")
 
 
 def test_device_map_requires_a_single_process() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from stub_server import KEY, MODEL, Messages, StubServer, answer
+from trainings import write_rounds
 
-from eagle_fsd.train.chat_file import Chat, ChatFile
+from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
 from eagle_fsd.train.regenerate import regenerate, request_chats
 from eagle_fsd.utils.options import OptionsError
@@ -26,105 +27,106 @@ TIMEOUT = 100
 TOO_LONG = "This model's maximum context length is 64 tokens."
 
 
-@pytest.fixture
-def stub() -> Iterator[StubServer]:
-    server = StubServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats of one, two and three rounds, some with a system turn."""
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    with path.open("w") as file:
-        for number in range(COUNT):
-            turns: Chat = [{"role": "system", "content": "Count."}] if number % 3 == 1 else []
-            for place in range(1 + number % 3):
-                turns.append({"role": "user", "content": f"Question {number} {place}?"})
-                turns.append({"role": "assistant", "content": f"Wrong {number} {place}."})
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return path
+    questions = [f"Question {number} {place}?" for number in range(COUNT) for place in range(3)]
+    return write_rounds(tmp_path_factory.mktemp("chats") / "chats.jsonl", questions)
 
 
-def request(data: Path, out: Path, stub: StubServer, progress: Any = None, **options: Any) -> Any:
-    """Rewrite the chats; options are fields of the server or of the configuration."""
-    names = [name for name in options if name in RegenerateServer.model_fields]
-    server = {"base_url": stub.url, "model": MODEL, "retries": 3, "timeout": TIMEOUT}
-    server |= {name: options.pop(name) for name in names}
-    config = RegenerateConfig(max_new_tokens=7, **options)
-    return request_chats(RegenerateServer(**server), ChatFile(data), out, config, progress)
+class Rewriting:
+    """Rewrites chats with a stub of a server.
+
+    Attributes:
+        stub: The server.
+        out: The file to write.
+        expected: What the server makes of the chats, one after another.
+    """
+
+    def __init__(self, data: Path, out: Path, stub: StubServer) -> None:
+        self.data, self.out, self.stub = data, out, stub
+        self.expected: list[dict[str, Any]] = []
+        for index, chat in enumerate(ChatFile(data)):
+            new: Chat = []
+            for turn in chat:
+                if is_answer(turn):
+                    turn = {"role": "assistant", "content": answer(new)}
+                new.append(turn)
+            self.expected.append({"index": index, "messages": new})
+
+    def __call__(self, progress: Any = None, **options: Any) -> ChatFile:
+        """Rewrite the chats; options are fields of the server or of the configuration."""
+        names = [name for name in options if name in RegenerateServer.model_fields]
+        server = {"base_url": self.stub.url, "model": MODEL, "retries": 3, "timeout": TIMEOUT}
+        server |= {name: options.pop(name) for name in names}
+        config = RegenerateConfig(max_new_tokens=7, **options)
+        chats = ChatFile(self.data)
+        return request_chats(RegenerateServer(**server), chats, self.out, config, progress)
+
+    def arguments(self, *more: str) -> list[str]:
+        """Arguments of the command that rewrites the chats."""
+        words = ["train", "regenerate", "--data", self.data, "--out", self.out]
+        return [*map(str, words), "--base-url", self.stub.url, "--model", MODEL, *more]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the complete lines of the output, which may not exist yet."""
+        content = self.out.read_bytes() if self.out.exists() else b""
+        return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
-def expected(data: Path) -> list[dict[str, Any]]:
-    """What the stub makes of the chats, one after another."""
-    lines = []
-    for index, chat in enumerate(ChatFile(data)):
-        new: Chat = []
-        for turn in chat:
-            if turn["role"] == "assistant":
-                turn = {"role": "assistant", "content": answer(new)}
-            new.append(turn)
-        lines.append({"index": index, "messages": new})
-    return lines
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file that may not exist yet."""
-    content = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+@pytest.fixture
+def rewrite(data: Path, tmp_path: Path) -> Iterator[Rewriting]:
+    stub = StubServer()
+    yield Rewriting(data, tmp_path / "out.jsonl", stub)
+    stub.close()
 
 
 def is_first_turn(messages: Messages, number: int) -> bool:
     return messages[-1]["content"] == f"Question {number} 0?"
 
 
-def test_turns_follow_the_rewritten_ones_before_them(
-    stub: StubServer, data: Path, tmp_path: Path
-) -> None:
+def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None:
     reported: list[tuple[int, int]] = []
-    out = tmp_path / "out.jsonl"
-    rewritten = request(data, out, stub, lambda *now: reported.append(now), top_k=5, seed=3)
-    assert read_lines(out) == expected(data)
+    rewritten = rewrite(lambda *now: reported.append(now), top_k=5, seed=3)
+    assert rewrite.lines() == rewrite.expected
     assert len(rewritten) == COUNT
     assert reported == [(done, COUNT) for done in range(1, COUNT + 1)]
-    first = stub.requests[0]
+    first = rewrite.stub.requests[0]
     assert first["model"] == MODEL
     assert (first["temperature"], first["top_p"], first["top_k"]) == (1.0, 1.0, 5)
     assert first["max_tokens"] == 7
-    seeds = [body["seed"] for body in stub.requests]
+    seeds = [body["seed"] for body in rewrite.stub.requests]
     assert len(set(seeds)) == len(seeds) == 2 * COUNT
-    assert request(data, out, stub, seed=3, top_k=5, concurrency=1).path == out
-    assert len(stub.requests) == 2 * COUNT  # nothing was left to do
+    assert rewrite(seed=3, top_k=5, concurrency=1).path == rewrite.out
+    assert len(rewrite.stub.requests) == 2 * COUNT  # nothing was left to do
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_requests_are_concurrent_and_the_order_is_restored(
-    concurrency: int, stub: StubServer, data: Path, tmp_path: Path
+    rewrite: Rewriting, concurrency: int
 ) -> None:
     """The first chat is the last one to be answered, but for those that wait for its thread."""
     others = threading.Event()
     together = threading.Barrier(concurrency)
 
     def wait(messages: Messages) -> None:
-        if concurrency > 1 and len(stub.requests) <= concurrency:
+        if concurrency > 1 and len(rewrite.stub.requests) <= concurrency:
             together.wait(TIMEOUT)
         if concurrency > 1 and is_first_turn(messages, 0):
             others.wait(TIMEOUT)
 
-    stub.intercept = wait
-    out = tmp_path / "out.jsonl"
+    rewrite.stub.intercept = wait
 
     def progress(done: int, total: int) -> None:
         if done == total - 1:
             others.set()
 
-    request(data, out, stub, progress, concurrency=concurrency)
-    assert stub.peak == concurrency
-    assert read_lines(out) == expected(data)
+    rewrite(progress, concurrency=concurrency)
+    assert rewrite.stub.peak == concurrency
+    assert rewrite.lines() == rewrite.expected
 
 
-def test_transient_failures_are_retried(stub: StubServer, data: Path, tmp_path: Path) -> None:
+def test_transient_failures_are_retried(rewrite: Rewriting) -> None:
     """Each request fails twice, with 429 and 503."""
     seen: dict[str, int] = {}
     lock = threading.Lock()
@@ -135,54 +137,49 @@ def test_transient_failures_are_retried(stub: StubServer, data: Path, tmp_path: 
             seen[key] = seen.get(key, 0) + 1
         return {1: (429, "slow down"), 2: (503, "busy")}.get(seen[key])
 
-    stub.intercept = fail
-    out = tmp_path / "out.jsonl"
-    request(data, out, stub)
-    assert read_lines(out) == expected(data)
+    rewrite.stub.intercept = fail
+    rewrite()
+    assert rewrite.lines() == rewrite.expected
     assert set(seen.values()) == {3}
 
 
-def test_failing_server_ends_the_run_which_resumes(
-    stub: StubServer, data: Path, tmp_path: Path
-) -> None:
+def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
     """The chats that were rewritten before are kept; the result is that of one run."""
-    stub.intercept = lambda messages: (500, "broken") if is_first_turn(messages, 5) else None
-    out = tmp_path / "out.jsonl"
+    rewrite.stub.intercept = lambda messages: (
+        (500, "broken") if is_first_turn(messages, 5) else None
+    )
     with pytest.raises(ValueError, match=r"org/target at .* failed \(500, broken\); .* saved") as e:
-        request(data, out, stub, concurrency=2, retries=1)
+        rewrite(concurrency=2, retries=1)
     assert str(e.value).isprintable()
-    kept = {line["index"] for line in read_lines(out)}
+    kept = {line["index"] for line in rewrite.lines()}
     assert {0, 1, 2, 3} <= kept | {4}
     assert 5 not in kept
-    before = len(stub.requests)
-    stub.intercept = lambda messages: None
-    request(data, out, stub, concurrency=2, retries=1)
-    assert read_lines(out) == expected(data)
-    again = {body["messages"][-1]["content"].split()[1] for body in stub.requests[before:]}
+    before = len(rewrite.stub.requests)
+    rewrite.stub.intercept = lambda messages: None
+    rewrite(concurrency=2, retries=1)
+    assert rewrite.lines() == rewrite.expected
+    again = {body["messages"][-1]["content"].split()[1] for body in rewrite.stub.requests[before:]}
     assert again == {str(number) for number in range(COUNT) if number not in kept}
 
 
-def test_partial_line_is_written_again(stub: StubServer, data: Path, tmp_path: Path) -> None:
+def test_partial_line_is_written_again(rewrite: Rewriting) -> None:
     """As a kill leaves it, with lines in the order of their completion."""
-    out = tmp_path / "out.jsonl"
-    request(data, out, stub)
-    lines = out.read_text().splitlines(keepends=True)
-    out.write_text(lines[4] + lines[1] + lines[7][:20])
-    request(data, out, stub)
-    assert read_lines(out) == expected(data)
+    rewrite()
+    lines = rewrite.out.read_text().splitlines(keepends=True)
+    rewrite.out.write_text(lines[4] + lines[1] + lines[7][:20])
+    rewrite()
+    assert rewrite.lines() == rewrite.expected
 
 
 # -- rejections ------------------------------------------------------------------------------------
 
 
 def test_full_context_ends_a_chat_after_its_earlier_exchanges(
-    stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rewrite: Rewriting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stub.intercept = lambda messages: (400, TOO_LONG) if len(messages) >= 3 else None
-    out = tmp_path / "out.jsonl"
-    rewritten = request(data, out, stub)
-    whole = expected(data)
-    for chat, complete in zip(rewritten, whole, strict=True):
+    rewrite.stub.intercept = lambda messages: (400, TOO_LONG) if len(messages) >= 3 else None
+    rewritten = rewrite()
+    for chat, complete in zip(rewritten, rewrite.expected, strict=True):
         assert chat == complete["messages"][: len(chat)]
     assert [len(chat) for chat in rewritten] == [2, 3, 2] * 3
     assert f"6 of {COUNT} chats end early; the first one: line " in caplog.text
@@ -190,45 +187,39 @@ def test_full_context_ends_a_chat_after_its_earlier_exchanges(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_server_that_rejects_every_chat_ends_the_run(
-    status: int, stub: StubServer, data: Path, tmp_path: Path
-) -> None:
+def test_server_that_rejects_every_chat_ends_the_run(rewrite: Rewriting, status: int) -> None:
     """For example because it does not support a parameter. Nothing is written."""
-    stub.intercept = lambda messages: (status, "unknown parameter: seed")
-    out = tmp_path / "out.jsonl"
+    rewrite.stub.intercept = lambda messages: (status, "unknown parameter: seed")
     message = rf"it rejects all chats: line \d+: {status}, unknown parameter: seed"
     with pytest.raises(ValueError, match=message):
-        request(data, out, stub)
-    assert not out.exists()
-    stub.intercept = lambda messages: None
-    request(data, out, stub)
-    assert read_lines(out) == expected(data)
+        rewrite()
+    assert not rewrite.out.exists()
+    rewrite.stub.intercept = lambda messages: None
+    rewrite()
+    assert rewrite.lines() == rewrite.expected
 
 
-def test_chats_that_are_rejected_first_are_kept_in_the_file(
-    stub: StubServer, data: Path, tmp_path: Path
-) -> None:
+def test_chats_that_are_rejected_first_are_kept_in_the_file(rewrite: Rewriting) -> None:
     """So that a resumed run does not request them again; reading the file skips them."""
-    stub.intercept = lambda messages: (400, TOO_LONG) if is_first_turn(messages, 0) else None
-    out = tmp_path / "out.jsonl"
-    assert len(request(data, out, stub, concurrency=1)) == COUNT - 1
-    lines = read_lines(out)
+    rewrite.stub.intercept = lambda messages: (
+        (400, TOO_LONG) if is_first_turn(messages, 0) else None
+    )
+    assert len(rewrite(concurrency=1)) == COUNT - 1
+    lines = rewrite.lines()
     assert [line["index"] for line in lines] == list(range(COUNT))
-    assert lines[1:] == expected(data)[1:]
-    before = len(stub.requests)
-    request(data, out, stub)
-    assert len(stub.requests) == before
+    assert lines[1:] == rewrite.expected[1:]
+    before = len(rewrite.stub.requests)
+    rewrite()
+    assert len(rewrite.stub.requests) == before
 
 
-def test_empty_reply_ends_a_chat(
-    stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_reply_ends_a_chat(rewrite: Rewriting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stub_server.answer", lambda messages: " " if len(messages) > 1 else "x")
-    rewritten = request(data, tmp_path / "out.jsonl", stub)
+    rewritten = rewrite()
     assert {tuple(item["role"] for item in chat) for chat in rewritten} == {("user", "assistant")}
 
 
-def test_tool_calls_and_results_are_context(stub: StubServer, tmp_path: Path) -> None:
+def test_tool_calls_and_results_are_context(rewrite: Rewriting, tmp_path: Path) -> None:
     """They are sent as OpenAI's API takes them, and are not rewritten."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     turns = [
@@ -238,10 +229,10 @@ def test_tool_calls_and_results_are_context(stub: StubServer, tmp_path: Path) ->
         {"role": "tool", "content": "4", "tool_call_id": "1"},
         {"role": "assistant", "content": "Wrong."},
     ]
-    data, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
-    data.write_text(json.dumps({"messages": turns}) + "\n")
-    (chat,) = request(data, out, stub)
-    (body,) = stub.requests
+    rewrite.data = tmp_path / "chats.jsonl"
+    rewrite.data.write_text(json.dumps({"messages": turns}) + "\n")
+    (chat,) = rewrite()
+    (body,) = rewrite.stub.requests
     sent = body["messages"]
     assert [turn["role"] for turn in sent] == ["system", "user", "assistant", "tool"]
     assert sent[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
@@ -258,33 +249,28 @@ def test_tool_calls_and_results_are_context(stub: StubServer, tmp_path: Path) ->
     [{"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}],
     ids=lambda change: next(iter(change)),
 )
-def test_output_of_other_options_is_rejected(
-    change: dict[str, Any], stub: StubServer, data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.jsonl"
-    request(data, out, stub)
-    before = out.read_bytes()
+def test_output_of_other_options_is_rejected(rewrite: Rewriting, change: dict[str, Any]) -> None:
+    rewrite()
+    before = rewrite.out.read_bytes()
     with pytest.raises(ValueError, match="was written from other chats or options"):
-        request(data, out, stub, **change)
-    assert out.read_bytes() == before
-    request(data, out, stub, concurrency=3, retries=0, batch_size=2)  # these do not matter
+        rewrite(**change)
+    assert rewrite.out.read_bytes() == before
+    rewrite(concurrency=3, retries=0, batch_size=2)  # these do not matter
 
 
 def test_key_comes_from_the_environment_and_is_not_stored(
-    stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out.jsonl"
     with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
-        request(data, out, stub, api_key_env="OTHER_KEY")
+        rewrite(api_key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", KEY)
-    stub.intercept = lambda messages: (401, f"{KEY} is not a valid key")
+    rewrite.stub.intercept = lambda messages: (401, f"{KEY} is not a valid key")
     with pytest.raises(ValueError, match=r"\(401, \.\.\. is not a valid key\)"):
-        request(data, out, stub, api_key_env="OTHER_KEY")
-    assert set(stub.keys) == {f"Bearer {KEY}"}
+        rewrite(api_key_env="OTHER_KEY")
+    assert set(rewrite.stub.keys) == {f"Bearer {KEY}"}
     monkeypatch.setenv("OPENAI_API_KEY", "another")
-    stub.intercept = lambda messages: None
-    url = stub.url.replace("//", "//user:password@")
-    request(data, out, stub, base_url=url)
+    rewrite.stub.intercept = lambda messages: None
+    rewrite(base_url=rewrite.stub.url.replace("//", "//user:password@"))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert KEY not in written
     assert "password" not in written
@@ -319,20 +305,13 @@ def test_several_processes_are_rejected(
 # -- the command -----------------------------------------------------------------------------------
 
 
-def arguments(data: Path, out: Path, url: str, *more: str) -> list[str]:
-    words = ["train", "regenerate", "--data", data, "--out", out, "--base-url", url, *more]
-    return [*map(str, words), "--model", MODEL]
-
-
 def test_command_rewrites_without_loading_a_target(
-    run: Any, stub: StubServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rewrite: Rewriting, succeed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eagle_fsd.train.regenerate.LoadedTarget", None)
-    out = tmp_path / "out.jsonl"
-    status, _, errors = run(*arguments(data, out, stub.url, "--max-new-tokens", "7"))
-    assert status == 0, errors
+    _, errors = succeed(*rewrite.arguments("--max-new-tokens", "7"))
     assert f"{COUNT} rewritten chats are in" in errors
-    assert read_lines(out) == expected(data)
+    assert rewrite.lines() == rewrite.expected
 
 
 @pytest.mark.parametrize(
@@ -346,21 +325,13 @@ def test_command_rewrites_without_loading_a_target(
     ids=["unreachable", "unknown model", "target", "concurrency"],
 )
 def test_errors_are_one_line(
-    change: dict[str, str],
-    status: int,
-    message: str,
-    run: Any,
-    stub: StubServer,
-    data: Path,
-    tmp_path: Path,
+    rewrite: Rewriting, change: dict[str, str], status: int, message: str, run: Any
 ) -> None:
     more = [word for item in change.items() for word in item]
-    words = arguments(data, tmp_path / "out.jsonl", stub.url, "--retries", "0")
-    found, _, errors = run(*words, *more)
+    found, _, errors = run(*rewrite.arguments("--retries", "0", *more))
     assert found == status
     assert message in errors
-    last = errors.splitlines()[-1]
-    assert last.startswith("error: ")
+    assert errors.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in errors
 
 
@@ -372,21 +343,20 @@ def interrupt() -> None:
 
 
 def test_ctrl_c_completes_the_chats_in_progress(
-    run: Any, stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rewrite: Rewriting, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The signal arrives during three chats, whose other turns are still requested."""
     stuck = threading.Barrier(3, action=interrupt)
 
     def wait(messages: Messages) -> None:
-        if len(stub.requests) <= 3:
+        if len(rewrite.stub.requests) <= 3:
             stuck.wait(TIMEOUT)
             while "press Ctrl-C again" not in caplog.text:
                 time.sleep(0.01)
 
-    stub.intercept = wait
-    out = tmp_path / "out.jsonl"
+    rewrite.stub.intercept = wait
     handler = signal.getsignal(signal.SIGINT)
-    words = arguments(data, out, stub.url, "--concurrency", "3", "--max-new-tokens", "7")
+    words = rewrite.arguments("--concurrency", "3", "--max-new-tokens", "7")
     status, _, errors = run(*words)
     assert status == 130
     assert errors.splitlines()[-1] == "error: stopped"
@@ -394,17 +364,17 @@ def test_ctrl_c_completes_the_chats_in_progress(
         "stopping after the chats in progress; press Ctrl-C again to stop at once"
     ]
     assert signal.getsignal(signal.SIGINT) is handler
-    saved = read_lines(out)
+    saved = rewrite.lines()
     assert sorted(line["index"] for line in saved) == [0, 1, 2]
-    assert all(line == expected(data)[line["index"]] for line in saved)
-    assert len(stub.requests) == 6  # one, two and three rounds
+    assert all(line == rewrite.expected[line["index"]] for line in saved)
+    assert len(rewrite.stub.requests) == 6  # one, two and three rounds
     assert run(*words)[0] == 0
-    assert read_lines(out) == expected(data)
-    assert len(stub.requests) == 2 * COUNT
+    assert rewrite.lines() == rewrite.expected
+    assert len(rewrite.stub.requests) == 2 * COUNT
 
 
 def test_second_ctrl_c_stops_at_once(
-    run: Any, stub: StubServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rewrite: Rewriting, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without waiting for the replies."""
     over = threading.Event()
@@ -417,20 +387,17 @@ def test_second_ctrl_c_stops_at_once(
             interrupt()
             over.wait(TIMEOUT)
 
-    stub.intercept = wait
-    out = tmp_path / "out.jsonl"
-    words = arguments(data, out, stub.url, "--concurrency", "1")
+    rewrite.stub.intercept = wait
+    words = rewrite.arguments("--concurrency", "1")
     try:
         assert run(*words)[0] == 130
     finally:
         over.set()
-    assert [line["index"] for line in read_lines(out)] == [0]
+    assert [line["index"] for line in rewrite.lines()] == [0]
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_to_the_same_result(
-    stub: StubServer, data: Path, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_to_the_same_result(rewrite: Rewriting) -> None:
     """The requests in progress are lost, the chats before them are not."""
     over = threading.Event()
 
@@ -438,13 +405,12 @@ def test_killed_run_resumes_to_the_same_result(
         if not is_first_turn(messages, 0):
             over.wait(TIMEOUT)
 
-    stub.intercept = wait
-    out = tmp_path / "out.jsonl"
-    words = [sys.executable, "-m", "eagle_fsd.cli", *arguments(data, out, stub.url)]
+    rewrite.stub.intercept = wait
+    words = [sys.executable, "-m", "eagle_fsd.cli", *rewrite.arguments()]
     process = subprocess.Popen([*words, "--concurrency", "2"])
     try:
         deadline = time.monotonic() + TIMEOUT
-        while len(read_lines(out)) < 1 or len(stub.requests) < 3:
+        while len(rewrite.lines()) < 1 or len(rewrite.stub.requests) < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -453,8 +419,8 @@ def test_killed_run_resumes_to_the_same_result(
     finally:
         over.set()
         process.kill()
-    assert [line["index"] for line in read_lines(out)] == [0]
-    before = len(stub.requests)
+    assert [line["index"] for line in rewrite.lines()] == [0]
+    before = len(rewrite.stub.requests)
     subprocess.run(words, check=True, timeout=TIMEOUT)
-    assert read_lines(out) == expected(data)
-    assert len(stub.requests) == before + 2 * COUNT - 1
+    assert rewrite.lines() == rewrite.expected
+    assert len(rewrite.stub.requests) == before + 2 * COUNT - 1

@@ -6,40 +6,44 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trainings import command, read_losses, train_here, without_option
+from trainings import Train, command, read_losses, train_here, without_option
 
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.train.chat_file import ChatFile
 
 
-def test_stored_features_can_be_trained_on(run, target: Path, data: Path, tmp_path: Path) -> None:
+def test_stored_features_can_be_trained_on(
+    succeed: Any, run, target: Path, data: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "features"
     store = ("train", "features", "--data", data, "--out", folder, "--target", target)
-    status, out, errors = run(*store, "--max-length", 64)
-    assert status == 0, errors
+    out, errors = succeed(*store, "--max-length", 64)
     assert "10 chats are in" in out
     estimate = re.search(r"about ([\d.]+) (B|KB) for 10 chats; .* are free", errors)
     assert estimate is not None
     size = float(estimate[1]) * {"B": 1, "KB": 1000}[estimate[2]]
     assert size == pytest.approx((folder / "features-00000.safetensors").stat().st_size, rel=0.05)
     arguments = without_option(command(data, tmp_path / "out", target, max_steps=2), "--data")
-    status, _, errors = run(*arguments, "--features", folder)
-    assert status == 0, errors
+    succeed(*arguments, "--features", folder)
     assert len(read_losses(tmp_path / "out")) == 2
-    status, _, errors = run(*store, "--max-length", 32)
-    assert status == 1
-    assert errors.splitlines()[-1].startswith("error: ")
-    assert "max_length is 64 there, 32 here" in errors
+    for option, value, difference in (
+        ("--max-length", 32, "max_length is 64 there, 32 here"),
+        ("--dtype", "bfloat16", "dtype is 'float32' there, 'bfloat16' here"),
+    ):
+        status, _, errors = run(*store, *("--max-length", 64, option, value))
+        assert status == 1
+        assert errors.splitlines()[-1].startswith("error: ")
+        assert difference in errors
 
 
-def test_regenerate_writes_chats_once(run, data: Path, tmp_path: Path) -> None:
+def test_regenerate_writes_chats_once(succeed: Any, run, data: Path, tmp_path: Path) -> None:
     """With the bundled target."""
     out = tmp_path / "chats.jsonl"
     arguments = ("train", "regenerate", "--data", data, "--out", out, "--max-new-tokens", 4)
-    status, _, errors = run(*arguments)
-    assert status == 0, errors
+    _, errors = succeed(*arguments)
     assert "10 rewritten chats are in" in errors
     content = out.read_text()
     assert len(ChatFile(out)) == 10
@@ -58,20 +62,15 @@ def test_training_on_regenerated_chats(run, target: Path, data: Path, tmp_path: 
     assert len(read_losses(out)) == 2
 
 
-def test_export(run, target: Path, data: Path, tmp_path: Path) -> None:
-    head = train_here(data, tmp_path / "head", target, max_steps=1)
+def test_export(refused: Any, succeed: Any, train: Train, target: Path, tmp_path: Path) -> None:
+    head = train("head", max_steps=1)
     out = tmp_path / "out"
     arguments = ("train", "export", "--head", head, "--out", out, "--target", target)
-    status, printed, errors = run(*arguments, "--format", "sglang")
-    assert status == 0, errors
+    printed, _ = succeed(*arguments, "--format", "sglang")
     assert "as sglang reads it" in printed
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    status, _, errors = run(*arguments, "--format", "sglang")
-    assert status == 1
-    assert errors.count("\n") == 1
-    status, _, errors = run(*arguments, "--format", "tensorrt")
-    assert status == 2
-    assert "eagle, sglang, vllm" in errors
+    assert "exists; choose another folder" in refused(*arguments, "--format", "sglang")
+    assert "eagle, sglang, vllm" in refused(*arguments, "--format", "tensorrt", status=2)
 
 
 @pytest.mark.parametrize(
@@ -96,29 +95,26 @@ def test_export(run, target: Path, data: Path, tmp_path: Path) -> None:
     ids=lambda item: None if not isinstance(item, tuple) else "-".join(item),
 )
 def test_invalid_arguments_are_reported_in_one_line(
+    refused: Any,
     change: Callable[[list[str]], list[str]],
     status: int,
     words: tuple[str, ...],
     target: Path,
     data: Path,
     tmp_path: Path,
-    run,
 ) -> None:
     """And nothing is written."""
     out = tmp_path / "out"
-    exit_status, _, errors = run(*change(command(data, out, target)))
-    assert exit_status == status
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
+    errors = refused(*change(command(data, out, target)), status=status)
     for word in words:
         assert word in errors
     assert not out.exists() or not any(out.iterdir())
 
 
 def test_truncated_chats_are_reported(
-    target: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_here(data, tmp_path / "short", target, max_length=20)
+    train("short", max_length=20)
     found = re.search(
         r"of 24 chats read in all epochs, 24 were truncated, (\d+) had no", caplog.text
     )
@@ -130,7 +126,7 @@ def test_truncated_chats_are_reported(
     assert record["unused"] == int(found[1])
     assert 0 < record["loss_tokens"] < record["tokens"] <= 24 * 20
     caplog.clear()
-    train_here(data, tmp_path / "long", target, max_length=256, max_steps=1)
+    train("long", max_length=256, max_steps=1)
     assert "truncated" not in caplog.text
 
 
@@ -172,11 +168,10 @@ def test_training_without_any_loss_token_is_refused(
 
 
 def test_metrics_are_printed_as_lines_without_a_terminal(
-    target: Path, data: Path, tmp_path: Path, run
+    succeed: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
     arguments = command(data, tmp_path / "out", target, validation=1, max_steps=3)
-    status, _, errors = run(*arguments)
-    assert status == 0, errors
+    _, errors = succeed(*arguments)
     assert "step 3 of 3" in errors
     for word in ("loss", "top-1", "top-3", "lr", "tokens/s", "minutes left", "tau", "JS by depth"):
         assert word in errors

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trainings import command, read_weights, same_weights, train_here
+from trainings import Train, command, read_weights, same_weights, train_here
 
 from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.train.training_folder import TrainingFolder
@@ -23,30 +24,26 @@ validation validate_every checkpoint_every log_every workers compile
 
 
 def test_existing_training_needs_resume_or_overwrite(
-    target: Path, data: Path, tmp_path: Path, run
+    refused: Any, succeed: Any, train: Train, target: Path, data: Path
 ) -> None:
-    out = train_here(data, tmp_path / "out", target, max_steps=2)
+    out = train(max_steps=2)
     before = read_weights(out)
-    status, _, errors = run(*command(data, out, target, seed=3, max_steps=2))
-    assert status == 1
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
+    errors = refused(*command(data, out, target, seed=3, max_steps=2))
     assert "--resume" in errors
     assert "--overwrite" in errors
     assert same_weights(read_weights(out), before)
-    status, printed, _ = run(*command(data, out, target, "--overwrite", seed=3, max_steps=2))
-    assert status == 0
+    printed, _ = succeed(*command(data, out, target, "--overwrite", seed=3, max_steps=2))
     assert str(out) in printed
     assert not same_weights(read_weights(out), before)
 
 
 def test_training_is_not_resumed_with_other_options_or_data(
-    target: Path, data: Path, tmp_path: Path
+    train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    out = train_here(data, tmp_path / "out", target, max_steps=2)
+    out = train(max_steps=2)
     before = read_weights(out)
     with pytest.raises(ValueError, match=r"cannot be resumed: .*epochs was 20, is 3; lr was 0.001"):
-        train_here(data, out, target, max_steps=2, resume=True, lr=0.5, epochs=3)
+        train(max_steps=2, resume=True, lr=0.5, epochs=3)
     shorter = tmp_path / "chats.jsonl"
     shorter.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match=r"cannot be resumed: .*bytes was"):
@@ -54,14 +51,12 @@ def test_training_is_not_resumed_with_other_options_or_data(
     assert same_weights(read_weights(out), before)
 
 
-def test_options_that_do_not_affect_the_steps_may_change(
-    target: Path, data: Path, tmp_path: Path
-) -> None:
-    out = train_here(data, tmp_path / "out", target, max_steps=4)
+def test_options_that_do_not_affect_the_steps_may_change(train: Train) -> None:
+    out = train(max_steps=4)
     before = read_weights(out)
     shutil.rmtree(out / "checkpoints" / "step-4")
     changes = {"checkpoint_every": 1, "log_every": 2, "workers": 1, "validate_every": 7}
-    train_here(data, out, target, max_steps=4, resume=True, **changes)
+    train(max_steps=4, resume=True, **changes)
     assert same_weights(read_weights(out), before)
 
 
@@ -82,8 +77,8 @@ def test_empty_folder_is_used(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "recipe.json").read_text())["data"] == {"data": "x"}
 
 
-def test_recipe_file_keeps_its_format(target: Path, data: Path, tmp_path: Path) -> None:
-    out = train_here(data, tmp_path / "out", target, max_steps=2)
+def test_recipe_file_keeps_its_format(train: Train, target: Path, data: Path) -> None:
+    out = train(max_steps=2)
     content = json.loads((out / "recipe.json").read_text())
     assert list(content) == ["recipe", "data"]
     assert list(content["recipe"]) == RECIPE_KEYS.split()

@@ -15,24 +15,19 @@ from trainings import (
     EAGLE3,
     KILLED_IN_MID_EPOCH,
     TIMEOUT,
+    Train,
     command,
     read_losses,
     read_metrics,
     read_weights,
-    same_weights,
+    run_process,
+    same_training,
     start,
-    train_here,
     write_chats,
 )
 
 from eagle_fsd.train.feature_store import FeatureStore
 from eagle_fsd.train.training_folder import TrainingFolder
-
-
-def finish(process: Any) -> str:
-    """Wait for a process and return its standard error."""
-    _, errors = process.communicate(timeout=TIMEOUT)
-    return errors
 
 
 @pytest.mark.slow
@@ -46,7 +41,7 @@ def test_first_signal_stops_with_a_checkpoint(target: Path, data: Path, tmp_path
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    errors = finish(process)
+    _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     assert "stopping after this step" in errors
     assert "Traceback" not in errors
@@ -92,9 +87,8 @@ def test_full_disk_is_reported_in_one_line(target: Path, data: Path, tmp_path: P
     def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 
-    process = start(command(data, tmp_path / "out", target), preexec_fn=limit_file_size)
-    errors = finish(process)
-    assert process.returncode == 1
+    arguments = command(data, tmp_path / "out", target)
+    _, errors = run_process(arguments, status=1, preexec_fn=limit_file_size)
     assert "Traceback" not in errors
     assert "step 3 could not be written" in errors.splitlines()[-1]
 
@@ -105,18 +99,13 @@ def test_sigkill_then_resume_gives_the_same_weights(
 ) -> None:
     """Bit for bit those of an uninterrupted training; see test_trainer.py for other moments."""
     out = tmp_path / "out"
-    killed = start(command(data, out, target), ["-c", KILLED_IN_MID_EPOCH])
-    finish(killed)
-    assert killed.returncode == -signal.SIGKILL
+    launcher = ["-c", KILLED_IN_MID_EPOCH]
+    run_process(command(data, out, target), launcher, status=-signal.SIGKILL)
     assert len(read_metrics(out)) == 8
     assert not (out / "model.safetensors").exists()
-    resumed = start(command(data, out, target, "--resume"))
-    errors = finish(resumed)
-    assert resumed.returncode == 0, errors
-    whole = start(command(data, tmp_path / "whole", target))
-    finish(whole)
-    assert same_weights(read_weights(out), read_weights(tmp_path / "whole"))
-    assert torch.equal(read_losses(out), read_losses(tmp_path / "whole"))
+    run_process(command(data, out, target, "--resume"))
+    run_process(command(data, tmp_path / "whole", target))
+    assert same_training(out, tmp_path / "whole")
 
 
 # -- two processes ---------------------------------------------------------------------------------
@@ -143,7 +132,12 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=["plain", "accumulate", "eagle3"],
 )
 def test_two_processes_equal_one_with_twice_the_batch_size(
-    options: dict[str, Any], target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+    train: Train,
+    options: dict[str, Any],
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    two_processes: list[str],
 ) -> None:
     """With ten chats in batches of four, the last of an epoch is filled up in one process only.
 
@@ -151,10 +145,8 @@ def test_two_processes_equal_one_with_twice_the_batch_size(
     """
     options = {"max_length": 256, **options}
     one, two = tmp_path / "one", tmp_path / "two"
-    train_here(data, one, target, batch_size=4, **options)
-    process = start(command(data, two, target, **options), two_processes)
-    errors = finish(process)
-    assert process.returncode == 0, errors
+    train("one", batch_size=4, **options)
+    _, errors = run_process(command(data, two, target, **options), two_processes)
     assert errors.count("step 12 of 12") == 1  # only one process prints
     assert len(read_losses(two)) == 12
     assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
@@ -169,15 +161,13 @@ def test_two_processes_equal_one_with_twice_the_batch_size(
 
 @pytest.mark.slow
 def test_two_processes_share_batches_of_tokens(
-    target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+    train: Train, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
     """As one process accumulates them. Batches have different numbers of chats and of answers."""
     options = {"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}
     one, two = tmp_path / "one", tmp_path / "two"
-    train_here(data, one, target, accumulate=2, **options)
-    process = start(command(data, two, target, **options), two_processes)
-    errors = finish(process)
-    assert process.returncode == 0, errors
+    train("one", accumulate=2, **options)
+    run_process(command(data, two, target, **options), two_processes)
     assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
     assert read_metrics(two)[-1]["tokens"] == read_metrics(one)[-1]["tokens"]
     for name, tensor in read_weights(one).items():
@@ -189,20 +179,13 @@ def test_two_processes_killed_then_resumed_give_the_same_weights(
     target: Path, data: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    process = start(command(data, whole, target), two_processes)
-    errors = finish(process)
-    assert process.returncode == 0, errors
+    run_process(command(data, whole, target), two_processes)
     script = tmp_path / "killed.py"
     script.write_text(KILLED_IN_MID_EPOCH)
-    killed = start(command(data, out, target), [*two_processes[:-2], str(script)])
-    finish(killed)
-    assert killed.returncode not in (0, -signal.SIGKILL)  # the launcher survives and reports it
+    run_process(command(data, out, target), [*two_processes[:-2], str(script)], status=None)
     assert read_metrics(out)[-1]["step"] == 8
-    resumed = start(command(data, out, target, "--resume"), two_processes)
-    errors = finish(resumed)
-    assert resumed.returncode == 0, errors
-    assert same_weights(read_weights(out), read_weights(whole))
-    assert torch.equal(read_losses(out), read_losses(whole))
+    run_process(command(data, out, target, "--resume"), two_processes)
+    assert same_training(out, whole)
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -231,25 +214,19 @@ def test_two_processes_store_the_features_of_one(
 ) -> None:
     """Also if one of them is killed; a device map is rejected."""
     chats = write_chats(tmp_path / "chats.jsonl", 40)
-    arguments = ["train", "features", "--data", chats, "--target", target, "--out"]
+    arguments = ["train", "features", "--data", str(chats), "--target", str(target), "--out"]
     one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
-    for out, launcher in ((one, None), (two, two_processes)):
-        process = start([*map(str, arguments), str(out)], launcher or ())
-        printed, errors = process.communicate(timeout=TIMEOUT)
-        assert process.returncode == 0, errors
+    for out, launcher in ((one, []), (two, two_processes)):
+        printed, errors = run_process([*arguments, str(out)], launcher)
         assert printed.count("40 chats are in") == 1
         assert errors.count("are free in") == 1
     single = FeatureStore(one)
     assert (len(single.shards), len(FeatureStore(two).shards)) == (1, 2)
     script = tmp_path / "killed.py"
     script.write_text(KILLED_IN_SHARD)
-    process = start([*map(str, arguments), str(killed)], [*two_processes[:-2], str(script)])
-    finish(process)
-    assert process.returncode != 0
+    run_process([*arguments, str(killed)], [*two_processes[:-2], str(script)], status=None)
     assert 0 < len(FeatureStore(killed)) < 40
-    process = start([*map(str, arguments), str(killed)], two_processes)
-    errors = finish(process)
-    assert process.returncode == 0, errors
+    run_process([*arguments, str(killed)], two_processes)
     for found in (FeatureStore(two), FeatureStore(killed)):
         assert found.complete
         assert len(found) == len(single) == 40
@@ -257,7 +234,6 @@ def test_two_processes_store_the_features_of_one(
             ours, theirs = found[index], single[index]
             assert (ours.ids, ours.assistant_mask) == (theirs.ids, theirs.assistant_mask)
             assert torch.equal(ours.features, theirs.features)
-    process = start([*map(str, arguments), str(two), "--device-map", "cpu"], two_processes)
-    errors = finish(process)
-    assert process.returncode != 0
+    more = [str(two), "--device-map", "cpu"]
+    _, errors = run_process([*arguments, *more], two_processes, status=None)
     assert "error: --device-map requires a single process" in errors

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerators import reset_accelerator_state
@@ -25,6 +28,8 @@ from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.train import TrainConfig, TrainRequest, train
 from eagle_fsd.train.training_folder import METRICS_FILE
 
+#: The fixture ``train``.
+Train = Callable[..., Path]
 #: Seconds that a training in a subprocess may take on a busy machine.
 TIMEOUT = 1200
 #: A dozen steps on a handful of chats, without validation.
@@ -83,6 +88,18 @@ def write_chats(path: Path, count: int = 10) -> Path:
     return path
 
 
+def write_rounds(path: Path, questions: Sequence[str]) -> Path:
+    """Write a chat of up to three rounds for every three questions, some with a system turn."""
+    with path.open("w") as file:
+        for number in range(len(questions) // 3):
+            turns = [{"role": "system", "content": "Count."}] if number % 3 == 1 else []
+            for place in range(1 + number % 3):
+                turns.append({"role": "user", "content": questions[3 * number + place]})
+                turns.append({"role": "assistant", "content": f"Wrong {number} {place}."})
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
 def train_here(data: Path | None, out: Path, target: Path | None, **options: Any) -> Path:
     """Call :func:`train` in this process; options are fields of the config or of the request."""
     options = {**SMALL, **options}
@@ -127,6 +144,20 @@ def start(arguments: Sequence[str], launcher: Sequence[str] = (), **options: Any
     )
 
 
+def run_process(
+    arguments: Sequence[str], launcher: Sequence[str] = (), status: int | None = 0, **options: Any
+) -> tuple[str, str]:
+    """Run the command line in a subprocess; return its standard output and standard error.
+
+    It must exit with ``status``, or for None with a failure that its launcher reports.
+    """
+    process = start(arguments, launcher, **options)
+    printed, errors = process.communicate(timeout=TIMEOUT)
+    failed = status is None and process.returncode not in (0, -signal.SIGKILL)
+    assert failed or process.returncode == status, errors
+    return printed, errors
+
+
 def read_metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
     lines = (folder / METRICS_FILE).read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
@@ -145,6 +176,13 @@ def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def same_training(one: Path, other: Path) -> bool:
+    """Whether trainings in two folders have the same weights and losses bit for bit."""
+    return same_weights(read_weights(one), read_weights(other)) and torch.equal(
+        read_losses(one), read_losses(other)
+    )
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the package may catch it."""
 
@@ -161,3 +199,29 @@ def replace_call(
         return (replacement if calls == number else original)(*arguments, **options)
 
     patch.setattr(owner, name, counted)
+
+
+@contextmanager
+def killed(
+    owner: Any, name: str, number: int, instead: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Kill what runs in this context after the ``number``-th call (from 1) of ``owner.name``.
+
+    If ``instead`` is given, it is called in place of that call.
+    """
+    call = instead or getattr(owner, name)
+
+    def last(*arguments: Any, **options: Any) -> None:
+        call(*arguments, **options)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        replace_call(patch, owner, name, number, last)
+        with pytest.raises(Killed):
+            yield
+
+
+def write_half(_: Any, path: str | Path) -> None:
+    """Write half of a file, which is the model of a checkpoint if ``path`` is a folder."""
+    path = Path(path)
+    (path / "model.safetensors" if path.is_dir() else path).write_bytes(b"half")

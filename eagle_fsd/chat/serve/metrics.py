@@ -28,28 +28,18 @@ class WorkerMetrics(DecodeObserver):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "eagle_fsd_requests", "Requests by outcome.", ["outcome"], registry=self.registry
-        )
-        self.queue = Gauge(
-            "eagle_fsd_queue", "Requests waiting or being answered.", registry=self.registry
-        )
-        self.rows = Gauge(
-            "eagle_fsd_rows", "Requests being decoded: rows in use.", registry=self.registry
-        )
-        self.max_rows = Gauge("eagle_fsd_max_rows", "Rows of the batch.", registry=self.registry)
-        self.tokens = Counter(
-            "eagle_fsd_tokens", "Emitted tokens by origin.", ["origin"], registry=self.registry
-        )
-        self.prompt_tokens = Counter(
-            "eagle_fsd_prompt_tokens", "Prompt tokens of answered requests.", registry=self.registry
-        )
-        self.steps = Counter(
-            "eagle_fsd_steps",
-            "Target passes, summed over the answers in each.",
-            registry=self.registry,
-        )
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("eagle_fsd_requests", "Requests by outcome.", ["outcome"])
+        self.queue = gauge("eagle_fsd_queue", "Requests waiting or being answered.")
+        self.rows = gauge("eagle_fsd_rows", "Requests being decoded: rows in use.")
+        self.max_rows = gauge("eagle_fsd_max_rows", "Rows of the batch.")
+        self.tokens = counter("eagle_fsd_tokens", "Emitted tokens by origin.", ["origin"])
+        self.prompt_tokens = counter(
+            "eagle_fsd_prompt_tokens", "Prompt tokens of answered requests."
+        )
+        self.steps = counter("eagle_fsd_steps", "Target passes, summed over the answers in each.")
         self.tau = histogram(
             "eagle_fsd_tau", "Tokens per target pass in each answer.", buckets=TAU_BUCKETS
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -122,12 +123,14 @@ class PartialAnswer:
     """An answer as far as it has been received.
 
     Attributes:
+        acceptance: The acceptance options that it is decoded with.
         tokens: Its tokens so far.
         stats: Its statistics so far.
         finish_reason: ``"stop"`` or ``"length"`` once it is complete, ``"stopped"`` or ``"failed"``
             if it never will be; None while more tokens are expected.
     """
 
+    acceptance: AcceptanceConfig
     tokens: list[Token] = field(default_factory=list)
     stats: Mapping[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -142,29 +145,19 @@ class PartialAnswer:
         """Whether the model ended the answer, or the token limit did."""
         return self.finish_reason in ("stop", "length")
 
-    def html(self, acceptance: AcceptanceConfig, difference: int | None = None) -> str:
+    def html(self, difference: int | None = None) -> str:
         """Render the tokens.
 
         Args:
-            acceptance: Acceptance options of the answer.
             difference: See :func:`rendering.answer_html`.
         """
-        return rendering.answer_html(self.tokens, acceptance, difference, busy=self.busy)
+        return rendering.answer_html(self.tokens, self.acceptance, difference, busy=self.busy)
 
-    def summary(self, acceptance: AcceptanceConfig) -> str:
-        """Summarize statistics and finish reason in one line.
-
-        Args:
-            acceptance: Acceptance options of the answer.
-        """
-        statuses = {
-            "length": "Reached max new tokens",
-            "stopped": "Stopped",
-            "failed": "Failed",
-        }
-        return rendering.summarize(
-            self.stats, acceptance, statuses.get(self.finish_reason or "", "")
-        )
+    def summary(self) -> str:
+        """Summarize statistics and finish reason in one line."""
+        statuses = {"length": "Reached max new tokens", "stopped": "Stopped", "failed": "Failed"}
+        status = statuses.get(self.finish_reason or "", "")
+        return rendering.summarize(self.stats, self.acceptance, status)
 
 
 class Page:
@@ -200,10 +193,10 @@ class Page:
         state.fsd_stats, state.unanswered, state.comparison = {}, "", ""
         question_html = rendering.message_html("user", rendering.question_html(question))
         log = "".join(exchange.html for exchange in state.exchanges)
-        answer, error_html = PartialAnswer(), ""
+        answer, error_html = PartialAnswer(acceptance), ""
 
         def view() -> View:
-            state.live = question_html + _answer_message(answer, acceptance)
+            state.live = question_html + _answer_message(answer)
             if answer.tokens:
                 state.live += rendering.strip_html(
                     answer.tokens, acceptance, max_threshold(self.backend.about)
@@ -228,7 +221,7 @@ class Page:
             state.busy = False
             answer.finish_reason = answer.finish_reason or "stopped"  # the visitor left
             if answer.tokens and state.turn == turn:
-                html = question_html + _answer_message(answer, acceptance)
+                html = question_html + _answer_message(answer)
                 text = "".join(token.text for token in answer.tokens)
                 state.exchanges.append(Exchange(question, text, html))
                 del state.exchanges[:-MAX_EXCHANGES]
@@ -266,7 +259,7 @@ class Page:
         params = {**params, "max_new_tokens": length, "logprobs": None}
         await asyncio.sleep(BASELINE_DELAY)
         yield View()  # Gradio cancels the event here if the visitor left meanwhile
-        baseline = PartialAnswer()
+        baseline = PartialAnswer(self.backend.about.acceptance)
         updates = self._receive(
             state, baseline, params, lambda: state.stop or state.turn != turn, method="ar"
         )
@@ -306,11 +299,10 @@ class Page:
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
         state.busy, state.stop, turn = True, False, state.turn
-        left, right, error_html = PartialAnswer(), PartialAnswer(), ""
+        left, right, error_html = PartialAnswer(exact), PartialAnswer(acceptance), ""
 
         def view() -> View:
-            sampled = params["temperature"] > 0
-            comparison = _comparison_html(left, right, exact, acceptance, sampled)
+            comparison = _comparison_html(left, right, sampled=params["temperature"] > 0)
             state.comparison = question_html + comparison
             busy = left.busy or right.busy
             return View(comparison=state.comparison + error_html, stoppable=busy)
@@ -423,8 +415,14 @@ def max_threshold(about: About) -> float:
 
     Args:
         about: Properties of the backend.
+
+    Raises:
+        OptionsError: The backend's threshold is infinite.
     """
-    return max(about.limits.max_threshold, about.acceptance.threshold)
+    threshold = about.acceptance.threshold
+    if math.isinf(threshold):
+        raise OptionsError(f"threshold must be finite for the web page's slider; got {threshold}")
+    return max(about.limits.max_threshold, threshold)
 
 
 def _validate_question(state: ChatState, message: Any) -> str:
@@ -438,19 +436,13 @@ def _validate_question(state: ChatState, message: Any) -> str:
     return question
 
 
-def _answer_message(answer: PartialAnswer, acceptance: AcceptanceConfig) -> str:
+def _answer_message(answer: PartialAnswer) -> str:
     queued = answer.busy and not answer.stats
-    note = "Waiting in the queue …" if queued else answer.summary(acceptance)
-    return rendering.message_html("assistant", answer.html(acceptance), note)
+    note = "Waiting in the queue …" if queued else answer.summary()
+    return rendering.message_html("assistant", answer.html(), note)
 
 
-def _comparison_html(
-    left: PartialAnswer,
-    right: PartialAnswer,
-    exact: AcceptanceConfig,
-    acceptance: AcceptanceConfig,
-    sampled: bool,
-) -> str:
+def _comparison_html(left: PartialAnswer, right: PartialAnswer, sampled: bool) -> str:
     complete = left.complete and right.complete
     index = rendering.first_difference(left.tokens, right.tokens, complete)
     difference = rendering.describe_difference(left.tokens, right.tokens, complete, sampled)
@@ -458,9 +450,10 @@ def _comparison_html(
         difference = f"Generating … {difference}"
     elif not complete:
         difference = f"Incomplete. {difference}"
+    fsd = right.acceptance
     return rendering.comparison_html(
-        (left.html(exact, index), right.html(acceptance, index)),
-        ("Exact (T = 0)", f"FSD (T = {acceptance.threshold:g}, {acceptance.divergence})"),
-        (left.summary(exact), right.summary(acceptance)),
+        (left.html(index), right.html(index)),
+        ("Exact (T = 0)", f"FSD (T = {fsd.threshold:g}, {fsd.divergence})"),
+        (left.summary(), right.summary()),
         difference,
     )

@@ -152,10 +152,8 @@ def check_template(measured: Measurements) -> Finding:
     error = math.hypot(_standard_error(before), _standard_error(best))
     if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_TAU_ERRORS * error):
         return Finding("chat template", "problem", evidence, step)
-    if unknown:
-        step = "check the chat_template of the target's tokenizer, or pass --conv-template"
-        return Finding("chat template", "note", evidence, step)
-    return Finding("chat template", "ok", evidence)
+    step = "check the chat_template of the target's tokenizer, or pass --conv-template"
+    return _note_if(bool(unknown), "chat template", evidence, step)
 
 
 def _target(agreement: Agreement) -> Finding:
@@ -165,10 +163,8 @@ def _target(agreement: Agreement) -> Finding:
     if share <= agreement.chance + CHANCE_MARGIN:
         step = "use a drafter that was trained for this target: only the shapes of this one fit, or"
         return Finding("target", "problem", evidence, f"{step} it is untrained")
-    if share < LOW_AGREEMENT:
-        step = "train the drafter further, on the target's own answers (--regenerate)"
-        return Finding("target", "note", evidence, step)
-    return Finding("target", "ok", evidence)
+    step = "train the drafter further, on the target's own answers (--regenerate)"
+    return _note_if(share < LOW_AGREEMENT, "target", evidence, step)
 
 
 def check_length(measured: Measurements) -> Finding:
@@ -187,10 +183,9 @@ def check_length(measured: Measurements) -> Finding:
         f" {last:.1%} at {long.first}-{long.last} tokens"
     )
     error = math.sqrt(first * (1.0 - first) / short.tokens + last * (1.0 - last) / long.tokens)
-    if first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * error):
-        step = "train the drafter on longer chats (--max-length)"
-        return Finding("context length", "note", evidence, step)
-    return Finding("context length", "ok", evidence)
+    falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * error)
+    step = "train the drafter on longer chats (--max-length)"
+    return _note_if(falls, "context length", evidence, step)
 
 
 def check_depth(measured: Measurements) -> Finding:
@@ -206,11 +201,9 @@ def check_depth(measured: Measurements) -> Finding:
     first = rows[0][1]
     later = sum(steps * share for steps, share in deep) / sum(steps for steps, _ in deep)
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
-    head = isinstance(measured.model.drafter, DraftHead)
-    if head and later < MIN_DEEP_RATIO * first:
-        step = "train the head on its own outputs: eagle-fsd train --unroll 3"
-        return Finding("depth", "note", evidence, step)
-    return Finding("depth", "ok", evidence)
+    falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
+    step = "train the head on its own outputs: eagle-fsd train --unroll 3"
+    return _note_if(falls, "depth", evidence, step)
 
 
 def check_tree(measured: Measurements) -> Finding:
@@ -222,9 +215,9 @@ def check_tree(measured: Measurements) -> Finding:
     depth = measured.model.tree.depth
     full = fmean([length == depth + 2 for length in complete_steps(measured.short)])
     evidence = f"{full:.0%} of the steps accept the longest path, {depth + 1} tokens"
-    if full > MAX_FULL_STEPS:
-        return Finding("tree", "note", evidence, f"try trees deeper than --depth {depth}")
-    return Finding("tree", "ok", evidence)
+    return _note_if(
+        full > MAX_FULL_STEPS, "tree", evidence, f"try trees deeper than --depth {depth}"
+    )
 
 
 @torch.no_grad()
@@ -259,10 +252,13 @@ def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) 
         f"{share:.1%} of {values.shape[1]:,} answer tokens are the target's most likely ones;"
         f" {excess:+.2f} nats per token compared with its own samples"
     )
-    if excess > MAX_EXCESS:
-        step = "train on the target's own answers: eagle-fsd train regenerate rewrites the chats"
-        return Finding("training text", "note", evidence, step)
-    return Finding("training text", "ok", evidence)
+    step = "train on the target's own answers: eagle-fsd train regenerate rewrites the chats"
+    return _note_if(excess > MAX_EXCESS, "training text", evidence, step)
+
+
+def _note_if(condition: bool, check: str, evidence: str, step: str) -> Finding:
+    """Return a note if a condition holds, and otherwise a finding without a step."""
+    return Finding(check, "note", evidence, step) if condition else Finding(check, "ok", evidence)
 
 
 def _compare(

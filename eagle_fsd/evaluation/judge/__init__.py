@@ -2,6 +2,6 @@
 
 Start with ``grading.py``, whose ``judge_answers`` rates single answers, or ``pairwise.py``, whose
 ``judge_pairs`` compares answers with exact decoding's; both write FastChat's judgment files.
-``prompts.py`` fills FastChat's prompts and reads the replies, ``tasks.py`` asks for the judgments
-that a file lacks, ``client.py`` sends the requests, and ``scores.py`` summarizes ratings.
+``prompts.py`` fills FastChat's prompts and reads the replies, ``client.py`` asks for the judgments
+that a file lacks, and ``scores.py`` summarizes ratings.
 """

@@ -1,9 +1,27 @@
-"""Send requests to a judge."""
+"""Ask a judge for what a file of judgments lacks.
+
+The judge is asked once for each prompt: equal prompts share its reply, so that a judge's noise does
+not tell equal answers apart. As with answer files, a process killed at any time loses no complete
+line.
+"""
 
 from __future__ import annotations
 
-from eagle_fsd.evaluation.judge.prompts import JudgeError, Prompt
-from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgeError, Prompt
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
+from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
 
 #: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
@@ -12,46 +30,187 @@ MAX_TOKENS = 2048
 JudgeEndpoint = Endpoint
 
 
-class JudgeClient:
-    """A client of one judge. It is thread-safe.
+@dataclass(frozen=True)
+class Reply:
+    """A judge's reply.
 
-    Args:
-        endpoint: The judge's endpoint.
-
-    Raises:
-        JudgeError: The package ``openai`` is not installed, or the URL is invalid.
+    Attributes:
+        text: The reply; "" if it has no content.
+        tstamp: Seconds since 1970.
     """
 
-    def __init__(self, endpoint: JudgeEndpoint) -> None:
-        self.endpoint = endpoint
-        try:
-            self._client = ChatClient(endpoint)
-        except EndpointError as error:
-            raise self._failure(error) from error
+    text: str
+    tstamp: float
 
-    def ask(self, prompt: Prompt) -> str:
-        """Request one judgment, decoded greedily.
+
+@dataclass(frozen=True)
+class Judged(ABC):
+    """A judgment of one turn, which a file holds as one line, with or without the judge's replies.
+
+    Attributes:
+        question_id: The question.
+        category: The question's category.
+        model: Name of the method; FastChat calls this field the model.
+        turn: The turn, from 1.
+        judge: The judge's name.
+        answer_ids: The ids of the answers that are judged.
+        prompts: The requests to the judge.
+        replies: The reply to each request; empty if the judge has not been asked.
+    """
+
+    question_id: int | str
+    category: str
+    model: str
+    turn: int
+    judge: str
+    answer_ids: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
+    replies: tuple[Reply, ...] = ()
+
+    #: Keys of a line that tell which judgment it holds.
+    KEYS: ClassVar[tuple[str, ...]]
+
+    @property
+    def requests(self) -> tuple[Prompt, ...]:
+        """The requests that have no reply."""
+        return () if self.replies else self.prompts
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Hashable, ...]:
+        """The values of :attr:`KEYS`."""
+
+    @abstractmethod
+    def as_record(self) -> Record:
+        """Return the line with FastChat's keys and the answers' ids."""
+
+    @abstractmethod
+    def saved_replies(self, record: Record) -> tuple[Reply, ...]:
+        """Return the replies in a line of the file.
 
         Args:
-            prompt: The messages to send.
-
-        Returns:
-            The judge's reply; "" if it has no content.
-
-        Raises:
-            JudgeError: The endpoint cannot be reached or rejects the request.
+            record: The line.
         """
-        messages = [
-            {"role": "system", "content": prompt.system},
-            {"role": "user", "content": prompt.user},
-        ]
-        try:
-            return self._client.complete(messages, temperature=0, max_tokens=MAX_TOKENS)
-        except EndpointError as error:
-            raise self._failure(error) from error
 
-    def _failure(self, error: EndpointError) -> JudgeError:
-        return JudgeError(
-            f"the judge {self.endpoint.model} at {self.endpoint.redacted_url} failed ({error});"
-            " answers and judgments so far are saved: run the same command again to resume"
-        )
+
+Result = TypeVar("Result", bound=Judged)
+
+
+def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) -> Path:
+    """Return the path of a judge's judgment file.
+
+    Args:
+        out: The folder of the evaluation.
+        judge: The judge's name.
+        mode: Whether the file holds ratings or comparisons.
+    """
+    return Path(out) / "model_judgment" / f"{judge.replace('/', '_')}_{mode}.jsonl"
+
+
+def judged_turns(
+    questions: Sequence[Question], *records: Sequence[Record]
+) -> Iterator[tuple[Question, int, list[list[str]], tuple[str, ...]]]:
+    """Yield the turns to judge.
+
+    Args:
+        questions: The questions that were answered.
+        *records: The answers of one or several methods.
+
+    Yields:
+        The question and the turn, from 1; the turns of each method's answer, and the answers' ids.
+        Questions without an answer of every method are skipped.
+    """
+    by_id = [{record["question_id"]: record for record in found} for found in records]
+    for question in questions:
+        if all(question.question_id in found for found in by_id):
+            same = [found[question.question_id] for found in by_id]
+            answers = [record["choices"][0]["turns"] for record in same]
+            ids = tuple(record["answer_id"] for record in same)
+            for turn in range(1, min(len(question.turns), MAX_TURNS, *map(len, answers)) + 1):
+                yield question, turn, answers, ids
+
+
+def ask(
+    endpoint: JudgeEndpoint,
+    wanted: Sequence[Result],
+    path: Path,
+    parallel: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Result]:
+    """Make all judgments that a file does not hold yet, and add them to it.
+
+    A line of the file is discarded if another one would be written now, because the answer or the
+    prompt has changed. Lines of other judgments are kept at the end.
+
+    Args:
+        endpoint: The judge, which decodes greedily.
+        wanted: The judgments to make, at least without replies.
+        path: The file.
+        parallel: Maximum number of concurrent requests.
+        progress: Called after each judgment with the number of judgments so far and the total.
+
+    Returns:
+        The judgments with replies; the file has the same order at the end.
+
+    Raises:
+        JudgeError: The endpoint cannot be reached or rejects a request, or the package ``openai``
+            is not installed; the judgments so far are saved.
+        ValueError: ``parallel`` is below 1.
+    """
+    if parallel < 1:
+        raise ValueError(f"parallel must be at least 1; got {parallel}")
+    truncate_partial_line(path)
+    lines: list[Record] = read_jsonl(path) if path.exists() else []
+
+    def key_of(line: Record) -> tuple[Hashable, ...]:
+        return tuple(line[name] for name in wanted[0].KEYS) if wanted else ()
+
+    saved = {key_of(line): line for line in lines}
+    done: dict[Hashable, Result] = {}
+    known: dict[Prompt, Reply] = {}
+    for item in wanted:
+        record = saved.get(item.key)
+        if record is not None:
+            judged = replace(item, replies=item.replies or item.saved_replies(record))
+            if judged.as_record() == record:
+                done[item.key] = judged
+                known.update(zip(item.requests, judged.replies, strict=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def finish(item: Result) -> None:
+        replies = item.replies or tuple(known[prompt] for prompt in item.prompts)
+        judged = done[item.key] = replace(item, replies=replies)
+        append_line(path, json.dumps(judged.as_record()))
+        if progress is not None:
+            progress(len(done), len(wanted))
+
+    waiting: dict[Prompt, list[Result]] = defaultdict(list)
+    for item in wanted:
+        if item.key not in done:
+            missing = [prompt for prompt in dict.fromkeys(item.requests) if prompt not in known]
+            for prompt in missing:
+                waiting[prompt].append(item)
+            if not missing:
+                finish(item)
+    if waiting:
+        try:
+            client = ChatClient(endpoint)
+
+            def complete(prompt: Prompt) -> str:
+                return client.complete(prompt.messages(), temperature=0, max_tokens=MAX_TOKENS)
+
+            with closing(map_concurrently(complete, waiting, parallel)) as found:
+                for prompt, text in found:
+                    known[prompt] = Reply(text, time.time())
+                    for item in waiting[prompt]:
+                        if all(needed in known for needed in item.prompts):
+                            finish(item)
+        except EndpointError as error:
+            raise JudgeError(
+                f"the judge {endpoint.model} at {endpoint.redacted_url} failed ({error});"
+                " answers and judgments so far are saved: run the same command again to resume"
+            ) from error
+    others = [line for line in lines if key_of(line) not in done]
+    records = [*(done[item.key].as_record() for item in wanted), *others]
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
+    return [done[item.key] for item in wanted]

@@ -9,15 +9,21 @@ section 3.4).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
-from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgePrompts, Prompt, parse_winner
-from eagle_fsd.evaluation.judge.tasks import Reply, run_tasks
+from eagle_fsd.evaluation.judge.client import (
+    Judged,
+    JudgeEndpoint,
+    Reply,
+    ask,
+    judged_turns,
+    judgment_file,
+)
+from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
 from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import loss_bound
@@ -29,28 +35,23 @@ LIMIT_ERROR = 0.05
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Judged):
     """A method's answer to one turn, compared with the baseline's in both orders.
 
+    The first request has the method's answer first, the second one the baseline's.
+
     Attributes:
-        question_id: The question.
-        model: Name of the method; FastChat calls this field the model.
         baseline: The method to compare with.
-        turn: The turn, from 1.
-        judge: The judge's name.
-        prompts: The two requests: the method's answer first, then the baseline's answer first.
-        replies: The judge's reply to each.
-        answer_ids: The ids of both answers.
     """
 
-    question_id: int | str
-    model: str
-    baseline: str
-    turn: int
-    judge: str
-    prompts: tuple[Prompt, Prompt]
-    replies: tuple[Reply, Reply]
-    answer_ids: tuple[str, str]
+    baseline: str = "exact"
+
+    KEYS = ("model_1", "model_2", "question_id", "turn")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """See :attr:`Judged.key`."""
+        return self.model, self.baseline, self.question_id, self.turn
 
     @property
     def winners(self) -> tuple[str, str]:
@@ -71,7 +72,7 @@ class Comparison:
         return {"model_1": 1, "model_2": -1, "tie": 0}[self.winners[0]]
 
     def as_record(self) -> Record:
-        """Return the comparison with FastChat's keys and the answers' ids."""
+        """See :meth:`Judged.as_record`."""
         (first, second), (own, other) = self.prompts, self.replies
         return {
             "question_id": self.question_id,
@@ -89,55 +90,9 @@ class Comparison:
             "answer_ids": list(self.answer_ids),
         }
 
-
-@dataclass(frozen=True)
-class _Task:
-    """A comparison to make; ``same`` tells whether the conversations are identical."""
-
-    question_id: int | str
-    model: str
-    baseline: str
-    turn: int
-    judge: str
-    both: tuple[Prompt, Prompt]
-    answer_ids: tuple[str, str]
-    same: bool
-
-    @property
-    def key(self) -> tuple[str, str, int | str, int]:
-        return self.model, self.baseline, self.question_id, self.turn
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return () if self.same else self.both
-
-    def judgment(self, replies: Sequence[Reply]) -> Comparison:
-        first, second = replies or (Reply(IDENTICAL, 0.0), Reply(IDENTICAL, 0.0))
-        return Comparison(
-            self.question_id,
-            self.model,
-            self.baseline,
-            self.turn,
-            self.judge,
-            self.both,
-            (first, second),
-            self.answer_ids,
-        )
-
-    def saved_replies(self, record: Record) -> list[Reply]:
-        if self.same:
-            return []
-        return [Reply(record[f"g{order}_judgment"], record["tstamp"]) for order in (1, 2)]
-
-
-def comparison_file(out: str | Path, judge: str) -> Path:
-    """Return the path of a judge's comparison file.
-
-    Args:
-        out: The folder of the evaluation.
-        judge: The judge's name.
-    """
-    return Path(out) / "model_judgment" / f"{judge.replace('/', '_')}_pair.jsonl"
+    def saved_replies(self, record: Record) -> tuple[Reply, ...]:
+        """See :meth:`Judged.saved_replies`."""
+        return tuple(Reply(record[f"g{order}_judgment"], record["tstamp"]) for order in (1, 2))
 
 
 def judge_pairs(
@@ -173,32 +128,22 @@ def judge_pairs(
         QuestionSetError: The prompts or reference answers cannot be downloaded.
         ValueError: ``parallel`` is below 1.
     """
-    prompts = JudgePrompts.load(questions)
-    by_id = {name: {item["question_id"]: item for item in found} for name, found in records.items()}
-    tasks = []
+    prompts, judge = JudgePrompts.load(questions), endpoint.model
+    wanted = []
     for model in records:
-        for question in questions:
-            pair = [by_id[name].get(question.question_id) for name in (model, baseline)]
-            if model == baseline or None in pair:
-                continue
-            own, other = (record["choices"][0]["turns"] for record in pair if record)
-            ids = tuple(record["answer_id"] for record in pair if record)
-            for turn in range(1, min(len(question.turns), MAX_TURNS) + 1):
-                both = (
-                    prompts.fill_pair(question, own, other, turn),
-                    prompts.fill_pair(question, other, own, turn),
-                )
-                place = question.question_id, model, baseline, turn
-                same = own[:turn] == other[:turn]
-                tasks.append(_Task(*place, endpoint.model, both, (ids[0], ids[1]), same))
-    return run_tasks(
-        endpoint,
-        tasks,
-        comparison_file(out, endpoint.model),
-        lambda line: (line["model_1"], line["model_2"], line["question_id"], line["turn"]),
-        parallel,
-        progress,
-    )
+        if model == baseline:
+            continue
+        pairs = judged_turns(questions, records[model], records[baseline])
+        for question, turn, (own, other), ids in pairs:
+            both = (
+                prompts.fill(question, turn, own, other),
+                prompts.fill(question, turn, other, own),
+            )
+            same = own[:turn] == other[:turn]
+            replies = (Reply(IDENTICAL, 0.0),) * 2 if same else ()
+            place = question.question_id, question.category, model, turn
+            wanted.append(Comparison(*place, judge, ids, both, replies, baseline))
+    return ask(endpoint, wanted, judgment_file(out, judge, "pair"), parallel, progress)
 
 
 def pair_summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Any]]:

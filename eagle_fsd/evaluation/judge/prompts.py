@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.question import Message, Question
 from eagle_fsd.evaluation.questions.sets import JUDGE_PROMPTS, REFERENCE_ANSWERS, fetch
 
 #: Categories whose answers are judged together with a reference answer.
@@ -27,8 +27,15 @@ NO_RATING = -1
 
 Winner = Literal["A", "B", "tie", "error"]
 _WINNERS: dict[str, Winner] = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
-_Fields = dict[str, str]
 _RATINGS = (re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]"))
+
+
+#: What precedes and follows the messages before the first turn.
+CONTEXT_START = (
+    "[The Start of Context]\nThese messages precede the user's first question. The assistant has"
+    " seen them and should follow them. They are not part of what you evaluate.\n"
+)
+CONTEXT_END = "[The End of Context]\n\n"
 
 
 class JudgeError(ValueError):
@@ -48,6 +55,11 @@ class Prompt:
     name: str
     system: str
     user: str
+
+    def messages(self) -> list[Message]:
+        """Return the messages of the request."""
+        contents = {"system": self.system, "user": self.user}
+        return [{"role": role, "content": content} for role, content in contents.items()]
 
 
 class JudgePrompts:
@@ -88,66 +100,51 @@ class JudgePrompts:
             raise JudgeError(f"{path} contains a line that is not a FastChat answer") from error
         return cls(templates, references)
 
-    def fill(self, question: Question, answers: Sequence[str], turn: int) -> Prompt:
-        """Fill the prompt for one turn.
+    def fill(self, question: Question, turn: int, *answers: Sequence[str]) -> Prompt:
+        """Fill the prompt that rates one answer, or compares two.
 
         If the category requires a reference answer but there is none, the prompt without a
-        reference is used.
+        reference is used. FastChat's prompts have no field for messages before the first turn: they
+        are put before the prompt.
 
         Args:
             question: The question.
-            answers: The answers to all turns up to ``turn``.
             turn: The turn to judge, 1 or 2.
+            *answers: One answer, or those of assistants A and B: all turns up to ``turn``.
 
         Raises:
             JudgeError: The prompt template is missing or invalid.
         """
-        # The templates for the second turn number their fields, those for the first do not.
-        fields = {"question": question.turns[0], "answer": answers[0]}
-        fields |= {f"answer_{index + 1}": answers[index] for index in range(turn)}
-        return self._fill("single-v1", "single-math-v1", question, turn, fields)
-
-    def fill_pair(
-        self, question: Question, first: Sequence[str], second: Sequence[str], turn: int
-    ) -> Prompt:
-        """Fill the prompt that compares two answers.
-
-        Args:
-            question: The question.
-            first: The answers of assistant A to all turns up to ``turn``.
-            second: The answers of assistant B.
-            turn: The turn to judge, 1 or 2.
-
-        Raises:
-            JudgeError: The prompt template is missing or invalid.
-        """
-        fields = {"question": question.turns[0], "answer_a": first[0], "answer_b": second[0]}
-        for index in range(turn):
-            fields[f"answer_a_{index + 1}"] = first[index]
-            fields[f"answer_b_{index + 1}"] = second[index]
-        return self._fill("pair-v2", "pair-math-v1", question, turn, fields)
-
-    def _fill(
-        self, name: str, name_with_reference: str, question: Question, turn: int, fields: _Fields
-    ) -> Prompt:
-        """Fill one of two templates, with the question's turns and reference answers."""
+        single = len(answers) == 1
+        turns: dict[str, Sequence[str]] = {"question": question.turns}
+        turns |= zip(["answer"] if single else ["answer_a", "answer_b"], answers, strict=True)
+        name = "single-v1" if single else "pair-v2"
         reference = self.references.get(question.question_id, [])
-        with_reference = question.category in REFERENCE_CATEGORIES and len(reference) >= turn
-        name = name_with_reference if with_reference else name
+        if question.category in REFERENCE_CATEGORIES and len(reference) >= turn:
+            turns["ref_answer"] = reference
+            name = "single-math-v1" if single else "pair-math-v1"
         if turn > 1:
             name += "-multi-turn"
+        # The templates for the second turn number their fields, those for the first do not.
+        fields = {field: texts[0] for field, texts in turns.items()}
         for index in range(turn):
-            fields[f"question_{index + 1}"] = question.turns[index]
-            if with_reference:
-                fields[f"ref_answer_{index + 1}"] = reference[index]
+            fields |= {f"{field}_{index + 1}": texts[index] for field, texts in turns.items()}
         try:
             template = self.templates[name]
             user = template["prompt_template"].format(**fields)
-            return Prompt(name, template["system_prompt"], user)
+            return Prompt(name, template["system_prompt"], _context_text(question) + user)
         except (KeyError, IndexError, ValueError) as error:
             raise JudgeError(
                 f"the prompt {name} of {JUDGE_PROMPTS.file} is missing or invalid ({error!r})"
             ) from error
+
+
+def _context_text(question: Question) -> str:
+    """Format the messages before the first turn; "" if there are none."""
+    if not question.context:
+        return ""
+    messages = [f"### {role.capitalize()}:\n{content}\n" for role, content in question.context]
+    return "\n".join([CONTEXT_START, *messages, CONTEXT_END])
 
 
 def parse_rating(judgment: str) -> int | float:

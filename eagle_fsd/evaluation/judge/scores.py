@@ -45,11 +45,7 @@ def judge_summary(
             change = {
                 key: scores[key] - score for key, score in baseline_scores.items() if key in scores
             }
-            row[f"against_{baseline}"] = {
-                "score_change": _mean(change),
-                "score_change_interval": _interval(change),
-                "turns": len(change),
-            }
+            row[f"against_{baseline}"] = {**_mean(change, "score_change"), "turns": len(change)}
         summary[method] = row
     return summary
 
@@ -73,30 +69,22 @@ def _scores(judgments: Sequence[Judgment]) -> _Scores:
 def _summarize(judgments: Sequence[Judgment]) -> dict[str, Any]:
     """Return the mean score, its interval, and the numbers of turns with and without a rating."""
     scores = _scores(judgments)
-    return {
-        "score": _mean(scores),
-        "score_interval": _interval(scores),
-        "rated": len(scores),
-        "unrated": len(judgments) - len(scores),
-    }
+    unrated = len(judgments) - len(scores)
+    return {**_mean(scores, "score"), "rated": len(scores), "unrated": unrated}
 
 
-def _mean(values: _Scores) -> float | None:
-    """Return the mean; None without values."""
-    return sum(values.values()) / len(values) if values else None
-
-
-def _interval(values: _Scores) -> list[float] | None:
-    """Return the interval of the mean over turns; None below two questions.
+def _mean(values: _Scores, name: str) -> dict[str, Any]:
+    """Return the mean over turns by name, and its interval; None below one and two questions.
 
     The turns of a question count as one sample: the question's influence on the mean.
     """
-    mean = _mean(values)
-    if mean is None:
-        return None
+    if not values:
+        return Mean.of([]).as_dict(name)
+    mean = sum(values.values()) / len(values)
     count = len({question for question, _ in values})
     influence: dict[int | str, float] = defaultdict(float)
     for (question, _), value in values.items():
         influence[question] += (value - mean) * count / len(values)
     interval = Mean.of(list(influence.values())).interval
-    return [mean + limit for limit in interval] if interval else None
+    limits = [mean + limit for limit in interval] if interval else None
+    return {name: mean, f"{name}_interval": limits}

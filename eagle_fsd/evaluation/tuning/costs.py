@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
+from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.lengths import capacity
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import TreeConfig
@@ -28,6 +30,8 @@ LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
 STEPS, SECONDS = 5, 0.05
+#: Tokens after which a measurement ends in any case.
+MAX_TOKENS = 4096
 #: Every measurement is repeated; the fastest counts, because other processes only add time.
 ROUNDS = 7
 
@@ -128,18 +132,18 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
         method: The method.
         prompt: Index of the first prompt.
     """
-    ids, mask = workload.batch(prompt, workload.config.batch)
+    prompts = workload.take(prompt, workload.config.batch)
     pair = method.pair_for(workload.pair())
-    room = workload.model.target.context_length - ids.shape[1]
-    decoder = "ar" if method.decoder == "ar" else "fsd"
-    with pair.stream(ids, mask, min(room, 4096), eos_token_id=[], method=decoder) as generation:
-        stats = generation.stats
-        spent: list[float] = []
-        for _ in generation:
-            if stats.passes > len(spent):  # the first row's part of a step
-                parts = (value for phase, value in stats.seconds.items() if phase != "prefill")
-                spent.append(sum(parts))
-            if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
-                break
+    room = workload.model.target.context_length - max(map(len, prompts))
+    batch = pair.batch(len(prompts))
+    for ids in prompts:
+        batch.add(pair.request(ids, min(room, MAX_TOKENS), method=method.decoder, eos_token_id=[]))
+    spent: list[float] = []
+    while len(batch) and not (len(spent) > STEPS and spent[-1] - spent[0] > SECONDS):
+        for answer, _ in batch.step():
+            if answer.error is not None:
+                raise answer.error
+        parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
+        spent.append(from_first(pair.target, partial(sum, parts)))
     first, last, steps = spent[0], spent[-1], len(spent) - 1
     return (last - first) / steps if steps else first

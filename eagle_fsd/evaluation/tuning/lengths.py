@@ -146,9 +146,8 @@ class LengthRecorder:
             pair, found = self.workload.pair(), []
             for first in range(0, len(self.workload.prompts), self.batch):
                 count = min(self.batch, len(self.workload.prompts) - first)
-                out, _ = self.workload.decode(pair, method, first, count)
-                assert out.stats is not None
-                found += out.stats.accepted
+                answers, _ = self.workload.decode(pair, method, first, count)
+                found += [answer.stats.accepted[0] for answer in answers]
             self._known[key] = found
             append_line(self.path, json.dumps({"key": key, "accepted": found}))
         return self._known[key]

@@ -57,9 +57,9 @@ class Runner:
             group: Its index.
         """
         size = self.workload.config.batch
-        out, seconds = self.workload.decode(self._pair, self.method, group * size, size)
-        self.timings.append((seconds, sum(map(len, out.tokens))))
-        self.steps += out.stats.steps if out.stats else 0
+        answers, seconds = self.workload.decode(self._pair, self.method, group * size, size)
+        self.timings.append((seconds, sum(len(answer.tokens) for answer in answers)))
+        self.steps += sum(answer.stats.steps for answer in answers)
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,10 +68,9 @@ class Runner:
         return float(tokens / seconds)
 
     @property
-    def tau(self) -> float | None:
-        """Tokens per target pass so far; None if the method does not report passes."""
-        tokens = sum(count for _, count in self.timings)
-        return tokens / self.steps if self.steps else None
+    def tau(self) -> float:
+        """Tokens per target pass so far."""
+        return sum(count for _, count in self.timings) / self.steps
 
     def over(self, other: Runner) -> Ratio:
         """Compare speeds on the prompts that both have answered.

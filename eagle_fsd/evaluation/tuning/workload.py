@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import StopStringCriteria
 
 from eagle_fsd.evaluation.config import EvaluationConfig
-from eagle_fsd.evaluation.methods import Method, MethodOutput, decode, synchronize
+from eagle_fsd.evaluation.methods import Method, synchronize
+from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.pipeline import Completion, EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 
 
@@ -51,9 +52,7 @@ class Workload:
             raise ValueError(f"every prompt fills the target's context of {room} tokens")
         self._eos = [*model.eos_token_ids, *chat_template.stop_token_ids]
         stop = list(chat_template.stop)
-        self._criteria = StoppingCriteriaList(
-            [StopStringCriteria(model.tokenizer, stop)] if stop else []
-        )
+        self._criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
 
     def with_model(self, model: EagleFSD) -> Workload:
         """Return the same prompts for another copy of the pair, such as one in bfloat16.
@@ -96,47 +95,42 @@ class Workload:
         pair.drafter = self.model.drafter.fresh().attach(pair.target)
         return pair
 
-    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return token ids and attention mask of some prompts, padded on the left.
+    def take(self, first: int, count: int) -> list[Tensor]:
+        """Return some prompts.
 
         Args:
             first: Index of the first prompt; indices beyond the last prompt start again.
             count: Number of prompts.
         """
-        chosen = [self.prompts[(first + at) % len(self.prompts)] for at in range(count)]
-        padded = self.model.tokenizer.pad(
-            {"input_ids": [prompt.tolist() for prompt in chosen]},
-            padding_side="left",
-            return_tensors="pt",
-        ).to(self.model.target.device)
-        return padded["input_ids"], padded["attention_mask"]
+        return [self.prompts[(first + at) % len(self.prompts)] for at in range(count)]
 
     def decode(
         self, pair: EagleFSD, method: Method, first: int, count: int
-    ) -> tuple[MethodOutput, float]:
-        """Decode some prompts in one call.
+    ) -> tuple[list[Completion], float]:
+        """Decode some prompts at once.
 
         Args:
             pair: The pair to decode with, see :meth:`pair`.
             method: The method.
-            first: Index of the first prompt, see :meth:`batch`.
+            first: Index of the first prompt, see :meth:`take`.
             count: Number of prompts.
 
         Returns:
-            The output, and the seconds it took.
+            The answers in the order of the prompts, and the seconds they took.
         """
-        ids, mask = self.batch(first, count)
         synchronize(pair)
         begin = time.perf_counter()
-        out = decode(
-            pair,
-            method,
-            ids,
-            mask,
-            self.config.sampling(self.config.seed + first),
+        answers = method.pair_for(pair).generate_many(
+            self.take(first, count),
             self.config.max_new_tokens,
-            self._eos,
-            self._criteria,
+            max_batch=count,
+            sampling=self.config.sampling(self.config.seed + first),
+            rule=method.rule_for(pair),
+            method=method.decoder,
+            eos_token_id=self._eos,
+            stopping_criteria=self._criteria,
         )
+        found = sorted(answers, key=lambda answer: answer.index)
         synchronize(pair)
-        return out, time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        return found, from_first(pair.target, lambda: seconds)

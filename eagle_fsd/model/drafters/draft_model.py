@@ -4,7 +4,8 @@ It drafts trees by EAGLE-2's expansion over its own distributions, or, with ``to
 At temperatures above 0 a chain is sampled from its distributions, as in Leviathan et al.
 (arXiv 2211.17192) and in the FSD paper (arXiv 2502.20704).
 
-The depth is that of :class:`TreeConfig`, or adapts below it; see :class:`AdaptiveState`.
+The depth is that of :class:`TreeConfig`, or adapts below it; see :mod:`~eagle_fsd.model.depth` and
+:class:`AdaptiveState`.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``K`` nodes per level, ``L`` visible slots of the cache,
 ``H`` hidden size of the draft model, ``V`` vocabulary of the target.
@@ -45,7 +46,8 @@ class DraftModel(LevelDrafter):
     target's get probability 0.
 
     The depth of the trees adapts if ``num_assistant_tokens_schedule`` in the model's generation
-    configuration is one of :data:`ADAPTIVE_SCHEDULES`, as in Hugging Face's assisted generation.
+    configuration is one of :data:`ADAPTIVE_SCHEDULES`, as in Hugging Face's assisted generation,
+    unless ``depth="auto"`` replaces that.
 
     Args:
         model: An unmodified Hugging Face causal LM with the target's tokenizer.
@@ -122,7 +124,7 @@ class DraftModel(LevelDrafter):
         check_target(self._inner)
         config = self.model.generation_config
         adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
-        state = AdaptiveState if adaptive else LevelState
+        state = AdaptiveState if adaptive and not tree.adaptive else LevelState
         return state(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:

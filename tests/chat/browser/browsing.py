@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import pytest
+from processes import QUESTION
 
 pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
 pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
@@ -18,13 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from eagle_fsd.chat.backend import (
-    HEARTBEAT_INTERVAL,
-    BackendError,
-    LocalBackend,
-    Token,
-    Update,
-)
+from eagle_fsd.chat.backend import HEARTBEAT_INTERVAL, BackendError, LocalBackend, Token, Update
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -40,7 +35,6 @@ MARKS = [
 
 #: Seconds to wait for anything on a busy machine.
 TIMEOUT = 60
-QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 WIDE, NARROW = (1400, 900), (400, 800)
 
 
@@ -68,6 +62,11 @@ class ControlledBackend:
         self.endless = False
         self.error = ""
         self.requests: list[tuple[dict[str, Any], str]] = []
+
+    def reply(self, *texts: str, **behavior: Any) -> None:
+        """Answer with tokens of these texts; ``behavior`` sets attributes."""
+        self.answer = [Token(number, text, "exact") for number, text in enumerate(texts)]
+        vars(self).update(behavior)
 
     async def stream(
         self, params: Mapping[str, Any], method: str = "fsd"
@@ -107,10 +106,11 @@ class PageObject:
     Args:
         driver: Selenium's driver.
         address: The page's URL.
+        backend: The page's backend.
     """
 
-    def __init__(self, driver: Any, address: str) -> None:
-        self.driver, self.address = driver, address
+    def __init__(self, driver: Any, address: str, backend: ControlledBackend) -> None:
+        self.driver, self.address, self.backend = driver, address, backend
 
     def open(self, size: tuple[int, int] = WIDE, dark: bool = False) -> None:
         """Load the page anew, in a window of the given size."""
@@ -205,6 +205,13 @@ class PageObject:
         field = self.find(f"#fsd-{name} input[type=number]")
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(value, Keys.TAB)
+
+    def choose_divergence(self, name: str) -> None:
+        """Choose a divergence by typing its name."""
+        field = self.find("#fsd-divergence input")
+        field.click()
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(name, Keys.ENTER)
 
     def horizontal_overflow(self) -> int:
         """Return by how many pixels the page is wider than the window."""

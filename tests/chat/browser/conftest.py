@@ -99,4 +99,4 @@ def page(
     """The page, not loaded yet."""
     from .browsing import PageObject
 
-    return PageObject(driver, server[1])
+    return PageObject(driver, server[1], backend)

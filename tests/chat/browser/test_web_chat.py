@@ -11,24 +11,14 @@ from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.chat.web.rendering import NONE
 
-from .browsing import (
-    MARKS,
-    NARROW,
-    QUESTION,
-    TIMEOUT,
-    ActionChains,
-    By,
-    ControlledBackend,
-    Keys,
-    PageObject,
-)
+from .browsing import MARKS, NARROW, QUESTION, TIMEOUT, ActionChains, By, Keys, PageObject
 
 pytestmark = MARKS
 
 
-def test_answers_stream_with_their_stats(page: PageObject, backend: ControlledBackend) -> None:
+def test_answers_stream_with_their_stats(page: PageObject) -> None:
     page.open()
-    backend.pause = 0.03
+    page.backend.pause = 0.03
     page.execute(
         """
         window.states = [];
@@ -50,7 +40,7 @@ def test_answers_stream_with_their_stats(page: PageObject, backend: ControlledBa
     counts = {int(tokens) for busy, _, tokens in states if busy == "true" and tokens.isdigit()}
     assert len(counts) > 10
     # The autoregressive baseline follows.
-    backend.pause = 0.0
+    page.backend.pause = 0.0
     page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
     speed, tau = page.execute(
         "return [...document.querySelectorAll('.fsd-stats tbody td:last-child')]"
@@ -58,32 +48,29 @@ def test_answers_stream_with_their_stats(page: PageObject, backend: ControlledBa
     )[:2]
     assert float(speed) > 0
     assert tau == "1.00"
-    (answered, _), (measured, method) = backend.requests
+    (answered, _), (measured, method) = page.backend.requests
     assert method == "ar"
     assert measured["prompt"] == answered["prompt"]
     assert page.find("#fsd-box textarea").get_attribute("value") == ""
 
 
-def test_controls_set_the_request(page: PageObject, backend: ControlledBackend) -> None:
+def test_controls_set_the_request(page: PageObject) -> None:
     page.open()
     page.set_slider("threshold", "0.4")
     page.set_slider("min-ratio", "0.25")
     page.set_slider("temperature", "0.5")
     page.set_slider("max-new-tokens", "20")
     page.find("#fsd-min-ratio input[type=range]").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    divergence = page.find("#fsd-divergence input")
-    divergence.click()
-    divergence.send_keys(Keys.CONTROL, "a")
-    divergence.send_keys("tv", Keys.ENTER)
+    page.choose_divergence("tv")
     page.ask()
-    params, _ = backend.requests[0]
+    params, _ = page.backend.requests[0]
     acceptance = {name: params["fsd"][name] for name in ("threshold", "divergence", "min_ratio")}
     assert acceptance == {"threshold": 0.4, "divergence": "tv", "min_ratio": 0.27}
     assert (params["temperature"], params["max_new_tokens"]) == (0.5, 20)
     assert "T = 0.4" in page.find("#fsd-live .fsd-note").text
     page.set_slider("threshold", "0")
     page.ask()
-    thresholds = [params["fsd"]["threshold"] for params, _ in backend.requests]
+    thresholds = [params["fsd"]["threshold"] for params, _ in page.backend.requests]
     assert 0 in thresholds[-2:]  # the last request may be the baseline's
     assert page.find_all("#fsd-live .fsd-answer .fsd-fuzzy") == []
     maxima = [
@@ -130,22 +117,22 @@ def test_compare_marks_the_first_difference(page: PageObject) -> None:
     assert page.find_all(".fsd-differs") == []
 
 
-def test_stop_is_enabled_only_while_it_works(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer, backend.endless = [Token(1, "So", "exact")], True
+def test_stop_is_enabled_only_while_it_works(page: PageObject) -> None:
+    page.backend.reply("So", endless=True)
     page.open()
     stop = page.find("#fsd-stop")
     assert not stop.is_enabled()
     assert stop.value_of_css_property("cursor") == "not-allowed"
     for ask in (lambda: page.ask(wait=False), page.compare):
         ask()
-        page.wait_until(lambda: backend.active == 1 and stop.is_enabled())
+        page.wait_until(lambda: page.backend.active == 1 and stop.is_enabled())
         stop.click()
-        page.wait_until(lambda: backend.active == 0 and not stop.is_enabled())
+        page.wait_until(lambda: page.backend.active == 0 and not stop.is_enabled())
         assert page.execute("return document.activeElement.tagName") == "TEXTAREA"
         time.sleep(BASELINE_DELAY)  # Gradio ignores clicks until the event has ended
-    backend.endless = False
+    page.backend.endless = False
     page.ask("More")
-    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
     page.wait_until(lambda: not stop.is_enabled())
 
 
@@ -164,11 +151,9 @@ def test_answers_are_exported_as_a_file(page: PageObject, tmp_path: Path) -> Non
     assert {token["origin"] for token in answer["tokens"]} == {"exact", "fuzzy", "target"}
 
 
-def test_strip_shows_the_tokens_that_would_flip(
-    page: PageObject, backend: ControlledBackend
-) -> None:
+def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:
     """The line follows the slider in the browser, without a request."""
-    backend.answer = [
+    page.backend.answer = [
         Token(1, "one", "exact", 0.01),
         Token(2, " two", "fuzzy", 0.15),
         Token(3, " three", "target", 0.3),
@@ -179,10 +164,10 @@ def test_strip_shows_the_tokens_that_would_flip(
     page.open()
     page.set_slider("threshold", "0.2")
     page.ask()
-    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
     page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
     count = "return performance.getEntriesByType('resource').length"
-    before, requests = page.execute(count), len(backend.requests)
+    before, requests = page.execute(count), len(page.backend.requests)
     line = (
         "return parseFloat(getComputedStyle(document.querySelector('.fsd-bars'), '::after').bottom)"
     )
@@ -212,18 +197,15 @@ def test_strip_shows_the_tokens_that_would_flip(
     ActionChains(page.driver).move_to_element(page.find_all(".fsd-bar")[2]).perform()
     assert "“ three”" in page.find("#fsd-inspector").text
     assert page.execute(count) == before
-    assert len(backend.requests) == requests
+    assert len(page.backend.requests) == requests
     # Values of another divergence cannot be compared.
-    divergence = page.find("#fsd-divergence input")
-    divergence.click()
-    divergence.send_keys(Keys.CONTROL, "a")
-    divergence.send_keys("tv", Keys.ENTER)
+    page.choose_divergence("tv")
     page.wait_until(lambda: "The strip shows js" in page.find(".fsd-flips").text)
     assert page.find_all(".fsd-flip") == []
 
 
-def test_strip_of_a_long_answer_scrolls(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
+def test_strip_of_a_long_answer_scrolls(page: PageObject) -> None:
+    page.backend.answer = [Token(number, " word", "fuzzy", 0.01) for number in range(300)]
     page.open(NARROW)
     page.ask()
     assert page.horizontal_overflow() <= 0
@@ -235,8 +217,8 @@ def test_strip_of_a_long_answer_scrolls(page: PageObject, backend: ControlledBac
     assert bar.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
 
 
-def test_new_chat_removes_the_messages(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer = [Token(1, "Hi", "exact")]
+def test_new_chat_removes_the_messages(page: PageObject) -> None:
+    page.backend.reply("Hi")
     page.open()
     page.ask("Hello!")
     page.ask("Hello again!")
@@ -247,30 +229,28 @@ def test_new_chat_removes_the_messages(page: PageObject, backend: ControlledBack
     assert len(page.find_all("#fsd-chat .fsd-answer")) == 1
 
 
-def test_new_chat_cancels_the_baseline(page: PageObject, backend: ControlledBackend) -> None:
+def test_new_chat_cancels_the_baseline(page: PageObject) -> None:
     """Gradio renders the last view of an event again at its end: not the old chat's stats."""
-    backend.answer = [Token(number, f" {number}", "exact") for number in range(50)]
+    page.backend.reply(*map(str, range(50)))
     page.open()
     page.ask("Count")
-    backend.pause = 0.1
+    page.backend.pause = 0.1
     page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
     page.find("#fsd-clear").click()
     page.wait_until(lambda: page.find_all("#fsd-chat .fsd-answer") == [])
-    page.wait_until(lambda: backend.active == 0)
+    page.wait_until(lambda: page.backend.active == 0)
     time.sleep(BASELINE_DELAY)
     assert page.find(".fsd-speedup b").text == NONE
 
 
-def test_failed_questions_return_to_the_empty_box(
-    page: PageObject, backend: ControlledBackend
-) -> None:
-    backend.answer, backend.error = [Token(1, "So", "exact")], "out of memory"
+def test_failed_questions_return_to_the_empty_box(page: PageObject) -> None:
+    page.backend.reply("So", error="out of memory")
     page.open()
     box = page.find("#fsd-box textarea")
     page.ask("The question")
     page.wait_until(lambda: box.get_attribute("value") == "The question")
     assert page.find_all(".fsd-caret") == []
-    backend.pause = 1.5  # time to type
+    page.backend.pause = 1.5  # time to type
     page.find("#fsd-send").click()
     page.wait_until(lambda: box.get_attribute("value") == "")
     box.send_keys("My next one")
@@ -280,9 +260,7 @@ def test_failed_questions_return_to_the_empty_box(
     assert box.get_attribute("value") == "My next one"
 
 
-def test_reopening_the_page_releases_its_connections(
-    page: PageObject, backend: ControlledBackend
-) -> None:
+def test_reopening_the_page_releases_its_connections(page: PageObject) -> None:
     """Browsers allow six connections per server and may cache pages with open ones."""
     for _ in range(7):
         start = time.monotonic()
@@ -291,15 +269,13 @@ def test_reopening_the_page_releases_its_connections(
         assert time.monotonic() - start < TIMEOUT / 3
 
 
-def test_leaving_the_page_cancels_the_decoding(
-    page: PageObject, backend: ControlledBackend
-) -> None:
-    backend.answer, backend.endless = [Token(1, "So", "exact")], True
+def test_leaving_the_page_cancels_the_decoding(page: PageObject) -> None:
+    page.backend.reply("So", endless=True)
     page.open()
     page.ask(wait=False)
     page.wait_until(lambda: "So" in page.find("#fsd-live .fsd-answer").text)
-    assert backend.active == 1
+    assert page.backend.active == 1
     left = time.monotonic()
     page.driver.get("about:blank")
-    page.wait_until(lambda: backend.active == 0)
+    page.wait_until(lambda: page.backend.active == 0)
     assert time.monotonic() - left < 10

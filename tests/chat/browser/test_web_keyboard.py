@@ -6,19 +6,10 @@ import time
 
 import pytest
 
-from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.demo import EXAMPLES
 
-from .browsing import (
-    MARKS,
-    NARROW,
-    QUESTION,
-    ActionChains,
-    ControlledBackend,
-    Keys,
-    PageObject,
-)
+from .browsing import MARKS, NARROW, QUESTION, ActionChains, Keys, PageObject
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -57,8 +48,8 @@ def test_inspector_describes_tokens(page: PageObject) -> None:
     page.wait_until(lambda: inspector.rect["height"] == 0)
 
 
-def test_arrow_keys_move_between_lines(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer = [Token(number, f" word{number % 7 * '!'}", "exact") for number in range(80)]
+def test_arrow_keys_move_between_lines(page: PageObject) -> None:
+    page.backend.reply(*(f" word{number % 7 * '!'}" for number in range(80)))
     page.open()
     page.ask("Long")
     tokens = page.find_all("#fsd-live .fsd-token")
@@ -83,10 +74,8 @@ def test_arrow_keys_move_between_lines(page: PageObject, backend: ControlledBack
     assert focused()["y"] == start["y"]
 
 
-def test_escape_closes_the_inspector_before_it_stops(
-    page: PageObject, backend: ControlledBackend
-) -> None:
-    backend.answer, backend.endless = [Token(1, "So", "exact"), Token(2, " far", "target")], True
+def test_escape_closes_the_inspector_before_it_stops(page: PageObject) -> None:
+    page.backend.reply("So", " far", endless=True)
     page.open()
     page.ask(wait=False)
     page.wait_until(lambda: "So far" in page.find("#fsd-live .fsd-answer").text)
@@ -95,12 +84,12 @@ def test_escape_closes_the_inspector_before_it_stops(
     page.press(Keys.ESCAPE)
     assert not page.find("#fsd-inspector").text
     time.sleep(0.5)
-    assert backend.active == 1
+    assert page.backend.active == 1
     page.press(Keys.ESCAPE)
-    page.wait_until(lambda: backend.active == 0)
+    page.wait_until(lambda: page.backend.active == 0)
 
 
-def test_keyboard_alone_is_sufficient(page: PageObject, backend: ControlledBackend) -> None:
+def test_keyboard_alone_is_sufficient(page: PageObject) -> None:
     """Ask, inspect, recolor, move the slider, export, compare and start over without a pointer."""
 
     def tab_to(selector: str, back: bool = False) -> None:
@@ -137,9 +126,9 @@ def test_keyboard_alone_is_sufficient(page: PageObject, backend: ControlledBacke
     page.wait_until(lambda: page.find("#fsd-box textarea").get_attribute("value") == EXAMPLES[-1])
 
 
-def test_chat_works_by_keyboard(page: PageObject, backend: ControlledBackend) -> None:
+def test_chat_works_by_keyboard(page: PageObject) -> None:
     """Send with Enter, add a line with Shift+Enter, stop with Escape, and send again."""
-    backend.answer, backend.endless = [Token(1, "So", "exact"), Token(2, " far", "target")], True
+    page.backend.reply("So", " far", endless=True)
     page.open()
     page.press("two")
     page.press_with_shift(Keys.ENTER)
@@ -148,13 +137,13 @@ def test_chat_works_by_keyboard(page: PageObject, backend: ControlledBackend) ->
     assert page.find("#fsd-live .fsd-question").text == "two\nlines"
     page.press(Keys.ESCAPE)
     page.wait_until(lambda: "Stopped" in page.find("#fsd-live .fsd-note").text)
-    page.wait_until(lambda: backend.active == 0)
+    page.wait_until(lambda: page.backend.active == 0)
     assert page.execute("return document.activeElement.tagName") == "TEXTAREA"
     # The partial answer stays, also after the time of the baseline.
     time.sleep(2 * BASELINE_DELAY)
     assert "So far" in page.find("#fsd-live .fsd-answer").text
     assert page.find("#fsd-stats-box").text
-    backend.endless = False
+    page.backend.endless = False
     page.press("more", Keys.ENTER)
     page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "more")
     page.wait_for_answer()
@@ -178,21 +167,20 @@ def test_tab_reaches_every_control(page: PageObject) -> None:
     assert controls <= reached
 
 
-def test_streaming_does_not_move_the_focus(page: PageObject, backend: ControlledBackend) -> None:
+def test_streaming_does_not_move_the_focus(page: PageObject) -> None:
     page.open()
-    backend.answer = [Token(number, " word", "exact") for number in range(10)]
-    backend.pause = 0.05
+    page.backend.reply(*[" word"] * 10, pause=0.05)
     page.ask(wait=False)
     page.wait_until(lambda: "word" in page.find("#fsd-live .fsd-answer").text)
     page.find("#fsd-threshold input[type=number]").click()
     page.wait_for_answer()
-    page.wait_until(lambda: backend.requests[-1][1] == "ar" and backend.active == 0)
+    page.wait_until(lambda: page.backend.requests[-1][1] == "ar" and page.backend.active == 0)
     time.sleep(BASELINE_DELAY)
     assert page.execute("return document.activeElement.type") == "number"
 
 
-def test_examples_fill_the_message_box(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer = [Token(1, "43", "exact")]
+def test_examples_fill_the_message_box(page: PageObject) -> None:
+    page.backend.reply("43")
     page.open(NARROW)
     box = page.find("#fsd-box textarea")
     hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"

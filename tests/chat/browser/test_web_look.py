@@ -13,15 +13,7 @@ from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.demo import EXAMPLES
 
-from .browsing import (
-    MARKS,
-    NARROW,
-    WIDE,
-    ActionChains,
-    ControlledBackend,
-    PageObject,
-    WebElement,
-)
+from .browsing import MARKS, NARROW, WIDE, ActionChains, PageObject, WebElement
 
 pytestmark = [*MARKS, pytest.mark.slow]
 ORIGINS = ("exact", "fuzzy", "target")
@@ -130,9 +122,7 @@ return [judged.length, judged.filter(([ratio]) => ratio < 4.5)];
 
 @SCHEMES
 @SIZES
-def test_all_text_has_contrast(
-    page: PageObject, backend: ControlledBackend, size: tuple[int, int], dark: bool
-) -> None:
+def test_all_text_has_contrast(page: PageObject, size: tuple[int, int], dark: bool) -> None:
     """Also the text of Gradio's components; before, while and after answering."""
 
     def check(least: int) -> None:
@@ -148,12 +138,12 @@ def test_all_text_has_contrast(
     page.open(size, dark)
     check(20)
     divergences = [10**-exponent for exponent in (5, 4, 3, 2, 1, 0)]
-    backend.answer = [
+    page.backend.answer = [
         Token(number, f" {origin} {value}", origin, value, 0.5, [("word", 0.5)])
         for number, value in enumerate(divergences)
         for origin in ORIGINS
     ]
-    backend.endless = True
+    page.backend.endless = True
     page.ask(wait=False)
     page.wait_until(lambda: page.find_all("#fsd-live .fsd-flips"))
     # Gradio's class of a component until the first view of an event.
@@ -167,11 +157,11 @@ def test_all_text_has_contrast(
         for token in page.find_all("#fsd-live .fsd-token")
     }
     assert len(backgrounds) >= len(divergences) - 2  # both ends of the scale are cut off
-    backend.endless, backend.error = False, "out of memory"
+    page.backend.endless, page.backend.error = False, "out of memory"
     page.wait_until(lambda: page.find_all("#fsd-live .fsd-error"))
     page.find("#fsd-send").click()
     check(60)
-    backend.error = ""
+    page.backend.error = ""
     page.find("#fsd-by-origin").click()
     page.compare()
     page.wait_for_verdict("identical")
@@ -230,8 +220,8 @@ def test_threshold_is_on_the_first_screen(page: PageObject) -> None:
     assert order == sorted(order)
 
 
-def test_html_in_messages_is_not_interpreted(page: PageObject, backend: ControlledBackend) -> None:
-    backend.answer = [
+def test_html_in_messages_is_not_interpreted(page: PageObject) -> None:
+    page.backend.answer = [
         Token(1, HOSTILE, "exact", 0.1, 0.5, [(HOSTILE, 0.5)]),
         Token(2, '" onmouseover="window.hacked=3', "fuzzy", 0.1, 0.5, [('"><script>', 0.5)]),
     ]
@@ -258,10 +248,8 @@ def test_html_in_messages_is_not_interpreted(page: PageObject, backend: Controll
 
 
 @SIZES
-def test_answers_do_not_move_the_buttons(
-    page: PageObject, backend: ControlledBackend, size: tuple[int, int]
-) -> None:
-    backend.answer = [Token(number, " word", "exact") for number in range(300)]
+def test_answers_do_not_move_the_buttons(page: PageObject, size: tuple[int, int]) -> None:
+    page.backend.reply(*[" word"] * 300)
     page.open(size)
 
     def positions() -> list[dict[str, int]]:
@@ -280,12 +268,12 @@ def test_answers_do_not_move_the_buttons(
 
 
 @SIZES
-def test_inspecting_a_token_does_not_move_it(
-    page: PageObject, backend: ControlledBackend, size: tuple[int, int]
-) -> None:
+def test_inspecting_a_token_does_not_move_it(page: PageObject, size: tuple[int, int]) -> None:
     """Neither a token of the chat nor the buttons, when the inspector opens and fills."""
     word = " something"
-    backend.answer = [Token(1, word, "fuzzy", 0.1, 0.5, [(word, 0.5), (word, 0.25), (word, 0.25)])]
+    page.backend.answer = [
+        Token(1, word, "fuzzy", 0.1, 0.5, [(word, 0.5), (word, 0.25), (word, 0.25)])
+    ]
     page.open(size)
     page.ask()
     page.compare()
@@ -302,9 +290,9 @@ def test_inspecting_a_token_does_not_move_it(
     assert page.execute(hidden, inspector) <= 0
 
 
-def test_requested_content_scrolls_into_view(page: PageObject, backend: ControlledBackend) -> None:
+def test_requested_content_scrolls_into_view(page: PageObject) -> None:
     page.open(NARROW)
-    backend.answer = [Token(number, f" word {number}", "exact") for number in range(150)]
+    page.backend.reply(*(f" word {number}" for number in range(150)))
     chat = "const chat = document.querySelector('#fsd-chat');"
 
     def below() -> int:
@@ -316,7 +304,7 @@ def test_requested_content_scrolls_into_view(page: PageObject, backend: Controll
     page.ask("And again")
     page.wait_until(lambda: below() < 2)
     # Streaming does not scroll a user who has scrolled up.
-    backend.pause = 0.02
+    page.backend.pause = 0.02
     page.ask("Slowly", wait=False)
     page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "Slowly")
     page.wait_until(lambda: 10 < len(page.find_all("#fsd-live .fsd-token")) < 100)
@@ -324,7 +312,7 @@ def test_requested_content_scrolls_into_view(page: PageObject, backend: Controll
     page.wait_for_answer()
     assert below() > 100
     # A comparison scrolls into view, also an identical one.
-    backend.pause = 0.0
+    page.backend.pause = 0.0
     for _ in range(2):
         page.execute(chat + "chat.scrollTop = 0;")
         page.execute("document.querySelector('#fsd-compare-button').click()")
@@ -334,12 +322,10 @@ def test_requested_content_scrolls_into_view(page: PageObject, backend: Controll
 
 
 @SCHEMES
-def test_narrow_page_fits_its_width(
-    page: PageObject, backend: ControlledBackend, dark: bool
-) -> None:
+def test_narrow_page_fits_its_width(page: PageObject, dark: bool) -> None:
     page.open(NARROW, dark)
     assert page.horizontal_overflow() <= 0
-    backend.answer = [
+    page.backend.answer = [
         Token(1, "long" * 60, "exact", 0.1, 0.5, [("long" * 60, 0.9)]),
         Token(2, " word", "fuzzy", 0.1, 0.5),
     ]

@@ -26,11 +26,7 @@ from starlette.types import Receive, Scope, Send
 from eagle_fsd.chat.request_body import RequestError, read_json
 from eagle_fsd.chat.serve.api.errors import ApiError, validation_error
 from eagle_fsd.chat.serve.api.responses import ResponseBuilder
-from eagle_fsd.chat.serve.api.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-)
+from eagle_fsd.chat.serve.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from eagle_fsd.chat.serve.api.workers import Workers
 from eagle_fsd.chat.serve.asgi import until_disconnected
 

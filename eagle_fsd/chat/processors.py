@@ -1,0 +1,86 @@
+"""Logits processors of requests: penalties and the minimum length of an answer.
+
+Processors with the same options are equal, so that requests with equal options are verified
+together, see :class:`~eagle_fsd.model.engine.Decision`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from eagle_fsd.model.sampling import AnswerProcessor
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty(LogitsProcessor):
+    """Hugging Face's repetition penalty, of the tokens of prompt and answer.
+
+    Attributes:
+        penalty: Divides positive logits and multiplies negative ones.
+    """
+
+    penalty: float
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the penalized logits.
+
+        Args:
+            input_ids: ``[B, S]`` tokens so far.
+            scores: ``[B, V]`` logits.
+        """
+        penalized: Tensor = RepetitionPenaltyLogitsProcessor(self.penalty)(input_ids, scores)
+        return penalized
+
+
+@dataclass(frozen=True)
+class AnswerPenalty(AnswerProcessor):
+    """OpenAI's presence and frequency penalties.
+
+    Attributes:
+        presence: Subtracted from the logits of tokens that occurred in the answer.
+        frequency: Subtracted for each occurrence.
+    """
+
+    presence: float
+    frequency: float
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the penalized logits.
+
+        Args:
+            input_ids: ``[B, S]`` tokens of the answer so far.
+            scores: ``[B, V]`` logits.
+        """
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
+        )
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+@dataclass(frozen=True)
+class MinTokens(AnswerProcessor):
+    """Mask the tokens that end an answer until it has a minimum length.
+
+    Attributes:
+        count: Minimum number of tokens before one of them.
+        end_tokens: The tokens that end the answer.
+    """
+
+    count: int
+    end_tokens: tuple[int, ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the masked logits.
+
+        Args:
+            input_ids: ``[B, S]`` tokens of the answer so far.
+            scores: ``[B, V]`` logits.
+        """
+        if input_ids.shape[1] >= self.count:
+            return scores
+        ends = torch.tensor(self.end_tokens, device=scores.device)
+        return scores.index_fill(1, ends, -torch.inf)

@@ -1,0 +1,126 @@
+"""Commands that several processes run together, with a target that is split over them.
+
+Every process runs the whole command. The first one prints and keeps the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from eagle_fsd.evaluation.config import EvaluationRequest
+from eagle_fsd.utils.options import OptionsError
+
+T = TypeVar("T")
+
+
+def check_single_process(command: str) -> None:
+    """Reject a command that several processes run.
+
+    Args:
+        command: Name of the command.
+
+    Raises:
+        OptionsError: ``torchrun`` or ``accelerate launch`` started several processes.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise OptionsError(
+            f"{command} requires a single process; got {processes}. --device auto spreads the"
+            " target over several GPUs"
+        )
+
+
+@contextmanager
+def joined(device: str | None) -> Iterator[bool]:
+    """Run a command in all processes if they share a target.
+
+    Args:
+        device: The option ``device``.
+
+    Yields:
+        Whether this process prints and keeps files. The output of the others is discarded.
+    """
+    import torch.distributed as dist
+
+    from eagle_fsd.evaluation.processes import TENSOR_PARALLEL, join_processes
+
+    if device != TENSOR_PARALLEL:
+        yield True
+        return
+    if join_processes():
+        yield True
+    else:
+        logging.disable()
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield False
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined_evaluation(
+    request: EvaluationRequest, command: str
+) -> Iterator[tuple[EvaluationRequest, bool]]:
+    """Run an evaluation in all processes if they share a target.
+
+    Args:
+        request: What to evaluate.
+        command: Name of the command, see :meth:`EvaluationRequest.output_folder`.
+
+    Yields:
+        The request, and whether this process prints and keeps files. The others get a copy of the
+        output folder, and no judge.
+    """
+    from eagle_fsd.evaluation.processes import TENSOR_PARALLEL
+
+    if request.device != TENSOR_PARALLEL:
+        yield request, True
+        return
+    with joined(request.device) as is_first, TemporaryDirectory() as copied:
+        if is_first:
+            _send_files(request.output_folder(command))
+        else:
+            _receive_files(Path(copied))
+            request = request.model_copy(update={"out": Path(copied), "judge_base_url": None})
+        yield request, is_first
+
+
+def read_prompt(is_first: bool) -> str:
+    """Return what the first process reads from standard input, in all processes.
+
+    Args:
+        is_first: Whether this is the first process.
+    """
+    return _broadcast(sys.stdin.read() if is_first else "")
+
+
+def _send_files(folder: Path) -> None:
+    """Send the files below a folder, which need not exist, to the processes that have joined."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    _broadcast({str(path.relative_to(folder)): path.read_bytes() for path in paths})
+
+
+def _receive_files(folder: Path) -> None:
+    """Write the files that the first process sends."""
+    files: dict[str, bytes] = _broadcast({})
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _broadcast(value: T) -> T:
+    """Return the first process's value in all processes that have joined."""
+    import torch.distributed as dist
+
+    found = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]

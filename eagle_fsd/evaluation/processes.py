@@ -1,0 +1,83 @@
+"""Processes that ``torchrun`` or ``accelerate launch`` started: what each of them does.
+
+They either divide the questions, with a whole target each, or decode together with a target whose
+layers are split over them. In the second case, every process runs the whole command as if it were
+the only one, and takes from the first one what may differ between them, such as timings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, parse_flag_from_env
+
+from eagle_fsd.model.target import Target
+from eagle_fsd.utils.options import OptionsError
+
+#: Value of the option ``device`` that splits the target over the processes.
+TENSOR_PARALLEL = "tp"
+#: How long a process may wait for the others to finish.
+PROCESS_TIMEOUT = timedelta(days=7)
+
+T = TypeVar("T")
+
+
+def start_processes() -> PartialState:
+    """Return the state of this process and the others that share the work."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+
+
+def join_processes() -> bool:
+    """Let each process do all of the work, to decode together with the others.
+
+    Returns:
+        Whether this is the first process.
+    """
+    state = start_processes()
+    is_first = state.is_main_process
+    state.distributed_type = DistributedType.NO
+    state.num_processes, state.process_index = 1, 0
+    return is_first
+
+
+def placement(device: str | None) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that select the target's devices.
+
+    Args:
+        device: The option ``device``.
+
+    Raises:
+        OptionsError: The target is to be split over processes that have not joined.
+    """
+    if device != TENSOR_PARALLEL:
+        return {"device_map": device}
+    if start_processes().num_processes > 1:
+        raise OptionsError(
+            f"this command does not support --device {TENSOR_PARALLEL}; use --device auto in a"
+            " single process"
+        )
+    return {"tp_plan": "auto"}
+
+
+def from_first(target: Target, function: Callable[[], T]) -> T:
+    """Call a function in the first of the processes that the target is split over.
+
+    Args:
+        target: The target.
+        function: Does not run the target.
+
+    Returns:
+        The result, in all of these processes.
+    """
+    if target.group is None:
+        return function()
+    found: list[Any] = [function() if dist.get_rank(target.group) == 0 else None]
+    dist.broadcast_object_list(found, group=target.group, group_src=0)
+    result: T = found[0]
+    return result
