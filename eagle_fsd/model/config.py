@@ -300,7 +300,7 @@ class PairOptions(TargetOptions):
     compiled: bool | None = Field(
         default=None,
         description="Compile the models' passes with torch.compile; default: in serve, and in long"
-        " runs of evaluate and bench without batches, if a trial is faster that way.",
+        " runs of evaluate, sweep and bench without batches, if a trial shows that it saves time.",
     )
 
 
