@@ -35,7 +35,7 @@ from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
-from eagle_fsd.utils.options import Options, validation_message
+from eagle_fsd.utils.options import Options, OptionsError, validation_message
 from eagle_fsd.utils.terminal import origin_legend, origin_text
 from eagle_fsd.utils.text import escape_control_chars
 
@@ -144,10 +144,14 @@ class ChatSession:
         config: Options = getattr(self.model, part)
         if value:
             try:
-                given = type(config).model_validate({name: value}).model_dump(exclude_unset=True)
-                config = type(config).model_validate({**config.model_dump(), **given})
+                given = type(config).model_validate({name: value})
+                config = config.updated(
+                    **{field: getattr(given, field) for field in given.model_fields_set}
+                )
             except ValidationError as error:
                 return validation_message(error, type(config))
+            except OptionsError as error:
+                return str(error)
             setattr(self.model, part, config)
         return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 

@@ -58,16 +58,17 @@ def bench(
         raise OptionsError(f"--output must be a file in an existing folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 
-    def show(report: dict[str, Any]) -> None:
-        if output is not None:
-            atomic_write(output, json.dumps(report, indent=2) + "\n")
-        if as_json:
-            print_json(report)
-        else:
-            print_report(report, request.out)
-
     request = request.model_copy(update={"questions": questions})
-    with joined_evaluation(request, "bench") as (own, _):
+    with joined_evaluation(request, "bench") as (own, is_first):
+
+        def show(report: dict[str, Any]) -> None:
+            if output is not None and is_first:
+                atomic_write(output, json.dumps(report, indent=2) + "\n")
+            if as_json:
+                print_json(report)
+            else:
+                print_report(report, request.out)
+
         run(
             own,
             config,

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from eagle_fsd.evaluation.config import EvaluationRequest
+from eagle_fsd.model.config import TENSOR_PARALLEL
 from eagle_fsd.utils.options import OptionsError
 
 T = TypeVar("T")
@@ -47,13 +48,13 @@ def joined(device: str | None) -> Iterator[bool]:
     Yields:
         Whether this process prints and keeps files. The output of the others is discarded.
     """
-    import torch.distributed as dist
-
-    from eagle_fsd.evaluation.processes import TENSOR_PARALLEL, join_processes
-
     if device != TENSOR_PARALLEL:
         yield True
         return
+    import torch.distributed as dist
+
+    from eagle_fsd.evaluation.processes import join_processes
+
     if join_processes():
         yield True
     else:
@@ -78,8 +79,6 @@ def joined_evaluation(
         The request, and whether this process prints and keeps files. The others get a copy of the
         output folder, and no judge.
     """
-    from eagle_fsd.evaluation.processes import TENSOR_PARALLEL
-
     if request.device != TENSOR_PARALLEL:
         yield request, True
         return

@@ -131,13 +131,15 @@ class Method:
         pair = self.pair_for(model)
         values = settings_dict(pair.tree, pair.acceptance)
         values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
+        adaptive = {"adaptive": True} if values.pop("adaptive", False) else {}
         shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
         if self.rule is not None:
             phase = {"phase": list(self.phase)} if self.phase else {}
             return {"method": repr(self.rule), **phase, **shape}
         if pair.acceptance == pair.acceptance.updated(**EAGLE_ACCEPTANCE):
             trees = {str(rows): tree.model_dump() for rows, tree in pair.batch_trees.items()}
-            return {"method": "exact", **shape, **({"batch_trees": trees} if trees else {})}
+            batch = {"batch_trees": trees} if trees else {}
+            return {"method": "exact", **shape, **adaptive, **batch}
         return {"method": "fsd", **values}
 
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
 
+from eagle_fsd.model.config import TENSOR_PARALLEL
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.options import OptionsError
 
-#: Value of the option ``device`` that splits the target over the processes.
-TENSOR_PARALLEL = "tp"
 #: How long a process may wait for the others to finish.
 PROCESS_TIMEOUT = timedelta(days=7)
 

@@ -46,7 +46,8 @@ from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
 from eagle_fsd.evaluation.verdict import main_row
-from eagle_fsd.model.config import PairOptions, Settings, settings_dict
+from eagle_fsd.model.config import PairOptions, Settings, TreeConfig, settings_dict
+from eagle_fsd.model.depth import shapes_of
 from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import encode_prompt
@@ -419,12 +420,17 @@ def run_evaluation(
     # Of a batch, only steps with all rows are compiled, which pays in long evaluations at most.
     model.compiled = config.batch if request.compiled else 0
     if request.compiled is None and config.batch == 1 and model.target.group is None:
-        trees = {
-            found.pair_for(model).tree for found in find_methods(methods) if found.decoder == "fsd"
-        }
+        trees: set[TreeConfig | None] = set()
+        for found in find_methods(methods):
+            pair = found.pair_for(model)
+            lossless = found.rule is None and pair.acceptance.threshold == 0.0
+            if found.decoder == "fsd":
+                trees.update(shapes_of(pair.tree) if lossless else [pair.tree])
+            else:
+                trees.add(None)  # a single node
         with hooks.progress("compiling"):
             per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
-            model.compile_if_faster(per_method * len(methods), trees=max(1, len(trees)))
+            model.compile_if_faster(per_method * len(methods), trees=len(trees))
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,

@@ -22,6 +22,8 @@ from pydantic import (
 
 from eagle_fsd.utils.options import Options, Self
 
+#: Value of the option ``device`` that splits the target over the processes of ``torchrun``.
+TENSOR_PARALLEL = "tp"
 #: File beside a draft head with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
 #: Lower temperatures become 0. At this one, tokens whose float32 logits differ in the last digits

@@ -606,7 +606,7 @@ class Engine:
         self.rows = rows
         tree = self._trees[max(least for least in self._trees if least <= len(rows))]
         if tree != self._shapes[0]:
-            self._shapes = shapes_of(tree)
+            self._shapes, self._counted = shapes_of(tree), self._spent()
             self._use(tree)
         self.draft.show(len(rows))
         self._show()
@@ -828,12 +828,16 @@ class Engine:
         broken = [bool(values[1]) for values in packed]
         return StepResult(tokens, origins, broken, launched.read_details(tokens))
 
+    def _spent(self) -> float:
+        """Return the seconds of the steps that have been read."""
+        return sum(self.clock.seconds.values()) - self.clock.seconds["prefill"]
+
     def _update_depths(
         self, shape: _Shape, tokens: list[list[int]], paths: list[list[int]]
     ) -> None:
         """Tell :attr:`depths` what a step emitted and how long it took."""
         self.clock.collect()
-        spent = sum(self.clock.seconds.values()) - self.clock.seconds["prefill"]
+        spent = self._spent()
         if spent > self._counted:  # the device has passed the step's boundaries
             self.depths.add_time(shape.shapes, shape.setting, shape.index, spent - self._counted)
             self._counted = spent

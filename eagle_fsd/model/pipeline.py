@@ -165,7 +165,7 @@ class _Call:
         # The rows of an engine have trees of the same shape, and chains sampled in the same way.
         draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
         varies = self.lossless and not draws
-        if tree.adaptive and not varies:
+        if tree.adaptive and not (varies and self.drafted):
             tree = tree.updated(adaptive=False)
         draw = (sampling, self.decision.warpers) if draws else None
         engine = (tree, varies, draw) if self.drafted else None
@@ -373,12 +373,16 @@ class EagleFSD:
         self._tree = self.exact_tree = tree
         self.batch_trees: dict[int, TreeConfig] = {}
 
-    def adapt_depth(self) -> None:
-        """Let lossless steps use shallower trees; see :mod:`~eagle_fsd.model.depth`."""
-        self._tree = self._tree.updated(adaptive=True)
-        self.exact_tree = self.exact_tree.updated(adaptive=True)
+    def adapt_depth(self, adaptive: bool = True) -> None:
+        """Let lossless steps use shallower trees, or not; see :mod:`~eagle_fsd.model.depth`.
+
+        Args:
+            adaptive: Whether they may.
+        """
+        self._tree = self._tree.updated(adaptive=adaptive)
+        self.exact_tree = self.exact_tree.updated(adaptive=adaptive)
         trees = self.batch_trees.items()
-        self.batch_trees = {rows: tree.updated(adaptive=True) for rows, tree in trees}
+        self.batch_trees = {rows: tree.updated(adaptive=adaptive) for rows, tree in trees}
 
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that a file sets.
@@ -395,8 +399,8 @@ class EagleFSD:
         self.exact_tree = settings.exact or self.exact_tree
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
-        if settings.adaptive:
-            self.adapt_depth()
+        if "adaptive" in settings.model_fields_set:
+            self.adapt_depth(settings.adaptive)
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         recorded = {"target": settings.target, "drafter": settings.drafter}
         for kind, module in (("target", self.model), ("drafter", self.drafter)):

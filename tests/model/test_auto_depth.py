@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from pairs import VOCAB_SIZE, aligned_pair, left_padded, prompt, tiny_target
 from torch import Tensor
 
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
+from eagle_fsd.cli.options import given_settings
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.model import compilation
 from eagle_fsd.model.compilation import compiled
 from eagle_fsd.model.config import Settings, settings_dict
@@ -305,6 +308,13 @@ def test_fuzzy_answers_keep_the_full_depth(temperature: float) -> None:
     assert not policy_of(pair).chosen
 
 
+def test_plain_calls_say_nothing_about_depths() -> None:
+    """Their steps have one node, and are neither counted nor timed."""
+    pair = adaptive_pair(aligned_pair())
+    pair.generate(prompt(6), max_new_tokens=20, method="ar")
+    assert not policy_of(pair).chosen
+
+
 def test_rows_of_a_running_batch() -> None:
     """Lossless and fuzzy rows that join and end, with trees that follow the number of rows."""
     pair = adaptive_pair(aligned_pair())
@@ -451,6 +461,29 @@ def test_auto_keeps_the_trees_of_the_settings() -> None:
     loaded = EagleFSD.from_pretrained(given.model, given.drafter, depth="auto", top_k=3)
     default = TreeConfig.for_device(given.target.device.type)
     assert loaded.exact_tree == default.updated(top_k=3, adaptive=True)
+
+
+def test_auto_can_be_switched_off(tmp_path: Path) -> None:
+    """By a later file, by ``adaptive``, and by a number for the depth."""
+    file = tmp_path / "fsd.json"
+    file.write_text('{"depth": 9, "adaptive": true, "exact": {"depth": 7, "adaptive": true}}')
+    for tree, depth in ((TreeConfig(adaptive=False), 7), (TreeConfig(depth=4), 4)):
+        pair = EagleFSD(aligned_pair().model, None)
+        pair.configure(given_settings(file, tree, pair.acceptance))
+        assert (pair.exact_tree.depth, pair.exact_tree.adaptive) == (depth, False)
+        assert not pair.tree.adaptive
+    pair.configure(given_settings(file, TreeConfig(), pair.acceptance))
+    assert pair.tree.adaptive
+    pair.configure(Settings.from_dict({"adaptive": False}))
+    assert (pair.tree.adaptive, pair.exact_tree.adaptive) == (False, False)
+
+
+def test_evaluations_tell_adaptive_trees_apart_where_they_matter() -> None:
+    pair = EagleFSD(aligned_pair().model, None, SMALL)
+    fixed = EagleFSD(aligned_pair().model, None, SMALL.updated(adaptive=False))
+    assert EXACT.describe(pair) == {**EXACT.describe(fixed), "adaptive": True}
+    fuzzy = Method("fsd", {"threshold": 0.3})
+    assert fuzzy.describe(pair) == fuzzy.describe(fixed)
 
 
 def test_auto_replaces_the_schedule_of_a_draft_model() -> None:

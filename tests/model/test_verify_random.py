@@ -34,7 +34,7 @@ from eagle_fsd.model.vocabulary import Distributions
 TREE_FIELDS = [
     field.name
     for field in fields(DraftTree)
-    if field.name not in ("max_depth", "token_ids", "sampled")
+    if field.name not in ("max_depth", "token_ids", "sampled", "best_path")
 ]
 #: Distributions of the inputs, and their log-probabilities.
 LAWS = {
