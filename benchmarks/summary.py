@@ -29,7 +29,8 @@ REPORTS = (
     "serving",
     "shapes-bfloat16",
     "shapes-float32",
-    "vocabulary",
+    "vocabulary-float32",
+    "vocabulary-bfloat16",
     "attention",
     "growth",
 )

@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, (name, seconds) in enumerate(best.items())
     ]
     note = f"{size:,} tokens, {tree.size} nodes, {int(tree.has_children().sum())} of them inner."
-    save_report(options, "vocabulary", [Table("Verification", COLUMNS, rows, note)])
+    name = f"vocabulary-{str(options.dtype).removeprefix('torch.')}"
+    save_report(options, name, [Table("Verification", COLUMNS, rows, note)])
 
 
 def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:

@@ -50,6 +50,8 @@ def measure(
     model: EagleFSD, sample: Sequence[Problem], batch: int = 50, **options: object
 ) -> tuple[float, float]:
     """Return the accuracy on problems, and the tokens per target pass averaged over batches."""
+    model = copy.copy(model)
+    model.batch_trees = {}  # the model cards are those of single prompts
     correct, taus = 0, []
     for start in range(0, len(sample), batch):
         part = sample[start : start + batch]
@@ -65,7 +67,7 @@ def measure(
 def card_figures(part: str) -> dict[str, tuple[float, float]]:
     """Return accuracy and tau of each row in a model card's table."""
     card = (BUNDLED / part / "README.md").read_text()
-    rows = re.findall(r"^\| (\w+)[^|]*\| ([\d.]+)% \| ([\d.]+) \|$", card, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+)[^|]*\| [\d/]+ \| ([\d.]+)% \| ([\d.]+) \|$", card, re.MULTILINE)
     return {name: (float(accuracy) / 100, float(tau)) for name, accuracy, tau in rows}
 
 

@@ -184,21 +184,23 @@ def _count_parameters(folder: Path) -> int:
 
 def _format_results(rows: dict[str, dict[str, Any]]) -> str:
     exact, fuzzy = rows["exact"], rows["fsd"]
-    settings = fuzzy["settings"]
     names = ("threshold", "divergence", "min_ratio")
-    shown = ", ".join(f"{name} {settings[name]}" for name in names)
+    shown = ", ".join(f"{name} {fuzzy['settings'][name]}" for name in names)
+    trees = [
+        "/".join(str(row["settings"][name]) for name in ("total_tokens", "depth", "tree_top_k"))
+        for row in (exact, fuzzy)
+    ]
     environment = describe_environment()
     versions = environment["versions"]
     return (
-        f"Measured on {exact['scored']} unseen problems, greedy, float32, tree"
-        f" {settings['total_tokens']}/{settings['depth']}/{settings['tree_top_k']}"
-        f" (total_tokens/depth/top_k), on {environment['date'][:10]} with torch"
-        f" {versions['torch']}, transformers {versions['transformers']}:\n"
+        f"Measured on {exact['scored']} unseen problems, greedy, float32, on"
+        f" {environment['date'][:10]} with torch {versions['torch']}, transformers"
+        f" {versions['transformers']}; trees are total_tokens/depth/top_k:\n"
         "\n"
-        "| decoding | accuracy | tau |\n"
-        "|---|---|---|\n"
-        f"| exact | {exact['accuracy']:.1%} | {exact['tau']:.2f} |\n"
-        f"| {shown} | {fuzzy['accuracy']:.1%} | {fuzzy['tau']:.2f} |"
+        "| decoding | tree | accuracy | tau |\n"
+        "|---|---|---|---|\n"
+        f"| exact | {trees[0]} | {exact['accuracy']:.1%} | {exact['tau']:.2f} |\n"
+        f"| {shown} | {trees[1]} | {fuzzy['accuracy']:.1%} | {fuzzy['tau']:.2f} |"
     )
 
 

@@ -39,7 +39,7 @@ def measure(
             "--count": count,
             "--out": folder,
             "--dtype": "float32",
-            "--batch": 16,
+            "--batch": 1,  # larger batches may have trees of their own
             "--max-new-tokens": MAX_NEW_TOKENS,
         }
         for option, value in arguments.items():
