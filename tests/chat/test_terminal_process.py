@@ -51,7 +51,7 @@ def test_simple_style(start: Start, tmp_path: Path) -> None:
     child.expect("User: ")
     child.sendline("Hello!")
     child.expect("Assistant: ")
-    child.expect(re.compile(r"\d+\.\d tokens/s, tau \d\.\d\d, \d+% fuzzy of \d+ tokens"))
+    child.expect(re.compile(r"\d+\.\d tokens/s, tau \d+\.\d\d, \d+% fuzzy of \d+ tokens"))
     child.expect("User: ")
     child.sendline("!!threshold 0.3")
     child.expect("threshold is 0.3")

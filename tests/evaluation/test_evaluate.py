@@ -356,7 +356,7 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
     other_threshold = Settings(threshold=0.3)
     with pytest.raises(ValueError, match=r"fsd\.jsonl .*\(threshold was 0.2, is 0.3\)"):
         run(tmp_path, ["fsd"], other_threshold, temperature=1.0, top_k=50)
-    with pytest.raises(ValueError, match=r"exact\.jsonl .*\(depth was \d+, is 3"):
+    with pytest.raises(ValueError, match=r"exact\.jsonl .*depth was \d+, is 3"):
         run(tmp_path, ["exact"], Settings(depth=3), temperature=1.0, top_k=50)
     assert {path: path.read_bytes() for path in before} == before
     run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)

@@ -153,7 +153,7 @@ def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
     found = read_settings(BUNDLED_HEAD / "fsd.json")
     merged = settings_dict(TreeConfig(**found.tree), AcceptanceConfig(**found.acceptance))
     assert list(content.items())[: len(merged)] == list(merged.items())
-    assert list(content)[len(merged) :] == ["exact", "target", "drafter", "about"]
+    assert list(content)[len(merged) :] == ["exact", "batch", "target", "drafter", "about"]
 
 
 @pytest.mark.parametrize(
