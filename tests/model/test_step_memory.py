@@ -23,15 +23,21 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def tensors() -> tuple[int, int]:
-    """Return the number of tensors that Python holds, and their bytes."""
+    """Return the number of tensors that Python holds, and their bytes.
+
+    Those of subclasses, which tracing creates, may have no size.
+    """
     gc.collect()
-    found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    found = [item for item in gc.get_objects() if type(item) is torch.Tensor]
     return len(found), sum(item.nbytes for item in found)
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_ten_thousand_steps(record_property: Any) -> None:
-    """It is the same after 10,000 steps as after 1,000: tensors exactly, the process within 2 %."""
+    """After 10,000 steps there are no more tensors than after 1,000, and at most 2 % more memory.
+
+    What tests before this one have left may be freed meanwhile.
+    """
     pair = aligned_pair()
     batch = pair.batch(max_rows=4, max_length=120)
     numbers = itertools.count()
@@ -54,5 +60,6 @@ def test_memory_is_flat_over_ten_thousand_steps(record_property: Any) -> None:
     run(10_000)
     after = resident_memory(), tensors()
     record_property("resident_bytes", [before[0], after[0]])
-    assert after[1] == before[1]
-    assert after[0] == pytest.approx(before[0], rel=0.02)
+    assert after[1][0] <= before[1][0]
+    assert after[1][1] <= before[1][1]
+    assert after[0] <= 1.02 * before[0]
