@@ -201,7 +201,7 @@ def before_index(after: int) -> tuple[Any, ...]:
 
 
 def in_index(after: int) -> tuple[Any, ...]:
-    """Before the temporary file is renamed; shards and indices are renamed by turns."""
+    """Fail before the temporary index is renamed; renames alternate between shards and indices."""
     return Path, "replace", 2 * after + 2, lambda *_: None
 
 
