@@ -279,12 +279,15 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     start, goal = torch.zeros_like(below[:, :1]), None
     # All tokens further below together have at most the mass 1 - top_p.
     width = math.log(size / (1.0 - top_p))
+    # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
+    # over the bins from the last on: additions to a single one would wait for each other.
+    spare = math.gcd(size, BLOCK)
+    last = torch.arange(bins + 1.0, bins + 1.0 + spare, device=below.device)
     for _ in range(RESOLUTION_BITS // bits):
-        # Bin 0 holds likelier tokens than the interval, and the last bin less likely ones.
         first = 1.0 - start * (bins / width)
-        place = torch.add(first, below, alpha=-bins / width).clamp_max_(bins + 1.0)
-        index = place.long().clamp_min_(0)  # NaN becomes a negative integer
-        ends = mass.new_zeros(len(mass), bins + 2).scatter_add_(1, index, mass).cumsum(1)
+        place = torch.add(first, below, alpha=-bins / width).unflatten(-1, (-1, spare))
+        index = torch.minimum(place, last).flatten(1).long().clamp_min_(0)  # NaN becomes negative
+        ends = mass.new_zeros(len(mass), bins + 1 + spare).scatter_add_(1, index, mass).cumsum(1)
         if goal is None:
             goal = (ends[:, -1:].double() * top_p).long()
         width /= bins
