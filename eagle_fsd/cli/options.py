@@ -123,7 +123,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
         quantize=pair.quantize,
     )
     model.configure(settings)
-    model.compiled = bool(pair.compiled)
+    model.compiled, model.capture = bool(pair.compiled), pair.capture
     return model
 
 

@@ -36,7 +36,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 }
 
 #: Names that switch options off that are on by default.
-NEGATIVES = {"compiled": "--no-compile"}
+NEGATIVES = {"capture": "--no-capture", "compiled": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (

@@ -142,6 +142,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         # Memory for batches is planned, so that "auto" need not find out.
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.pair.compiled = self._rows if loaded.compiled else 0
+        self.pair.capture = loaded.capture
         self.pair.tree = self.pair.tree.updated(**tree)
         self.pair.acceptance = self.pair.acceptance.updated(**acceptance)
         self.method, self.stats = method, DecodeStats.empty(0)

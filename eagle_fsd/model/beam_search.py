@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.model.config import BeamSearchConfig
-from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row
+from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, on_target_device
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Origin, Verification
@@ -214,6 +214,7 @@ class Search:
 class BeamEngine(Engine):
     """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
 
+    @on_target_device
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
         """Draft a tree for every row, and score it.
 
@@ -240,6 +241,7 @@ class BeamEngine(Engine):
         result = ScoredTrees(log_probs.tolist(), best.indices.tolist(), children)
         return tree, scored.features, result
 
+    @on_target_device
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-#: Smallest difference between the numbers of slots that passes read; see :meth:`TreeCache.keys`.
-VIEW_STEP = 64
+#: Smallest difference between the numbers of slots that passes read, see :meth:`TreeCache.keys`; on
+#: CUDA, where every number takes a graph of its own and slots cost less than there.
+VIEW_STEP, CUDA_VIEW_STEP = 64, 256
 
 
 class PlaneKind(NamedTuple):
@@ -31,6 +32,27 @@ class PlaneKind(NamedTuple):
 
 #: Number of planes of each kind that the layers of a model use.
 Layout = Counter[PlaneKind]
+
+
+def view_step(device: torch.device) -> int:
+    """Return the smallest difference between the numbers of slots that passes read.
+
+    Args:
+        device: Device of the cache.
+    """
+    return CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
+
+
+def cache_slots(needed: int, device: torch.device) -> int:
+    """Return the number of slots to allocate.
+
+    Args:
+        needed: Slots needed.
+        device: Device of the cache. On CUDA, slots are allocated in whole steps, so that passes
+            never read an odd number of them, and sequences of similar lengths share caches.
+    """
+    step = CUDA_VIEW_STEP if device.type == "cuda" else 1
+    return -(-needed // step) * step
 
 
 def _separate(plane: Tensor) -> Tensor:
@@ -111,7 +133,7 @@ class TreeCache(Cache):
             ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. The
             same tensor for the same ``L``.
         """
-        step = max(VIEW_STEP, 1 << max(0, (needed - 1).bit_length() - 3))
+        step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 3))
         view = min(-(-needed // step) * step, self.length)
         if view not in self._keys:
             self._keys[view] = torch.arange(view, device=device)

@@ -10,12 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import statistics
+import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from eagle_fsd.utils.text import one_line
@@ -26,8 +30,10 @@ Result = TypeVar("Result")
 
 #: Compiled versions of a function: for one row and for several, and for every tree.
 RECOMPILE_LIMIT = 128
-#: CUDA graphs that are kept, the latest ones.
-MAX_GRAPHS = 64
+#: Types of devices on which steps are captured in graphs.
+GRAPH_DEVICES = ("cuda",)
+#: CUDA graphs that an engine keeps, those used last, and shapes of eager steps that it remembers.
+MAX_GRAPHS, MAX_SEEN = 64, 256
 #: Measurements of a trial, each of both kinds of decoding.
 TRIAL_BLOCKS = 3
 #: Smallest gain of a trial, as a factor, with which compiled passes are used.
@@ -104,21 +110,53 @@ def is_compilation_faster(
     return gain >= MIN_GAIN and others <= eager * (1.0 - 1.0 / gain)
 
 
+def using_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device torch's current one, whose streams CUDA events, graphs and kernels use.
+
+    Args:
+        device: Any device; those of other types than CUDA need nothing.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether steps on a device can be captured in graphs.
+
+    Args:
+        device: The device.
+    """
+    return device.type in GRAPH_DEVICES
+
+
 class StepGraphs:
     """CUDA graphs of decoding steps, one for each combination of shapes.
 
     The first step with new shapes runs eagerly, which also allocates what libraries need; the
     second one is captured, and all others are replayed. Where a step cannot be captured, a warning
-    is logged, and all steps run eagerly.
+    is logged, and from then on all steps of that target run eagerly.
+
+    Args:
+        target: The model whose passes the steps contain.
     """
 
-    def __init__(self) -> None:
-        self._graphs: dict[Hashable, tuple[Any, Any]] = {}
-        self._seen: set[Hashable] = set()
+    def __init__(self, target: nn.Module) -> None:
+        self._target = target
+        self._graphs: dict[Hashable, tuple[Any, Any]] = {}  # the last ones were used last
+        self._seen: dict[Hashable, None] = {}
+        self._pool: Any = None  # the memory that all graphs share; only one of them runs at a time
         self._failed = False
 
+    def __len__(self) -> int:
+        """Return the number of shapes that are captured, or will be when they occur again."""
+        return len(self._graphs) + len(self._seen)
+
+    def clear(self) -> None:
+        """Drop all graphs, because the tensors that they read have been replaced."""
+        self._graphs.clear()
+        self._seen.clear()
+
     def run(self, shapes: Hashable, step: Callable[[], Result]) -> Result:
-        """Run a step.
+        """Run a step on torch's current device.
 
         Args:
             shapes: Everything that the shapes in the step depend on.
@@ -127,27 +165,84 @@ class StepGraphs:
         Returns:
             The result of the step. A replayed step overwrites the tensors that it returned before.
         """
-        if self._failed or shapes not in self._seen:
-            self._seen.add(shapes)
+        if self._failed or self._target in _not_capturable:
             return step()
-        if shapes not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, pool=self._pool()):
-                    result = step()
-            except RuntimeError as error:
-                log.warning("decoding without CUDA graphs: %s", one_line(error))
-                self._failed = True
+        found = self._graphs.pop(shapes, None)
+        if found is None:
+            if shapes not in self._seen:
+                self._seen[shapes] = None
+                _drop_first(self._seen, MAX_SEEN)
                 return step()
-            if len(self._graphs) == MAX_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[shapes] = graph, result
-        graph, result = self._graphs[shapes]
+            found = self._capture(step)
+            if found is None:
+                return step()
+            del self._seen[shapes]
+        self._graphs[shapes] = found
+        _drop_first(self._graphs, MAX_GRAPHS)
+        graph, result = found
         graph.replay()
         return result
 
-    def _pool(self) -> Any:
-        """Return the memory that all graphs share; only one of them runs at a time."""
-        for graph, _ in self._graphs.values():
-            return graph.pool()
-        return None
+    def _capture(self, step: Callable[[], Result]) -> tuple[Any, Result] | None:
+        """Capture a step; return None, and leave torch as it was, if that fails."""
+        with _capturing:
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            if not self._graphs:  # the memory of graphs that are gone cannot be used again
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                with self._captured(graph, before.device):
+                    result = step()
+            except Exception as error:  # an error of the step itself is raised by its eager run
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._failed = True  # another engine may have enough memory
+                else:
+                    _not_capturable.add(self._target)
+                log.warning("decoding without CUDA graphs: %s", one_line(error))
+                self.clear()
+                self._recover(graph, before)
+                return None
+            return graph, result
+
+    def _captured(self, graph: Any, device: torch.device) -> Any:
+        # In its default mode, a capture fails if another thread allocates memory meanwhile.
+        stream, mode = _capture_stream(device), "thread_local"
+        return torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode)
+
+    def _recover(self, graph: Any, before: Any) -> None:
+        """Undo what torch leaves behind where the end of a capture raises an exception.
+
+        The thread stays on the stream of the capture, the allocator takes the capture to be in
+        progress and refuses to release memory, and up to torch 2.11, the device's random number
+        generator does so, too, and refuses to be used.
+        """
+        _abandoned.append(graph)
+        names = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"  # until torch 2.7
+        end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+        with suppress(RuntimeError):  # the allocator knows that the capture has ended
+            end(before.device.index, self._pool)
+            torch._C._cuda_releasePool(before.device.index, self._pool)
+        torch.cuda.set_stream(before)
+        self._pool = torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError), self._captured(torch.cuda.CUDAGraph(), before.device):
+            torch.zeros(1, device=before.device)  # the end of a capture resets the generator
+        torch.cuda.set_stream(before)
+
+
+#: Models whose steps cannot be captured.
+_not_capturable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Graphs whose capture failed: torch's allocator of pinned memory may refer to them forever.
+_abandoned: list[Any] = []
+#: Held during a capture: a process can have one at a time.
+_capturing = threading.Lock()
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream of all captures on a device: each takes memory for matrix products."""
+    return torch.cuda.Stream(device)
+
+
+def _drop_first(items: dict[Hashable, Any], most: int) -> None:
+    """Drop the first item of a dictionary that has more than so many."""
+    if len(items) > most:
+        del items[next(iter(items))]

@@ -304,6 +304,11 @@ class PairOptions(TargetOptions):
         description="Compile the models' passes with torch.compile; default: in serve, and in long"
         " runs of evaluate, sweep and bench without batches, if a trial shows that it saves time.",
     )
+    capture: bool = Field(
+        default=True,
+        description="Capture decoding steps in CUDA graphs and replay them; no effect on devices"
+        " other than CUDA.",
+    )
 
 
 class ModelIdentity(Options):

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from transformers import LogitsProcessor
 
 from eagle_fsd.model import memory
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, rule_for
+from eagle_fsd.model.acceptance.thresholds import fused_divergences
 from eagle_fsd.model.attention import folded_queries, query_groups
-from eagle_fsd.model.cache import TreeCache
-from eagle_fsd.model.compilation import StepGraphs, compiled
+from eagle_fsd.model.cache import TreeCache, cache_slots
+from eagle_fsd.model.compilation import StepGraphs, compiled, has_graphs, using_device
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.depth import DepthPolicy, levels_of, shapes_of
 from eagle_fsd.model.drafters.interface import Drafter
@@ -52,6 +53,10 @@ MAX_DECISIONS = 16
 PROBABILITY_UNIT = 2.0**-30
 #: Slots below which the number of visible slots hardly changes the duration of a step.
 MIN_SLOTS = 512
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+AnyEngine = TypeVar("AnyEngine", bound="Engine")
+
 #: Message of the error that NaN or infinite logits raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
@@ -278,7 +283,7 @@ class _Launched:
             self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(packed.device))
 
     def read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None] | None:
         """Return the details of every row's tokens.
@@ -305,6 +310,25 @@ class _Launched:
         return [[0, 0] if row is None else packed[row] for row in self.order]
 
 
+def on_target_device(
+    method: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Let a method of an engine run on the target's device, which need not be torch's current one.
+
+    Args:
+        method: The method.
+    """
+
+    @wraps(method)
+    def run(
+        engine: AnyEngine, /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Result:
+        with using_device(engine.target.device):
+            return method(engine, *arguments, **options)
+
+    return run
+
+
 class Engine:
     """Rows that are decoded together, and their state on the device.
 
@@ -324,7 +348,7 @@ class Engine:
         clock: Measures the phases of a step.
         compiled: Number of rows with which steps are compiled, see
             :mod:`~eagle_fsd.model.compilation`: every other number would take a compilation of its
-            own. 0 for none.
+            own. 0 for none. On CUDA, other steps compile the divergence.
         capture: On CUDA, capture steps in graphs and replay them where possible.
         batch_trees: Trees for so many rows or more, where they differ from ``tree``.
         depths: Chooses the depth of adaptive trees; default: one that has seen no steps.
@@ -334,8 +358,13 @@ class Engine:
         rows: The rows being decoded.
         reserved: Number of rows, and of tokens in a row, that there is memory for.
         width: The most tokens that a step emits for a row.
+        kind: Equal for engines that can decode the same requests; None if they cannot be exchanged.
+        made_with: What else the engine depends on, see
+            :class:`~eagle_fsd.model.idle_engines.IdleEngines`.
     """
 
+    kind: Hashable = None
+    made_with: object = None
     cache: TreeCache
     roots: Tensor  # [B] the last token of each row, not in the target's cache
     lengths: Tensor  # [B] tokens in the target's cache
@@ -374,7 +403,7 @@ class Engine:
         self._prompts: deque[_Prompts] = deque()
         self._abandoned: set[Row] = set()  # rows of these prompts that are not needed any more
         self._groups: list[_Group] = []
-        self._graphs = StepGraphs()
+        self._graphs = StepGraphs(target.model)
         self._decisions: list[Decision] = []  # those that graphs were captured for
         self._captures = self._overlaps = False
         self._ahead: _Launched | None = None
@@ -382,6 +411,11 @@ class Engine:
     @property
     def _compiles(self) -> bool:
         return len(self.rows) == self.compiled
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the engine has CUDA graphs, and :meth:`reset` makes it as good as new."""
+        return len(self._graphs) > 0 and not self.draft.waits
 
     @property
     def joining(self) -> int:
@@ -411,8 +445,9 @@ class Engine:
         """
         return self.target.agree(memory.fitting_rows(self.row_bytes(max_length)))
 
+    @on_target_device
     def reserve(self, rows: int, max_length: int) -> None:
-        """Allocate memory.
+        """Allocate memory; on CUDA for somewhat longer rows, see :func:`cache_slots`.
 
         Args:
             rows: Number of rows.
@@ -424,7 +459,7 @@ class Engine:
         rows, max_length = max(rows, self.reserved[0]), max(max_length, self.reserved[1])
         if (rows, max_length) == self.reserved:
             return
-        self.reserved = rows, max_length
+        self.reserved = rows, self._room(max_length)
         self._folds = query_groups(self.target.model)  # the check of its first use decides
         length, draft_length = self._slots(max_length)
         caches = self.caches
@@ -435,13 +470,24 @@ class Engine:
         self._grow(rows, self._state[2].shape[1])
         self.draft.reserve(rows, max_length, caches.draft_cache if draft_length else None)
 
+    @property
+    def _extra(self) -> int:
+        """Slots of the target's cache beyond a row's tokens."""
+        ahead = self.width if self.target.device.type == "cuda" else 0  # see `step`
+        return ahead + self._nodes
+
+    def _room(self, max_length: int) -> int:
+        """Return the tokens for which the slots that are allocated for fewer have room."""
+        return cache_slots(max_length + self._extra, self.target.device) - self._extra
+
     def _slots(self, max_length: int) -> tuple[int, int]:
         """Return the slots per row of the target's cache and of the drafter's."""
-        ahead = self.width if self.target.device.type == "cuda" else 0  # see `step`
-        longest = max_length + ahead
+        slots = self._room(max_length) + self._extra
+        longest = slots - self._nodes
         draft = max(self.drafter.cache_length(longest, tree) for tree in self._trees.values())
-        return longest + self._nodes, draft
+        return slots, cache_slots(draft, self.target.device)
 
+    @on_target_device
     def admit(self, rows: Sequence[Row]) -> None:
         """Add rows. What the caches hold of a prompt is not processed again.
 
@@ -484,6 +530,7 @@ class Engine:
             state[: len(own)] = own
         self.draft.admit(first, [row.ids for row in rows])
 
+    @on_target_device
     def prefill(self) -> list[Row]:
         """Process the next chunk of the prompts that were added first.
 
@@ -520,6 +567,7 @@ class Engine:
             self._ahead.order += [None] * len(group.rows)
         return group.rows
 
+    @on_target_device
     def drop(self, rows: Sequence[int]) -> list[int]:
         """Remove rows.
 
@@ -551,6 +599,18 @@ class Engine:
         )
         self._abandoned.intersection_update(row for group in self._prompts for row in group.rows)
 
+    @on_target_device
+    def reset(self) -> None:
+        """Remove all rows, and forget what the caches hold and how long steps took."""
+        self._prompts.clear()
+        self._abandoned.clear()
+        self._ahead = None
+        self._set_rows([])
+        for row in range(self.caches.rows):
+            self.caches.truncate(row, 0)
+        self.clock, self._counted = PhaseClock(self.target.device), 0.0
+
+    @on_target_device
     def clear(self, row: int) -> None:
         """Overwrite all that the caches hold of a row, even NaN, which no mask hides.
 
@@ -559,6 +619,7 @@ class Engine:
         """
         self.caches.clear(row)
 
+    @on_target_device
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite a row with another.
 
@@ -598,7 +659,7 @@ class Engine:
         self._state = _new_state(self.target.device, rows, width)
         for new, old in zip(self._state, before, strict=True):
             new[tuple(map(slice, old.shape))] = old
-        self._graphs = StepGraphs()  # the graphs read and write the old tensors
+        self._graphs.clear()  # they read and write the old tensors
         self._show()
 
     def _set_rows(self, rows: list[Row]) -> None:
@@ -634,7 +695,7 @@ class Engine:
         self._overlaps = on_cuda and fixed and not details
         self._captures = (
             self.capture
-            and on_cuda
+            and has_graphs(device)
             and fixed
             and len(groups) == 1
             and groups[0][0].on_device
@@ -645,7 +706,7 @@ class Engine:
             if decision not in self._decisions:
                 if len(self._decisions) == MAX_DECISIONS:
                     self._decisions.clear()
-                    self._graphs = StepGraphs()
+                    self._graphs.clear()
                 self._decisions.append(decision)
             self._captured = self._decisions.index(decision)
 
@@ -662,6 +723,7 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------
 
+    @on_target_device
     def step(self) -> StepResult:
         """Emit at least one token for every row, except for rows that joined during the step.
 
@@ -778,7 +840,8 @@ class Engine:
             prefixes = []
             if decision.sampler.needs_prefix:
                 prefixes = [self.rows[place].prefix for place in group.places]
-            kept, inputs, keys, state = judge(decision, part, scores, numbers, prefixes, state)
+            with fused_divergences(bool(self.compiled)):
+                kept, inputs, keys, state = judge(decision, part, scores, numbers, prefixes, state)
             if index is None:
                 self.keys.copy_(keys)
                 self.rule_state[:, : state.shape[1]] = state

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from eagle_fsd.model import memory
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, TokenDetail
+from eagle_fsd.model.idle_engines import IdleEngines
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import token_keys
 from eagle_fsd.model.sampling import Prefix
@@ -204,6 +205,7 @@ class Batch:
         max_rows: Maximum number of requests that are decoded at once.
         max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
             allocated at once; default: as requests arrive, which copies what is cached.
+        idle: Receives engines that are not used any more; they are dropped if memory is short.
 
     Raises:
         ValueError: ``max_rows`` is less than 1.
@@ -218,11 +220,14 @@ class Batch:
         new_engine: Callable[[Request], Engine],
         max_rows: int,
         max_length: int | None = None,
+        idle: IdleEngines | None = None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"a batch needs at least one row; got {max_rows}")
         self.max_rows, self.passes = max_rows, 0
         self._new_engine, self._max_length = new_engine, max_length
+        self._idle = IdleEngines() if idle is None else idle
+        self._failed = False  # an exception has interrupted a step
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
         self._places: dict[Row, _Place] = {}
@@ -293,15 +298,31 @@ class Batch:
             MemoryError: There is not enough memory for one row.
         """
         found: list[tuple[Answer, StreamChunk]] = []
+        failed, self._failed = self._failed, True
         try:
             self._step(found)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
-            if self.max_rows <= 1:
+            if not self._idle.clear() and self.max_rows <= 1:
                 raise MemoryError("there is not enough memory to decode one prompt") from error
             self._halve()
+        self._failed = failed
         return found
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """Cancel all answers, and let other batches of the same model have the engines."""
+        for answer in (*self._waiting, *(place.answer for place in self._places.values())):
+            answer.finished = True
+        self._spent = self.seconds
+        self._waiting.clear()
+        self._places.clear()
+        self._states.clear()
+        engines, self._engines = self._engines, {}
+        if not self._failed:
+            for engine in engines.values():
+                self._idle.put(engine)
 
     def _step(self, found: list[tuple[Answer, StreamChunk]]) -> None:
         """Take a step, and add what it emitted to a list, even if memory runs out later."""
@@ -396,10 +417,16 @@ class Batch:
             most = max([least[1], *(item.max_length for item in others)])
             more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
         for size in (more, least):
-            if size[0] <= engine.fitting_rows(size[1]):
+            if self._fits(engine, *size):
                 engine.reserve(*size)
                 return True
         return False
+
+    def _fits(self, engine: Engine, rows: int, length: int) -> bool:
+        """Whether there is memory for rows, if need be instead of engines that are not in use."""
+        if rows <= engine.fitting_rows(length):
+            return True
+        return self._idle.clear() and rows <= engine.fitting_rows(length)
 
     def _engine(self, request: Request) -> Engine:
         engine = self._engines.pop(request.engine, None)
@@ -407,7 +434,7 @@ class Batch:
             busy = {place.engine for place in self._places.values()}
             idle = [key for key, other in self._engines.items() if other not in busy]
             for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
-                del self._engines[key]
+                self._idle.put(self._engines.pop(key))
             engine = self._new_engine(request)
             if self._max_length is not None:
                 fitting = engine.fitting_rows(self._max_length)
@@ -483,6 +510,7 @@ class Generation:
         requests: The requests.
         pad_token_id: Token that fills rows which ended before others.
         prefix_cache: The engine's caches, if they are to be kept.
+        idle: See :class:`Batch`.
     """
 
     def __init__(
@@ -491,9 +519,10 @@ class Generation:
         requests: Sequence[Request],
         pad_token_id: int,
         prefix_cache: PrefixCache | None = None,
+        idle: IdleEngines | None = None,
     ) -> None:
         self._pad_token_id = pad_token_id
-        batch = Batch(new_engine, len(requests))
+        batch = Batch(new_engine, len(requests), idle=idle)
         self._answers = [batch.add(request) for request in requests]
         self.stats = DecodeStats(
             [answer.stats.accepted[0] for answer in self._answers],
@@ -550,7 +579,7 @@ def _decode(
     batch: Batch, answers: list[Answer], stats: DecodeStats, prefix_cache: PrefixCache | None
 ) -> Generator[StreamChunk]:
     """Take steps until every answer has ended, and yield what each step emitted."""
-    with prefix_cache.in_use() if prefix_cache is not None else nullcontext():
+    with prefix_cache.in_use() if prefix_cache is not None else nullcontext(), closing(batch):
         while len(batch):
             found = batch.step()
             stats.passes = batch.passes

@@ -7,7 +7,8 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from eagle_fsd.model.beam_search import (
     beam_search,
 )
 from eagle_fsd.model.checkpoint import settings_file
-from eagle_fsd.model.compilation import is_compilation_faster
+from eagle_fsd.model.compilation import has_graphs, is_compilation_faster, using_device
 from eagle_fsd.model.config import (
     AcceptanceConfig,
     BeamSearchConfig,
@@ -56,6 +57,7 @@ from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
 from eagle_fsd.model.identity import differs
+from eagle_fsd.model.idle_engines import IdleEngines, fingerprint
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import seed_keys
@@ -247,6 +249,8 @@ class EagleFSD:
             them.
         compiled: Number of rows with which the passes of drafter and target are compiled by
             ``torch.compile``; 0 for none, the default. See :meth:`compile_if_faster`.
+        capture: Whether steps on a CUDA device are captured in graphs and replayed where possible;
+            True by default. On other devices it has no effect.
     """
 
     def __init__(
@@ -265,6 +269,8 @@ class EagleFSD:
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
         self.compiled: int = 0
+        self.capture = True
+        self._idle = IdleEngines()
         self._depths = DepthPolicy()
         self._name: str | None = None
         self._token: str | None = None
@@ -430,15 +436,22 @@ class EagleFSD:
             Whether passes with so many rows are compiled from now on.
         """
         target = self.target
-        check_target(target, projected=self.drafter.projects)
+        self._check_target(self.drafter)
         prompt = [token % target.vocab_size for token in range(TRIAL_PROMPT)]
         limit = min(TRIAL_TOKENS, target.stable_rope_length - TRIAL_PROMPT)
+        engines: dict[bool, Engine] = {}  # each captures its steps once
 
         @torch.inference_mode()
         def seconds_per_token(compiled: bool) -> float:
-            drafter = self.drafter.fresh().attach(target)
-            tree = self.tree.updated(adaptive=False)
-            engine = Engine(target, drafter, tree, compiled=rows if compiled else 0)
+            engine = engines.get(compiled)
+            if engine is not None and engine.reusable:
+                engine.reset()
+            else:
+                drafter = self.drafter.fresh().attach(target)
+                tree = self.tree.updated(adaptive=False)
+                passes = rows if compiled else 0
+                engine = Engine(target, drafter, tree, compiled=passes, capture=self.capture)
+                engines[compiled] = engine
             engine.admit([Row(prompt, limit, Decision.of()) for _ in range(rows)])
             engine.prefill()
             begin = time.perf_counter()
@@ -596,25 +609,27 @@ class EagleFSD:
             raise ValueError(f"max_batch must be at least 1; got {max_batch}")
         if options.get("prefix_cache") is not None:
             raise ValueError("a batch keeps its own caches; leave prefix_cache out")
-        batch, source = self.batch(max_batch), enumerate(prompts)
+        source = enumerate(prompts)
         running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
-        while True:
-            for index, prompt in itertools.islice(source, batch.free):
-                if not isinstance(prompt, Prompt):
-                    prompt = Prompt(prompt)
-                given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
-                row = 0 if "seed" in prompt.options else index
-                answer = batch.add(self._request(self._call(**given), prompt.ids, row))
-                running[answer] = index, []
-            if not len(batch):
-                return
-            for answer, chunk in batch.step():
-                if answer.error is not None:
-                    raise answer.error
-                running[answer][1].extend(chunk.details or [])
-                if chunk.finished:
-                    index, details = running.pop(answer)
-                    yield Completion(index, answer.tokens, answer.origins, answer.stats, details)
+        with closing(self.batch(max_batch)) as batch:
+            while True:
+                for index, prompt in itertools.islice(source, batch.free):
+                    if not isinstance(prompt, Prompt):
+                        prompt = Prompt(prompt)
+                    given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
+                    row = 0 if "seed" in prompt.options else index
+                    answer = batch.add(self._request(self._call(**given), prompt.ids, row))
+                    running[answer] = index, []
+                if not len(batch):
+                    return
+                for answer, chunk in batch.step():
+                    if answer.error is not None:
+                        raise answer.error
+                    running[answer][1].extend(chunk.details or [])
+                    if chunk.finished:
+                        index, details = running.pop(answer)
+                        stats = answer.stats
+                        yield Completion(index, answer.tokens, answer.origins, stats, details)
 
     def request(
         self,
@@ -637,11 +652,22 @@ class EagleFSD:
     def batch(self, max_rows: int, max_length: int | None = None) -> Batch:
         """Return a batch without requests, which decodes requests of :meth:`request`.
 
+        :meth:`Batch.close` ends it.
+
         Args:
             max_rows: Maximum number of requests that are decoded at once.
             max_length: See :class:`~eagle_fsd.model.generation.Batch`.
         """
-        return Batch(self._new_engine, max_rows, max_length)
+        return Batch(self._new_engine, max_rows, max_length, self._idle)
+
+    def release_memory(self) -> None:
+        """Free the memory that is kept for the next call.
+
+        On CUDA, the caches and CUDA graphs of calls that have ended are kept for those with the
+        same options, up to :data:`~eagle_fsd.model.idle_engines.MAX_ENGINES` of them, until memory
+        is short. Elsewhere, nothing is.
+        """
+        self._idle.clear()
 
     def beam_search(
         self,
@@ -707,7 +733,7 @@ class EagleFSD:
         limits = self._limit_new_tokens(list(map(len, prompts)), max_new_tokens)
         drafter = self.drafter if method == "fsd" else NoDrafter()
         engine = BeamEngine(target, drafter, self.exact_tree.updated(adaptive=False))
-        check_target(target, projected=drafter.projects)
+        self._check_target(drafter)
         fill = pad or next(iter(eos), 0)
         return beam_search(engine, input_ids, prompts, config, limits, frozenset(eos), fill)
 
@@ -848,7 +874,7 @@ class EagleFSD:
         ]
         fill = pad if pad is not None else next(iter(call.given_eos), 0)
         new_engine = partial(self._new_engine, caches=prefix_cache)
-        return Generation(new_engine, requests, fill, prefix_cache)
+        return Generation(new_engine, requests, fill, prefix_cache, self._idle)
 
     def _request(self, call: _Call, ids: Tensor | Sequence[int], row: int = 0) -> Request:
         """Return the request for a prompt without padding."""
@@ -932,21 +958,47 @@ class EagleFSD:
         )
 
     def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:
-        """Create an engine without rows that decodes a request."""
+        """Return an engine without rows that decodes a request."""
         drafter = self.drafter if request.drafted else NoDrafter()
-        check_target(self.target, projected=drafter.projects)
+        self._check_target(drafter)
+        kind: Hashable = None
+        made_with, device = None, self.target.device
+        if not self.capture:
+            self._idle.clear()
+        elif caches is None and has_graphs(device) and self.target.one_device:
+            # Work on other streams could overlap with that of the calls before.
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            kind = request.engine, tuple(self.batch_trees.items()), stream
+            made_with = self._describe()
+            kept = self._idle.take(kind, made_with)
+            if kept is not None:
+                return kept
         sampler = request.decision.sampler
         draw = sampler.draw_draft if request.draws else None
-        return Engine(
+        engine = Engine(
             self.target,
             drafter,
             request.tree,
             draw,
             caches,
             compiled=self.compiled,
+            capture=self.capture,
             batch_trees=self.batch_trees if request.varies and request.drafted else None,
             depths=self._depths,
         )
+        engine.kind, engine.made_with = kind, made_with
+        return engine
+
+    def _describe(self) -> object:
+        """Return what all engines depend on."""
+        drafter = getattr(self.drafter, "model", self.drafter)
+        modules = [item for item in (self.model, drafter) if isinstance(item, nn.Module)]
+        return self.drafter, self.compiled, fingerprint(*modules)
+
+    def _check_target(self, drafter: Drafter) -> None:
+        """Check the target, unless that has been done; see :func:`check_target`."""
+        with using_device(self.target.device):
+            check_target(self.target, projected=drafter.projects)
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:

@@ -32,7 +32,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[tuple[str | None, Any]] = []
 
     def enter(self, phase: str | None) -> None:
@@ -46,7 +46,7 @@ class PhaseClock:
             if torch.cuda.is_current_stream_capturing():
                 return
             mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
+            mark.record(torch.cuda.current_stream(self._device))
         else:
             mark = time.perf_counter()
         self._marks.append((phase, mark))

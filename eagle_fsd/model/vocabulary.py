@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 #: Values that are processed together on a CPU, where they fit into a core's cache, and elsewhere.
 CHUNK = 2**18
-DEVICE_CHUNK = 2**20
+DEVICE_CHUNK = 2**21
 #: Log-probability below which ``exp`` returns denormal numbers, which takes a CPU hundreds of times
 #: as long.
 LEAST = -87.0
 #: Probability that counts as 0; that of :data:`LEAST` is below.
 ZERO = 1e-37
-#: Values in a block, of which sums or maxima are taken before one block is searched.
+#: Values in a block, of which sums or maxima are taken before one block is searched; a power of 2.
 BLOCK = 256
 #: Up to this size of the vocabulary, ``torch.topk`` is faster than a search for the best blocks.
 SMALL_VOCABULARY = 4096
@@ -281,7 +281,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     width = math.log(size / (1.0 - top_p))
     # Bin 0 holds likelier tokens than the interval. Less likely ones, which are most, are spread
     # over the bins from the last on: additions to a single one would wait for each other.
-    spare = math.gcd(size, BLOCK)
+    spare = _block_size(size)
     last = torch.arange(bins + 1.0, bins + 1.0 + spare, device=below.device)
     for _ in range(RESOLUTION_BITS // bits):
         first = 1.0 - start * (bins / width)
@@ -354,7 +354,18 @@ class Warp:
 
 def _in_blocks(values: Tensor) -> Tensor:
     """View ``[..., V]`` as ``[..., V / size, size]``, with a size that divides ``V``."""
-    return values.unflatten(-1, (-1, math.gcd(values.shape[-1], BLOCK)))
+    return values.unflatten(-1, (-1, _block_size(values.shape[-1])))
+
+
+def _block_size(size: int) -> int:
+    """Return the greatest common divisor of a size and :data:`BLOCK`.
+
+    The size may be a variable of ``torch.compile``, which ``math.gcd`` does not take.
+    """
+    block = BLOCK
+    while size % block:
+        block //= 2
+    return block
 
 
 def _take_block(blocks: Tensor, block: Tensor) -> Tensor:

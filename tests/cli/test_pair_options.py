@@ -14,6 +14,9 @@ from pairs import tiny_target, untrained_head
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.chat.serve import servers
+from eagle_fsd.cli.app import app
+from eagle_fsd.cli.options import Pair
+from eagle_fsd.cli.parsing import arguments_for
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.target import Target
 
@@ -140,6 +143,32 @@ def test_target_needs_its_head(words: tuple[object, ...], run: Run) -> None:
     status, out, err = run(*words, "--target", BUNDLED_TARGET)
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: pass both a target and a drafter (--drafter)")
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+@each_command
+def test_capture_can_be_disabled(
+    words: tuple[object, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on by default."""
+
+    def set_attribute(self: EagleFSD, name: str, value: object) -> None:
+        if name == "capture" and hasattr(self, name):  # set again, by the command
+            raise ValueError(f"capture is {value}")
+        object.__setattr__(self, name, value)
+
+    monkeypatch.setattr(EagleFSD, "__setattr__", set_attribute)
+    for options, expected in (((), True), (("--capture",), True), (("--no-capture",), False)):
+        status, _, err = run(*words, *options)
+        assert (status, err.splitlines()[-1]) == (1, f"error: capture is {expected}")
+
+
+def test_serve_all_passes_capture_on() -> None:
+    given = arguments_for(app["serve"]["worker"], Pair(capture=False, compiled=True))
+    assert given == ["--compile", "--no-capture"]
+    assert not arguments_for(app["serve"]["worker"], Pair())
 
 
 # -- targets without a chat template ---------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -41,6 +42,48 @@ def simulated_accelerator() -> Iterator[None]:
     torch.tensor = fake
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+            yield
+    finally:
+        torch.tensor = tensor
+
+
+class HostCopyError(RuntimeError):
+    """Code copied something from the host to a simulated device."""
+
+
+class _WithoutHostCopies(TorchDispatchMode):
+    """Raise an exception where an operation reads the host's memory and writes the device's."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("copy_", "to", "_to_copy") and isinstance(result, Tensor):
+            source = args[1] if name == "copy_" else args[0]
+            target = args[0] if name == "copy_" else result
+            if source.device.type == "cpu" != target.device.type:
+                raise HostCopyError(f"{name} of {tuple(source.shape)} from the host")
+        return result
+
+
+@contextlib.contextmanager
+def without_host_copies() -> Iterator[None]:
+    """Reject copies from the host inside :func:`simulated_accelerator`.
+
+    A CUDA graph would read the host's memory again in every replay, where something else may be by
+    then, and torch refuses to capture such copies.
+    """
+    tensor = torch.tensor
+
+    def refuse(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+        if device is not None and torch.device(device).type != "cpu":
+            raise HostCopyError("torch.tensor copies from the host")
+        return tensor(data, *args, **options)
+
+    torch.tensor = refuse
+    try:
+        with _WithoutHostCopies():
             yield
     finally:
         torch.tensor = tensor

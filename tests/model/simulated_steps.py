@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +16,14 @@ import torch
 from eagle3_heads import target_model, untrained_eagle3
 from pairs import small_tree, tiny_target, untrained_head
 from rules import RULES, WRAPPED
-from simulated_accelerator import DEVICES, move, receive_inputs, simulated_accelerator
+from simulated_accelerator import (
+    DEVICES,
+    HostCopyError,
+    move,
+    receive_inputs,
+    simulated_accelerator,
+    without_host_copies,
+)
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
@@ -93,7 +102,10 @@ def run_steps(
     drafted: bool = True,
     **acceptance: Any,
 ) -> tuple[Engine, Any]:
-    """Take two steps; returns the engine and the second step."""
+    """Take two steps; returns the engine and the second step.
+
+    Those that would be captured on CUDA must not copy from the host.
+    """
     options = AcceptanceConfig(**acceptance)
     clock = PhaseClock(torch.device("cpu"))
     decision = Decision.of(sampling, options, rule, details=2)
@@ -105,7 +117,9 @@ def run_steps(
         engine.admit([Row([1] * length, 20, decision) for length in lengths])
         engine.prefill()
         engine._launch()
-        return engine, engine._launch()
+        captured = pair.target.one_device and not engine.draft.waits and decision.on_device
+        with without_host_copies() if captured else nullcontext():
+            return engine, engine._launch()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -168,6 +182,22 @@ def test_reading_from_the_device_is_detected() -> None:
     engine, result = run_steps(pair())
     with simulated_accelerator(), pytest.raises(DataDependentOutputException):
         engine._read(result)
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda: torch.tensor([1], device=DEVICES[0]),
+        lambda: torch.zeros(2).to(DEVICES[0]),
+        lambda: torch.zeros(2, device=DEVICES[0]).copy_(torch.zeros(2)),
+    ],
+    ids=["tensor", "to", "copy_"],
+)
+def test_copies_from_the_host_are_detected(copies: Callable[[], Any]) -> None:
+    with simulated_accelerator():
+        copies()
+        with without_host_copies(), pytest.raises(HostCopyError):
+            copies()
 
 
 def test_mixing_devices_is_detected() -> None:

@@ -6,8 +6,11 @@ and guards, comes before the code generator. CUDA graphs are replaced by a recor
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +21,17 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model import compilation, engine, pipeline
-from eagle_fsd.model.acceptance import DeferredRule, LimitedRule, RegretRule, TypicalRule
+from eagle_fsd.model.acceptance import (
+    DeferredRule,
+    LimitedRule,
+    RegretRule,
+    TypicalRule,
+    thresholds,
+)
 from eagle_fsd.model.compilation import StepGraphs, compiled
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.vocabulary import Warp, arg_max
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +124,27 @@ def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> N
     assert len(graphs) == 3
 
 
+@pytest.mark.parametrize("sizes", [(40, 96, 1000, 7), (7, 513, 512)], ids=str)
+def test_vocabularies_of_any_size(
+    sizes: tuple[int, ...],
+    graphs: list[torch.fx.GraphModule],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From the second size on, the size is a variable of the compiled code."""
+    warp, best = compiled(Warp(0.7, top_p=0.8)._rows), compiled(arg_max)
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        values = torch.randn(3, size, generator=generator)
+        uniform = torch.rand(3, dtype=torch.double, generator=generator)
+        assert torch.equal(best(values), values.argmax(-1))
+        for found, expected in zip(
+            warp(values, uniform), Warp(0.7, top_p=0.8)._rows(values, uniform), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+    assert graphs
+    assert not [item for item in caplog.records if item.levelno >= logging.WARNING]
+
+
 @pytest.mark.slow
 def test_batches_of_any_size(graphs: list[torch.fx.GraphModule]) -> None:
     """Rows of different lengths that end one by one: at most one version per number of rows."""
@@ -184,12 +215,20 @@ def test_errors_of_the_model_are_raised(
 
 def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
+    made: list[int] = []
     clock = {"now": 0.0}
     cost = {0: 0.1, 2: 0.05}
 
     class Fake:
-        def __init__(self, *_: Any, compiled: int = 0) -> None:
+        reusable = True
+
+        def __init__(self, *_: Any, compiled: int = 0, capture: bool = False) -> None:
+            assert capture
             self.compiled = compiled
+            made.append(compiled)
+
+        def reset(self) -> None:
+            pass
 
         def admit(self, rows: list[engine.Row]) -> None:
             assert len(rows) == 2
@@ -213,63 +252,229 @@ def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> 
     assert pair.compile_if_faster(tokens=4500, rows=2)  # 150 s eager
     assert any(calls)
     assert pair.compiled
+    assert made == [0, 0, 2]  # steps are captured once in a trial
     assert not pair.compile_if_faster(tokens=4500, rows=2, trees=1000)  # too many compilations
     cost[2] = 0.099
     assert not pair.compile_if_faster(rows=2)
     assert not pair.compiled
 
 
-class _Recorder:
-    """Stands in for ``torch.cuda``: a graph is the function that was captured."""
+MAIN, SIDE = (SimpleNamespace(device=torch.device("cpu:0"), name=name) for name in ("main", "side"))
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
-        self.captured = self.replayed = 0
+
+class _Recorder:
+    """Stands in for ``torch.cuda``, with the state that a failed capture leaves behind.
+
+    Args:
+        monkeypatch: Replaces what :class:`StepGraphs` calls.
+        breaks: The part of the first capture that raises an exception: ``enter``, ``body``, where
+            the end of the capture raises another one, as CUDA does, or nothing.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, breaks: str = "") -> None:
+        self.captured, self.replayed, self.attempts = 0, 0, 0
+        self.stream = MAIN
+        self.pools: Counter[int] = Counter()  # references
+        self.handles = 0
+        self.underway: list[int] = []  # pools of captures, as the allocator knows them
+        self.generator_captures = False
+        self.broken = False  # the capture in progress
         recorder = self
 
         class Graph:
+            def __init__(self) -> None:
+                self.pool: int | None = None
+
             def replay(self) -> None:
+                assert self.pool is not None
                 recorder.replayed += 1
 
-            def pool(self) -> str:
-                return "pool"
+            def __del__(self) -> None:
+                if self.pool is not None:
+                    recorder.pools[self.pool] -= 1
 
         class Capture:
-            def __init__(self, graph: Graph, pool: str | None) -> None:
-                assert pool == ("pool" if recorder.captured else None)
+            def __init__(
+                self, graph: Graph, pool: int, stream: object, capture_error_mode: str
+            ) -> None:
+                assert capture_error_mode == "thread_local"
+                assert stream is SIDE
+                self.graph, self.pool = graph, pool
 
             def __enter__(self) -> None:
-                if fails:
+                assert not recorder.underway  # or torch cannot empty its cache
+                self.before, recorder.stream = recorder.stream, SIDE
+                recorder.attempts += 1
+                recorder.broken = bool(breaks) and recorder.attempts == 1
+                if recorder.broken and breaks == "enter":
                     raise RuntimeError("operation not permitted when stream is capturing")
-                recorder.captured += 1
+                recorder.underway.append(self.pool)
+                recorder.pools[self.pool] += 1
+                recorder.generator_captures = True
 
             def __exit__(self, *_: object) -> None:
-                return
+                if recorder.broken:
+                    raise RuntimeError("failed due to a previous error during capture")
+                recorder.underway.remove(self.pool)
+                recorder.generator_captures = False
+                recorder.stream, self.graph.pool = self.before, self.pool
+                recorder.captured += 1
 
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", Capture)
+        def end(device: int, pool: int) -> None:
+            assert device == 0
+            if pool not in recorder.underway:
+                raise RuntimeError("not currently recording to mempool_id")
+            recorder.underway.remove(pool)
+
+        def release(device: int, pool: int) -> None:
+            recorder.pools[pool] -= 1
+
+        def new_handle() -> int:
+            recorder.handles += 1
+            return recorder.handles
+
+        replaced = {
+            "CUDAGraph": Graph,
+            "graph": Capture,
+            "graph_pool_handle": new_handle,
+            "current_stream": lambda: recorder.stream,
+            "set_stream": lambda stream: setattr(recorder, "stream", stream),
+            "Stream": lambda _: SIDE,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, function in (("endAllocateToPool", end), ("releasePool", release)):
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", function, raising=False)
+
+    def check_clean(self) -> None:
+        """Assert that nothing of a capture is left but the graphs in use."""
+        assert self.stream is MAIN
+        assert not self.underway
+        assert not self.generator_captures
+
+
+def _graphs() -> StepGraphs:
+    return StepGraphs(torch.nn.Identity())
 
 
 def test_steps_are_captured_once_per_shape_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, runs = _Recorder(monkeypatch), []
-    graphs = StepGraphs()
+    graphs = _graphs()
     for shapes in ["a"] * 4 + ["b"] * 3 + ["a"] * 2:
         result = graphs.run(shapes, lambda shapes=shapes: runs.append(shapes) or shapes)
         assert result == shapes
     assert runs == ["a", "a", "b", "b"]  # once eagerly and once while capturing
     assert (recorder.captured, recorder.replayed) == (2, 7)
+    assert recorder.pools == {1: 2}
+    recorder.check_clean()
+    graphs.clear()
+    assert not +recorder.pools
+    for _ in range(2):
+        graphs.run("a", lambda: None)
+    assert +recorder.pools == {2: 1}  # a pool without graphs cannot be used again
 
 
+def test_graphs_that_were_not_used_for_longest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that comes back runs eagerly once, like a new one."""
+    recorder = _Recorder(monkeypatch)
+    monkeypatch.setattr(compilation, "MAX_GRAPHS", 2)
+    graphs, captured = _graphs(), []
+    for shapes in "aabbaccabb":
+        before = recorder.captured
+        graphs.run(shapes, lambda: None)
+        captured.append(recorder.captured > before)
+    assert captured == [False, True, False, True, False, False, True, False, False, True]
+    assert +recorder.pools == {1: 2}
+
+
+def test_eager_shapes_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Recorder(monkeypatch)
+    graphs = _graphs()
+    for shapes in range(3 * compilation.MAX_SEEN):
+        graphs.run(shapes, lambda: None)
+    assert len(graphs) == compilation.MAX_SEEN
+
+
+@pytest.mark.parametrize("breaks", ["enter", "body"])
 def test_steps_that_cannot_be_captured_run_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    breaks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _Recorder(monkeypatch, fails=True)
-    graphs, runs = StepGraphs(), []
+    """That is found once per target, and torch is as it was before."""
+    recorder, runs = _Recorder(monkeypatch, breaks), []
+
+    def step() -> int:
+        runs.append(recorder.stream is SIDE)
+        if recorder.stream is SIDE:
+            raise ValueError("no step while capturing")
+        return len(runs)
+
+    target = torch.nn.Identity()
     with caplog.at_level(logging.WARNING):
-        for number in range(5):
-            assert graphs.run("a", lambda number=number: runs.append(number) or number) == number
-    assert runs == list(range(5))
+        for graphs in (StepGraphs(target), StepGraphs(target)):
+            for _ in range(5):
+                assert graphs.run("a", step) == len(runs)
+                recorder.check_clean()
+    assert sum(runs) == (breaks == "body")
+    assert len(runs) - sum(runs) == 10
+    assert recorder.attempts == 2  # the second one resets the random number generator
+    assert not +recorder.pools
     assert len(caplog.records) == 1
     assert "without CUDA graphs" in caplog.records[0].getMessage()
+    other = _graphs()
+    for _ in range(3):
+        other.run("a", lambda: None)
+    assert recorder.replayed == 2
+
+
+def test_a_capture_without_memory_says_nothing_about_the_target(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = _Recorder(monkeypatch)
+    target = torch.nn.Identity()
+
+    def step() -> None:
+        if recorder.stream is SIDE and recorder.attempts == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for graphs, replayed in ((StepGraphs(target), 0), (StepGraphs(target), 3)):
+        for _ in range(4):
+            graphs.run("a", step)
+        assert recorder.replayed == replayed
+        recorder.check_clean()
+    assert len(caplog.records) == 1
+
+
+def test_errors_of_a_captured_step_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Recorder(monkeypatch)
+    graphs, calls = _graphs(), []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ZeroDivisionError("broken on purpose")
+
+    graphs.run("a", step)
+    with pytest.raises(ZeroDivisionError):
+        graphs.run("a", step)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("number", "fused"), [(0, False), (2, True)])
+def test_divergences_are_compiled_where_steps_with_other_rows_are(
+    number: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA; by default, no command compiles anything."""
+    calls: list[str] = []
+
+    def record(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *inputs: calls.append(function.__name__) or function(*inputs)
+
+    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(thresholds, "compiled", record)
+    pair = copy.copy(aligned_pair())
+    pair.compiled = number
+    out = pair.generate(prompt(9), max_new_tokens=12, threshold=0.2)
+    assert calls == ["_eager"] * (out.stats.passes if fused else 0)
 
 
 @pytest.mark.slow

@@ -330,7 +330,8 @@ def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     torch._dynamo.reset()
     compiled.cache_clear()
-    found, codes = run_and_get_code(rule.divergences, inputs)
+    with thresholds.fused_divergences(True):
+        found, codes = run_and_get_code(rule.divergences, inputs)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     assert thresholds._fuses
     shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "".join(codes))
@@ -350,7 +351,8 @@ def test_failed_compilation_falls_back_to_eager_divergences(
     monkeypatch.setattr(thresholds, "compiled", lambda _: fail)
     monkeypatch.setattr(thresholds, "_fuses", True)
     for _ in range(2):
-        assert torch.equal(rule.divergences(inputs), expected)
+        with thresholds.fused_divergences(True):
+            assert torch.equal(rule.divergences(inputs), expected)
     assert [record.getMessage() for record in caplog.records] == [
         "divergences are not compiled: no compiler"
     ]

@@ -8,9 +8,12 @@ depths.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,6 +22,8 @@ from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.lengths import capacity
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.generation import Batch
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.progress import Progress
 
 #: Children of each node, ``K``.
@@ -30,6 +35,10 @@ LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
 STEPS, SECONDS = 5, 0.05
+#: How often the steps of a measurement are taken before it, by type of device. On CUDA, a step runs
+#: eagerly the first time that its shapes occur, is captured the second time, and is replayed from
+#: then on.
+WARM_UPS = {"cuda": 2}
 #: Tokens after which a measurement ends in any case.
 MAX_TOKENS = 4096
 #: Every measurement is repeated; the fastest counts, because other processes only add time.
@@ -125,7 +134,10 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int = ROUNDS) 
 
 
 def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
-    """Return the mean seconds of a few steps.
+    """Return the median seconds of a few steps.
+
+    What happens only once is not part of it: the first step, and on CUDA, the first steps with any
+    shapes, because the same steps have been taken before.
 
     Args:
         workload: The prompts.
@@ -136,14 +148,38 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
     pair = method.pair_for(workload.pair())
     room = workload.model.target.context_length - max(map(len, prompts))
     batch = pair.batch(len(prompts))
-    for ids in prompts:
-        batch.add(pair.request(ids, min(room, MAX_TOKENS), method=method.decoder, eos_token_id=[]))
     spent: list[float] = []
-    while len(batch) and not (len(spent) > STEPS and spent[-1] - spent[0] > SECONDS):
+    limit = math.inf
+    for _ in range(1 + WARM_UPS.get(pair.target.device.type, 0)):
+        answers = [
+            batch.add(
+                pair.request(ids, min(room, MAX_TOKENS), method=method.decoder, eos_token_id=[])
+            )
+            for ids in prompts
+        ]
+        spent = _take_steps(pair, batch, limit)
+        limit = len(spent)
+        for answer in answers:
+            batch.cancel(answer)
+    steps = [after - before for before, after in pairwise(spent)]
+    return statistics.median(steps) if steps else spent[0]
+
+
+def _take_steps(pair: EagleFSD, batch: Batch, limit: float) -> list[float]:
+    """Take steps with a batch; return its seconds, without prefill, after each of them.
+
+    Args:
+        pair: The pair of the batch.
+        batch: The batch.
+        limit: Maximum number of steps.
+    """
+    spent: list[float] = []
+    while len(batch) and len(spent) < limit:
+        if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
+            break
         for answer, _ in batch.step():
             if answer.error is not None:
                 raise answer.error
         parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
         spent.append(from_first(pair.target, partial(sum, parts)))
-    first, last, steps = spent[0], spent[-1], len(spent) - 1
-    return (last - first) / steps if steps else first
+    return spent

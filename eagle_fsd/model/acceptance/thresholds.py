@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +20,7 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-#: Types of devices on which divergences are compiled.
+#: Types of devices on which divergences are compiled, see :func:`fused_divergences`.
 FUSED_DEVICES = ("cuda",)
 
 
@@ -63,14 +66,29 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
     return torch.where(known, result, torch.inf)
 
 
-def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
-    """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``.
+@contextmanager
+def fused_divergences(fused: bool) -> Iterator[None]:
+    """Let this thread compile divergences in steps that are not compiled as a whole.
 
     On CUDA, ``torch.compile`` fuses everything into a reduction that reads each of the two
-    distributions once; without it, a divergence takes about 20 operations on them.
+    distributions once; without it, a divergence takes about 20 operations on them. Every number of
+    rows, tree and kind of divergence may take a compilation, hence only where those are wanted.
+
+    Args:
+        fused: Whether to compile them.
     """
+    _thread.fused = fused
+    try:
+        yield
+    finally:
+        _thread.fused = False
+
+
+def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
+    """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``."""
     global _fuses
-    if _fuses and nodes.device.type in FUSED_DEVICES and not torch.compiler.is_compiling():
+    # The code of a step that is compiled contains that of the divergence.
+    if not torch.compiler.is_compiling() and _fuses and _is_fused(nodes.device):
         try:
             return compiled(_eager)(inputs, nodes, name, warped)
         except Exception as error:
@@ -88,8 +106,15 @@ def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -
     return torch.cat(values).view_as(nodes) if values else nodes.float()
 
 
+def _is_fused(device: torch.device) -> bool:
+    """Whether divergences on a device are compiled now."""
+    return device.type in FUSED_DEVICES and getattr(_thread, "fused", False)
+
+
 #: False after compilation has failed.
 _fuses = True
+#: ``fused``: whether this thread may compile divergences.
+_thread = threading.local()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,490 @@
+"""CUDA graphs that live longer than a call, with stand-ins for graphs on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from eagle_fsd import EagleFSD, PrefixCache
+from eagle_fsd.model import compilation, engine, generation, memory, pipeline
+from eagle_fsd.model.cache import CUDA_VIEW_STEP, VIEW_STEP, cache_slots, view_step
+from eagle_fsd.model.compilation import StepGraphs
+from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.engine import Engine, Row
+from eagle_fsd.model.idle_engines import MAX_ENGINES, fingerprint
+from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.target import Target
+
+CUDA = torch.device("cuda:1")
+
+
+class _Graph:
+    """A graph is the call that was captured; replaying it replaces the result that it gave."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        captured = dict(inspect.getclosurevars(step).nonlocals)
+        self.engine = weakref.ref(captured.pop("self"))  # graphs refer to tensors only
+        self.inputs, self.latest = captured, ()
+
+    def replay(self) -> None:
+        self.latest = self.engine()._step(**self.inputs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.latest)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[StepGraphs]:
+    """What captured steps during the test, once per graph."""
+    found: list[StepGraphs] = []
+
+    def capture(graphs: StepGraphs, step: Callable[[], Any]) -> Any:
+        found.append(graphs)
+        graph = _Graph(step)
+        return graph, graph
+
+    monkeypatch.setattr(compilation, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    return found
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Engine]]:
+    """References to the engines that are created during the test."""
+    found: list[weakref.ref[Engine]] = []
+    initialize = Engine.__init__
+
+    def record(self: Engine, *arguments: Any, **options: Any) -> None:
+        initialize(self, *arguments, **options)
+        found.append(weakref.ref(self))
+
+    monkeypatch.setattr(Engine, "__init__", record)
+    return found
+
+
+def fresh() -> EagleFSD:
+    """A pair with engines of its own."""
+    shared = aligned_pair()
+    return EagleFSD(shared.model, shared.drafter, shared.tree)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "fuzzy": {"threshold": 0.3},
+    "sampled": {"temperature": 0.8, "seed": 4, "threshold": 0.1},
+    "plain": {"method": "ar"},
+    "plain, sampled": {"method": "ar", "temperature": 0.8, "seed": 4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_calls_share_graphs_and_nothing_else(
+    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    """Prompts of other lengths, one that was just decoded, batches, and an abandoned answer."""
+    ids, mask = batch()
+    inputs = [(prompt(30, 1), None), (prompt(30, 1), None), (ids, mask), (prompt(7, 2), None)]
+    kept, plain = fresh(), fresh()
+    plain.capture = False
+    for tokens, attention in inputs:
+        expected = plain.generate(tokens, attention, max_new_tokens=20, **options)
+        found = kept.generate(tokens, attention, max_new_tokens=20, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert torch.equal(found.origins, expected.origins)
+        assert found.stats.prefilled == expected.stats.prefilled
+        assert found.stats.accepted == expected.stats.accepted
+        assert found.stats.seconds.keys() == expected.stats.seconds.keys() | {"graph"}
+    with kept.stream(prompt(12, 3), max_new_tokens=20, **options) as stream:
+        next(iter(stream))
+    (used,) = kept._idle._engines
+    assert not used.rows
+    del used
+    assert len([item for item in engines if item() and item() in kept._idle._engines]) == 1
+    assert len(engines) == 4 + 1
+    kept.generate(ids, mask, max_new_tokens=20, **options)  # shapes that occurred once, too
+    before = len(captured)
+    kept.generate(ids, mask, max_new_tokens=20, **options)
+    assert len(captured) == before > 0
+
+
+def test_seconds_are_those_of_the_call(captured: list[StepGraphs]) -> None:
+    pair = fresh()
+    for _ in range(5):
+        begin = time.perf_counter()
+        stats = pair.generate(prompt(9), max_new_tokens=12).stats
+        assert time.perf_counter() - begin > sum(stats.seconds.values()) > 0.0
+    (kept,) = pair._idle._engines
+    assert not any(kept.clock.seconds.values())
+
+
+def test_calls_in_progress_never_share_an_engine(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair, prompts = fresh(), [prompt(length, length) for length in (5, 11, 20)]
+    expected = [
+        greedy_reference(pair.model, ids, torch.ones_like(ids), new=24).tolist() for ids in prompts
+    ]
+    for _ in range(2):
+        streams = [pair.stream(ids, max_new_tokens=24) for ids in prompts]
+        running = {index: iter(stream) for index, stream in enumerate(streams)}
+        while running:
+            for index, chunks in list(running.items()):
+                if next(chunks, None) is None:
+                    del running[index]
+        assert [stream.output().sequences.tolist() for stream in streams] == expected
+    assert len(engines) == 3
+    assert len(pair._idle) == 3
+
+
+def test_threads_share_a_pair(captured: list[StepGraphs]) -> None:
+    pair, results = fresh(), {}
+    prompts = [prompt(4 + seed % 9, seed) for seed in range(24)]
+
+    def answer(indices: range) -> None:
+        for index in indices:
+            out = pair.generate(prompts[index], max_new_tokens=16)
+            results[index] = out.sequences.tolist()
+
+    threads = [threading.Thread(target=answer, args=(range(at, 24, 4),)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, ids in enumerate(prompts):
+        expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=16)
+        assert results[index] == expected.tolist()
+    assert 1 <= len(pair._idle) <= MAX_ENGINES
+
+
+def test_engines_that_were_not_used_for_longest_are_dropped(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair = fresh()
+    for nodes in range(3, 3 + MAX_ENGINES + 2):
+        pair.tree = small_tree(total_tokens=nodes)
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert [item() is not None for item in engines] == [False] * 2 + [True] * MAX_ENGINES
+
+
+def _compile(pair: EagleFSD) -> None:
+    pair.compiled = 3
+
+
+def _exchange(pair: EagleFSD) -> None:
+    pair.drafter = copy.copy(pair.drafter)
+
+
+def _move(pair: EagleFSD) -> None:
+    weight = pair.model.get_output_embeddings().weight
+    weight.data = weight.data.clone()
+
+
+def _hook(pair: EagleFSD) -> None:
+    pair.model.base_model.layers[0].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [_compile, _exchange, _move, _hook])
+def test_engines_are_dropped_when_something_they_depend_on_changes(
+    change: Callable[[EagleFSD], None],
+    captured: list[StepGraphs],
+    engines: list[weakref.ref[Engine]],
+) -> None:
+    pair = new_random_pair()
+    for _ in range(2):
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert len(engines) == 1
+    change(pair)
+    for _ in range(2):
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert [item() is not None for item in engines] == [False, True]
+
+
+def test_batch_trees_are_part_of_an_engine(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    pair.batch_trees = {2: small_tree(total_tokens=3)}
+    for _ in range(2):
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert len(engines) == 2
+
+
+def test_nothing_is_captured_or_kept_without_capture(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    assert captured
+    pair.capture = False
+    captured.clear()
+    pair.generate(prompt(6), max_new_tokens=12)
+    assert not captured
+    assert not any(item() for item in engines)
+
+
+def test_nothing_is_kept_on_devices_without_graphs(engines: list[weakref.ref[Engine]]) -> None:
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    assert len(engines) == 1
+    assert engines[0]() is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefix_cache": PrefixCache()},
+        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
+        {"max_new_tokens": 12, "drafter": NGramDrafter()},
+    ],
+    ids=["prefix cache", "processors", "n-grams"],
+)
+def test_engines_without_lasting_graphs_are_not_kept(
+    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair, options = fresh(), dict(options)
+    if drafter := options.pop("drafter", None):
+        pair = EagleFSD(pair.model, drafter, pair.tree)
+    pair.generate(prompt(6), **{"max_new_tokens": 12, **options})
+    assert len(engines) == 1
+    gc.collect()
+    assert engines[0]() is None
+
+
+def test_everything_is_freed_with_the_model(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    """Without the garbage collector."""
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = engines[0]()
+        assert kept is not None
+        cache = weakref.ref(kept.cache)
+        del kept
+        pair.release_memory()
+        assert cache() is None
+        assert len(pair._idle) == 0
+        pair.generate(prompt(6), max_new_tokens=12)
+        assert engines[1]() is not None
+        del pair
+        assert engines[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_deep_copy_has_engines_of_its_own(captured: list[StepGraphs]) -> None:
+    pair = fresh()
+    expected = pair.generate(prompt(6), max_new_tokens=12).sequences
+    other = copy.deepcopy(pair)
+    assert (len(pair._idle), len(other._idle)) == (1, 0)
+    assert torch.equal(other.generate(prompt(6), max_new_tokens=12).sequences, expected)
+
+
+def test_an_engine_is_not_kept_after_an_exception(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    pair, calls = new_random_pair(), []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("broken on purpose")
+
+    pair.generate(prompt(6), max_new_tokens=12)
+    pair.model.lm_head.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert len(pair._idle) == 0
+
+
+def test_engines_are_dropped_where_memory_is_short(
+    captured: list[StepGraphs],
+    engines: list[weakref.ref[Engine]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    (kept,) = pair._idle._engines
+    total = int(2.5 * kept.row_bytes(80).total() / memory.USABLE_SHARE)
+    del kept
+
+    def free(_: torch.device) -> int:
+        caches = [item().caches.nbytes for item in engines if item() is not None]
+        return 0 if any(caches[:1]) and engines[0]() is not None else total
+
+    monkeypatch.setattr(memory, "free_bytes", free)
+    out = pair.generate(*batch(), max_new_tokens=60, method="ar")
+    assert out.sequences.shape[0] == len(batch()[0])
+    assert engines[0]() is None
+
+
+def test_engines_are_dropped_where_memory_runs_out(
+    captured: list[StepGraphs],
+    engines: list[weakref.ref[Engine]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even a single prompt goes on."""
+    pair = fresh()
+    expected = pair.generate(prompt(9), max_new_tokens=12).sequences
+    step = Engine.step
+
+    def take(self: Engine) -> Any:
+        if engines[0]() is not None and self is not engines[0]():
+            raise torch.OutOfMemoryError("out of memory")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", take)
+    found = pair.generate(prompt(9), max_new_tokens=12, method="ar").sequences
+    assert torch.equal(found, expected)
+    assert engines[0]() is None
+
+
+def test_a_closed_batch_gives_its_engines_back(captured: list[StepGraphs]) -> None:
+    pair = fresh()
+    queue = pair.batch(2)
+    answers = [queue.add(pair.request(prompt(length)[0], 30)) for length in (4, 6, 8)]
+    queue.step()
+    queue.step()
+    seconds = queue.seconds
+    queue.close()
+    assert all(answer.finished for answer in answers)
+    assert (len(queue), queue.nbytes, queue.seconds) == (0, 0, seconds)
+    assert len(pair._idle) == 1
+    before = len(captured)
+    assert len(list(pair.generate_many([prompt(5)[0]], max_new_tokens=8))) == 1
+    assert len(pair._idle) == 1
+    assert len(captured) <= before + 1
+
+
+def test_fingerprint_follows_adapters() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer._active_adapter = ["default"]
+    before = fingerprint(layer)
+    assert fingerprint(layer) == before
+    layer._active_adapter = ["other"]
+    assert fingerprint(layer) != before
+
+
+def test_caches_have_whole_steps_of_slots_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer rows that fit need neither other caches nor other graphs."""
+    assert (view_step(CUDA), view_step(torch.device("cpu"))) == (CUDA_VIEW_STEP, VIEW_STEP)
+    assert [cache_slots(needed, CUDA) for needed in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert cache_slots(57, torch.device("cpu")) == 57
+    monkeypatch.setattr(engine, "cache_slots", lambda needed, _: cache_slots(needed, CUDA))
+    pair = aligned_pair()
+    used = Engine(pair.target, pair.drafter, pair.tree)
+    used.reserve(1, 40)
+    cache, draft_cache = used.cache, used.draft.cache
+    assert cache.length % CUDA_VIEW_STEP == draft_cache.length % CUDA_VIEW_STEP == 0
+    room = used.reserved[1]
+    assert cache.length == room + pair.tree.total_tokens
+    assert used.row_bytes(40) == used.row_bytes(room)
+    with torch.inference_mode():
+        used.admit([Row(prompt(30)[0].tolist(), room - 29, generation.Decision.of())])
+    assert used.cache is cache
+    assert used.draft.cache is draft_cache
+    used.reserve(1, room + 1)
+    assert used.cache.length == cache.length + CUDA_VIEW_STEP
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+
+def test_decoding_happens_on_the_device_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass, event and copy of all ways to decode, also if torch's current device differs."""
+    inside: list[torch.device] = []
+    seen: list[str] = []
+
+    class Using:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            inside.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            inside.pop()
+
+    def watch(kind: type, name: str) -> None:
+        function = getattr(kind, name)
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            seen.append(name)
+            assert inside == [pair.target.device] * len(inside) != []
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, run)
+
+    pair = new_random_pair()
+    for module in (engine, pipeline):
+        monkeypatch.setattr(module, "using_device", Using)
+    watch(Target, "prefill")
+    watch(Target, "forward_tree")
+    watch(generation.Engine, "_launch")
+    watch(generation.Engine, "_grow")
+    watch(generation.Engine, "_swap")
+    watch(PrefixCache, "clear")
+    list(pair.generate_many([prompt(4)[0], prompt(9)[0], prompt(5)[0]], 9, max_batch=2))
+    pair.beam_search(prompt(5), max_new_tokens=6, num_beams=2)
+    queue = pair.batch(2)
+    answers = [queue.add(pair.request(prompt(6)[0], 30)) for _ in range(2)]
+    queue.step()
+    queue.cancel(answers[0])
+    pair.model.lm_head.weight.data.fill_(torch.nan)
+    queue.step()
+    monkeypatch.setattr(pipeline, "is_compilation_faster", lambda seconds, *_: seconds(False) > 0)
+    pair.model.lm_head.weight.data.fill_(0.5)
+    assert pair.compile_if_faster()
+    assert {"prefill", "forward_tree", "_launch", "_grow", "_swap", "clear"} == set(seen)
+
+
+def test_events_are_recorded_in_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the one of torch's current device, which may be another one."""
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            recorded.append(stream)
+
+    class Packed:
+        is_cuda, device = True, CUDA
+
+        def __len__(self) -> int:
+            return 1
+
+        def copy_(self, other: Packed, non_blocking: bool) -> None:
+            assert non_blocking
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: Packed())
+    PhaseClock(CUDA).enter("draft")
+    packed: Any = Packed()
+    engine._Launched(packed, Tensor(), [], engine._Shape((), 0, (0, 0, False)))
+    assert recorded == [("stream of", CUDA)] * 2
+
+
+def test_the_device_is_selected_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: ("uses", device))
+    assert compilation.using_device(CUDA) == ("uses", CUDA)
+    with compilation.using_device(torch.device("cpu")):
+        pass
