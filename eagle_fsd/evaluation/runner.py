@@ -417,20 +417,9 @@ def run_evaluation(
             use_sandbox(request.unsafe)  # raises an exception before hours of decoding
         hooks.on_questions(questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
-    # Of a batch, only steps with all rows are compiled, which pays in long evaluations at most.
     model.compiled = config.batch if request.compiled else 0
-    if request.compiled is None and config.batch == 1 and model.target.group is None:
-        trees: set[TreeConfig | None] = set()
-        for found in find_methods(methods):
-            pair = found.pair_for(model)
-            lossless = found.rule is None and pair.acceptance.threshold == 0.0
-            if found.decoder == "fsd":
-                trees.update(shapes_of(pair.tree) if lossless else [pair.tree])
-            else:
-                trees.add(None)  # a single node
-        with hooks.progress("compiling"):
-            per_method = len(questions) * config.max_new_tokens * ANSWER_SHARE
-            model.compile_if_faster(per_method * len(methods), trees=len(trees))
+    if request.compiled is None:
+        compile_if_faster(model, questions, config, find_methods(methods), hooks.progress)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,
@@ -497,6 +486,43 @@ def load_share(request: PairOptions, settings: Settings | None = None) -> EagleF
     return load_pair(request, device, settings)
 
 
+def compile_if_faster(
+    model: EagleFSD,
+    questions: Sequence[Question],
+    config: EvaluationConfig,
+    methods: Sequence[Method],
+    progress: ProgressFactory,
+) -> bool:
+    """Compile the passes of a pair where that saves time in an evaluation.
+
+    Of a batch, only steps with all rows are compiled, which pays in long evaluations at most, so
+    batches are not compiled.
+
+    Args:
+        model: The pair.
+        questions: The questions.
+        config: How answers are decoded.
+        methods: The methods.
+        progress: Reports progress.
+
+    Returns:
+        Whether passes are compiled from now on.
+    """
+    if config.batch > 1 or model.target.group is not None:
+        return False
+    trees: set[TreeConfig | None] = set()
+    for method in methods:
+        pair = method.pair_for(model)
+        lossless = method.rule is None and pair.acceptance.threshold == 0.0
+        if method.decoder == "fsd":
+            trees.update(shapes_of(pair.tree) if lossless else [pair.tree])
+        else:
+            trees.add(None)  # a single node
+    tokens = len(methods) * len(questions) * config.max_new_tokens * ANSWER_SHARE
+    with progress("compiling"):
+        return model.compile_if_faster(tokens, trees=len(trees))
+
+
 def load_pair(
     request: PairOptions, device: str | None = None, settings: Settings | None = None
 ) -> EagleFSD:
@@ -515,6 +541,7 @@ def load_pair(
         draft_vocabulary=request.draft_vocabulary,
         quantize=request.quantize,
     )
+    model.capture = request.capture
     if settings is not None:
         model.configure(settings)
     return model

@@ -9,7 +9,6 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from eagle_fsd.evaluation.agreement import compare_answers
 from eagle_fsd.evaluation.analysis import MAX_PROBED_QUESTIONS, conclusions, probe_divergences
@@ -34,6 +33,7 @@ from eagle_fsd.evaluation.runner import (
     Hooks,
     Loaded,
     Report,
+    compile_if_faster,
     ignore,
     load_share,
     on_first_process,
@@ -101,9 +101,18 @@ def sweep(
     questions = requested_questions(request, config.seed)
     model = load_share(request, settings)
     workload = open_workload(model, questions[: RACE_GROUPS * config.batch], request, config)
-    plan = on_first_process(lambda: TreePlan.make(workload, methods, folder / TREES_FILE, progress))
-    exact = replace(EXACT, tree=plan.exact)
-    planned = [replace(item, tree=plan.candidates[item.name][0].tree) for item in methods]
+
+    def compiles(planned: Sequence[Method]) -> bool:
+        if request.compiled is None:
+            return compile_if_faster(model, questions, config, [PLAIN, *planned], progress)
+        model.compiled = config.batch if request.compiled else 0
+        return request.compiled
+
+    plan = on_first_process(
+        lambda: TreePlan.make(workload, methods, folder / TREES_FILE, progress, compiles)
+    )
+    request = request.updated(compiled=plan.compiled)
+    exact, *planned = plan.with_trees([EXACT, *methods])
     trees = tree_rows([EXACT, *methods], plan)
     omitted = slow_methods(plan)
     omitted |= screen(
@@ -232,7 +241,9 @@ def screen(
     if not all(question.scored_by for question in few.questions):
         return {}
     found = run_evaluation(
-        request.model_copy(update={"judge_base_url": None, "baseline": None, "assistant": None}),
+        request.model_copy(
+            update={"judge_base_url": None, "baseline": None, "assistant": None, "compiled": False}
+        ),
         config.updated(batch=SCREENING_BATCH),
         methods,
         request.output_folder("sweep") / SCREENING_FOLDER,

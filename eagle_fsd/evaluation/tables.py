@@ -376,10 +376,12 @@ def measurement(report: dict[str, Any]) -> str:
     shape = f"; tree {trees[0]}" if len(trees) == 1 else ""
     repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+    passes = {bool(item.get("compiled")) for item in report["sessions"].values()}
+    compiled = (", partly" if False in passes else ",") + " compiled" if True in passes else ""
     return (
         f"{report['questions']} questions of {about['questions']}, batch size {about['batch']}"
         f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
-        f" {_machine(report)}, {threads}{shape}; torch {versions['torch']},"
+        f" {_machine(report)}, {threads}{compiled}{shape}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
         f" revision {', '.join(revisions)}. Intervals are 95%."
     )

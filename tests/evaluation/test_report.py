@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sample_report import make_report, make_row
 
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import harness_accuracy, summarize
@@ -14,6 +15,7 @@ from eagle_fsd.evaluation.tables import (
     category_tables,
     filter_table,
     markdown,
+    measurement,
     phase_table,
     position_table,
     quality_table,
@@ -242,3 +244,22 @@ def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
 
 def test_markdown_escapes_vertical_bars() -> None:
     assert markdown(["x"], [["a|b"]]) == "| x |\n|---|\n| a\\|b |"
+
+
+@pytest.mark.parametrize(
+    ("sessions", "words"),
+    [
+        ([False], "1 thread;"),
+        ([True], "1 thread, compiled;"),
+        ([True, False], ", partly compiled;"),
+    ],
+)
+def test_a_report_says_whether_passes_were_compiled(sessions: list[bool], words: str) -> None:
+    report = make_report([make_row("exact", 1.0)])
+    environment = report["environment"] | {"machine": {"cpu": "a processor", "threads": 1}}
+    report["environment"] = environment
+    report["sessions"] = {
+        str(number): {"environment": environment, "compiled": compiled}
+        for number, compiled in enumerate(sessions)
+    }
+    assert words in measurement(report)

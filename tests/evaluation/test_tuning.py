@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from eagle_fsd.evaluation.tuning import search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.candidates import (
     PLAIN_TREE,
+    Candidate,
     candidate_trees,
     rank,
     recorded_trees,
@@ -39,7 +42,9 @@ from eagle_fsd.evaluation.tuning.race import Runner, race, round_sizes
 from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, open_workload
 from eagle_fsd.evaluation.tuning.tune import _product_speedup, tries_bfloat16, tune
 from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model import cache, stats
 from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.model.engine import Engine
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -108,6 +113,29 @@ def test_steps_are_measured_without_the_prefill(model: EagleFSD) -> None:
     for prompts in (single, pairs):
         seconds = step_seconds(prompts, replace(EXACT, tree=tree(8, 2, 2)), 0)
         assert 0.0 < seconds < 10.0
+
+
+def test_steps_are_measured_after_their_shapes_have_been_captured(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, steps take long the first two times that their shapes occur in an engine."""
+    clock, seen, launch = {"now": 0.0}, Counter[Any](), Engine._launch
+
+    def slow_at_first(engine: Engine, unread: int = 0) -> Any:
+        shapes = id(engine), len(engine.rows), len(engine._views(unread)[1]), engine.tree
+        seen[shapes] += 1
+        launched = launch(engine, unread)
+        clock["now"] += 0.01 if seen[shapes] > 2 else 1.0
+        return launched
+
+    monkeypatch.setattr(Engine, "_launch", slow_at_first)
+    monkeypatch.setattr(cache, "VIEW_STEP", 16)
+    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
+    prompts, method = workload(model), replace(EXACT, tree=tree(48, 46, 1))
+    assert step_seconds(prompts, method, 0) > 0.1
+    monkeypatch.setitem(costs_module.WARM_UPS, "cpu", 2)
+    for prompt in range(3):
+        assert step_seconds(prompts, method, prompt) == pytest.approx(0.01)
 
 
 @pytest.mark.slow
@@ -315,6 +343,48 @@ def test_a_plan_is_resumed(
         assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan
     other = TreePlan.make(prompts, [fsd_method(0.2)], *arguments)
     assert set(other.candidates) == {"exact", "T=0.2"}
+
+
+def test_the_best_trees_are_chosen_by_measured_steps(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled passes, which shorten steps with deep trees, change the choice of trees."""
+    short, long = Candidate(tree(4, 2, 1), 3.0, 300.0), Candidate(tree(16, 14, 1), 9.0, 290.0)
+    slow = Candidate(tree(8, 2, 2), 3.0, 100.0)
+    prompts, rounds = workload(model, 2, max_new_tokens=8), Counter[TreeConfig]()
+
+    def predicted(*arguments: Any) -> dict[str, list[Candidate]]:
+        return {method.name: [short, long, slow, slow] for method in arguments[2]}
+
+    def seconds(load: Workload, method: Method, round_: int) -> float:
+        """Exact for a single round; the others are disturbed."""
+        assert method.tree is not None
+        rounds[method.tree] += 1
+        deep = 0.04 if load.model.compiled else 0.09
+        own = {4: 0.02, 16: deep}.get(method.tree.total_tokens, 1.0)
+        return own if round_ == 2 else 10 * own
+
+    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
+    monkeypatch.setattr(search, "predict_trees", predicted)
+    monkeypatch.setattr(search, "step_seconds", seconds)
+    monkeypatch.setattr(TreeRace, "run", lambda *_: None)
+    monkeypatch.setattr(TreeRace, "tree", short.tree)
+    eager = TreePlan.make(prompts, [fsd_method(0.1)], tmp_path / "eager.json", no_progress)
+    assert [item.tree for item in eager.candidates["T=0.1"]][:2] == [short.tree, long.tree]
+    assert eager.candidates["T=0.1"][0].tokens_per_second == pytest.approx(150.0)
+    assert (eager.exact, eager.compiled) == (short.tree, False)
+
+    def compiles(methods: Sequence[Method]) -> bool:
+        assert [method.tree for method in methods] == [short.tree, short.tree]
+        monkeypatch.setattr(prompts.model, "compiled", 1)
+        return True
+
+    arguments = tmp_path / "compiled.json", no_progress, compiles
+    plan = TreePlan.make(prompts, [fsd_method(0.1)], *arguments)
+    assert [item.tree for item in plan.candidates["T=0.1"]][:2] == [long.tree, short.tree]
+    assert (plan.exact, plan.compiled) == (long.tree, True)
+    assert rounds[long.tree] == 3 * search.TIMED_ROUNDS
+    assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan  # from the file
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from eagle_fsd.evaluation.tuning.candidates import (
     recorded_trees,
     shortlist,
 )
-from eagle_fsd.evaluation.tuning.costs import StepCosts, measure_costs
+from eagle_fsd.evaluation.tuning.costs import StepCosts, measure_costs, step_seconds
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths
 from eagle_fsd.evaluation.tuning.race import Runner, race
 from eagle_fsd.evaluation.tuning.workload import Workload
@@ -31,6 +31,8 @@ from eagle_fsd.utils.progress import Progress, ProgressFactory
 
 #: Prompts that accepted lengths are recorded on, where there are many methods.
 PREDICTION_PROMPTS = 12
+#: Trees of every method whose steps are timed, and the number of times.
+TIMED_TREES, TIMED_ROUNDS = 3, 5
 
 
 def open_workload(
@@ -223,13 +225,15 @@ class TreePlan:
     """The trees of several methods.
 
     Attributes:
-        exact: The tree that won the race of exact decoding's trees.
+        exact: The fastest tree of exact decoding.
         candidates: The trees of every method by name, fastest by prediction first. Exact decoding
             is among the methods.
+        compiled: Whether the trees were chosen for compiled passes.
     """
 
     exact: TreeConfig
     candidates: Mapping[str, Sequence[Candidate]]
+    compiled: bool = False
 
     @classmethod
     def make(
@@ -238,6 +242,7 @@ class TreePlan:
         methods: Sequence[Method],
         file: Path,
         progress: ProgressFactory,
+        compiles: Callable[[Sequence[Method]], bool] | None = None,
     ) -> TreePlan:
         """Predict the trees of all methods, and race those of exact decoding.
 
@@ -247,6 +252,9 @@ class TreePlan:
             file: Keeps the plan, which an interrupted run resumes with: answers with other trees
                 could not be resumed.
             progress: Reports progress.
+            compiles: Compiles the passes of the workload's pair, if the methods with the trees
+                chosen so far take long enough, and returns whether it has. The steps of the best
+                trees are then timed again, because other trees are faster with compiled passes.
         """
         few = workload.subset(PREDICTION_PROMPTS)
         recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
@@ -264,13 +272,54 @@ class TreePlan:
         exact = TreeRace(EXACT, predicted[EXACT.name], {"plain": plain})
         with progress("racing trees of exact") as advance:
             exact.run(workload, shortlist(exact.predicted, workload.model.exact_tree), advance)
-        plan = cls(exact.tree, predicted)
+        plan = cls(exact.tree, predicted).timed(workload, progress)
+        if compiles is not None and compiles(plan.with_trees([EXACT, *methods])):
+            plan = plan.timed(workload, progress)
+            plan = cls(plan.candidates[EXACT.name][0].tree, plan.candidates, compiled=True)
         atomic_write(file, json.dumps({"key": key, **plan.as_dict()}) + "\n")
         return plan
+
+    def timed(self, workload: Workload, progress: ProgressFactory) -> TreePlan:
+        """Return the plan with predictions that rest on the measured steps of the best trees.
+
+        Args:
+            workload: The prompts.
+            progress: Reports progress.
+        """
+        best = [found[:TIMED_TREES] for found in self.candidates.values()]
+        trees = list(dict.fromkeys([self.exact, *(item.tree for found in best for item in found)]))
+        seconds: dict[TreeConfig, float] = {}
+        with progress("timing the best trees") as advance:
+            for round_ in range(TIMED_ROUNDS):
+                for at, tree in enumerate(trees):
+                    spent = step_seconds(workload, replace(EXACT, tree=tree), round_)
+                    seconds[tree] = min(spent, seconds.get(tree, spent))
+                    advance(round_ * len(trees) + at + 1, TIMED_ROUNDS * len(trees))
+        candidates = {}
+        for name, found in self.candidates.items():
+            known = [
+                replace(item, tokens_per_second=item.tau / seconds[item.tree])
+                for item in found
+                if item.tree in seconds
+            ]
+            known.sort(key=lambda item: -item.tokens_per_second)
+            candidates[name] = [*known, *(item for item in found if item.tree not in seconds)]
+        return replace(self, candidates=candidates)
+
+    def with_trees(self, methods: Sequence[Method]) -> list[Method]:
+        """Return methods with their fastest trees.
+
+        Args:
+            methods: The methods.
+        """
+        trees = {name: found[0].tree for name, found in self.candidates.items()}
+        trees[EXACT.name] = self.exact
+        return [replace(method, tree=trees[method.name]) for method in methods]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return {
+            "compiled": self.compiled,
             "exact": self.exact.model_dump(),
             "candidates": {
                 name: [[item.tree.model_dump(), item.tau, item.tokens_per_second] for item in found]
@@ -284,4 +333,4 @@ class TreePlan:
             name: [Candidate(TreeConfig(**tree), tau, speed) for tree, tau, speed in found]
             for name, found in values["candidates"].items()
         }
-        return cls(TreeConfig(**values["exact"]), candidates)
+        return cls(TreeConfig(**values["exact"]), candidates, values["compiled"])
