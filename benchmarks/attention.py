@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from measurement import Table, new_parser, parse, progress, save_report, synchronize
@@ -38,11 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command line; default: that of the process.
     """
-    options = parse(new_parser("Time attention over a draft tree."), arguments)
+    parser = new_parser("Time attention over a draft tree.", compiles=False)
+    options = parse(parser, arguments)
     contexts, repeats = ((64, 128), 2) if options.quick else ((1024, 2048, 4096, 8192), 20)
     layer = nn.Module()
     layer.num_key_value_groups = HEADS // KEY_HEADS
-    rows = []
+    note = f"One layer, {HEADS} query heads, {KEY_HEADS} key heads of size {SIZE}, {NODES} nodes."
+    rows: list[dict[str, Any]] = []
+    table = Table("Attention over a draft tree", COLUMNS, rows, note)
     for context in progress(contexts, "contexts"):
         place = {"device": options.device, "dtype": options.dtype}
         query = torch.randn(1, NODES, HEADS, SIZE, **place).transpose(1, 2)
@@ -71,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "difference": f"{difference:.1e}",
             }
         )
-    note = f"One layer, {HEADS} query heads, {KEY_HEADS} key heads of size {SIZE}, {NODES} nodes."
-    save_report(options, "attention", [Table("Attention over a draft tree", COLUMNS, rows, note)])
+        save_report(options, "attention", [table], finished=False)
+    save_report(options, "attention", [table])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ tree; rows that end are replaced. Every batch size is measured once for each way
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,23 +88,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.count, sizes, new_tokens = 4, (1, 3), 12
     model = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device)
-    model.compiled = options.compile
     prompts: list[Any] = [
         model.tokenizer.apply_chat_template(
             chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        for problem in problems("test", options.count)
+        for problem in problems("test", options.count + max(sizes))
     ]
     ways = contenders(model)
-    for way in ways:
-        answer(way, prompts[:2], 2, new_tokens)
-    runs = {
-        (size, way.name): answer(way, prompts, size, new_tokens)
-        for size, way in progress([(size, way) for size in sizes for way in ways], "answering")
-    }
+    runs: dict[tuple[int, str], Run] = {}
+    for size, way in progress([(size, way) for size in sizes for way in ways], "answering"):
+        model.compiled = size if options.compile else 0
+        warm_up, timed = prompts[options.count :][:size], prompts[: options.count]
+        runs[size, way.name] = answer(way, warm_up, timed, new_tokens)
+        _save(options, ways, runs, new_tokens, finished=False)
+    _save(options, ways, runs, new_tokens)
+
+
+def _save(
+    options: argparse.Namespace,
+    ways: Sequence[Contender],
+    runs: Mapping[tuple[int, str], Run],
+    new_tokens: int,
+    finished: bool = True,
+) -> None:
+    """Save the results so far, by number of prompts at once and method."""
     rows = []
     for (size, name), run in runs.items():
-        one, plain = runs[sizes[0], name], runs[size, PLAIN]
+        one, plain = runs[min(runs)[0], name], runs[size, PLAIN]
         same = sum(own == other for own, other in zip(run.answers, one.answers, strict=True))
         rows.append(
             {
@@ -113,16 +124,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "over_one": run.speed / one.speed,
                 "over_plain": run.speed / plain.speed,
                 "tau": run.tokens / run.steps,
-                "identical": 100 * same / len(prompts),
+                "identical": 100 * same / len(run.answers),
                 "cache_mib": run.bytes / 2**20,
             }
         )
     trees = ", ".join(f"{way.name} {tree_name(way.tree)}" for way in ways if way.tree)
     note = f"{options.count} problems, greedy, at most {new_tokens} new tokens. Trees: {trees}."
+    if options.compile:
+        note += " Only the steps in which all places are taken are compiled."
     figure, (axis,) = new_figure()
     for way, color in zip(ways, COLORS, strict=False):
-        speeds = [runs[size, way.name].speed for size in sizes]
-        axis.plot(sizes, speeds, marker="o", color=color, label=way.name)
+        speeds = {size: run.speed for (size, name), run in runs.items() if name == way.name}
+        axis.plot(list(speeds), list(speeds.values()), marker="o", color=color, label=way.name)
+    sizes = sorted({size for size, _ in runs})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, sizes)
     axis.set_ylim(bottom=0)
@@ -130,27 +144,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     axis.set_ylabel("tokens/s")
     axis.legend()
     table = Table("Many prompts at once", COLUMNS, rows, note)
-    save_report(options, "batches", [table], figure)
+    save_report(options, "batches", [table], figure, finished)
 
 
-def answer(way: Contender, prompts: Sequence[Any], rows: int, new_tokens: int) -> Run:
-    """Answer all prompts.
+def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_tokens: int) -> Run:
+    """Answer all prompts, as many at once as there are untimed ones before them.
 
     Args:
         way: How to decode.
+        warm_up: Token ids of each untimed prompt.
         prompts: Token ids of each prompt.
-        rows: Number of prompts that are decoded at once.
         new_tokens: Maximum number of new tokens.
     """
-    synchronize()
-    begin = time.perf_counter()
-    batch = way.model.batch(rows)
-    requests = [way.model.request(ids, new_tokens, **way.options()) for ids in prompts]
-    answers = [batch.add(request) for request in requests]
-    while len(batch):
-        batch.step()
-    synchronize()
-    seconds = time.perf_counter() - begin
+    before, requests = (
+        [way.model.request(ids, new_tokens, **way.options()) for ids in part]
+        for part in (warm_up, prompts)
+    )
+    longest = max(request.max_length for request in (*before, *requests))
+    batch = way.model.batch(len(warm_up), longest)
+    for part in (before, requests):
+        synchronize()
+        begin = time.perf_counter()
+        answers = [batch.add(request) for request in part]
+        while len(batch):
+            batch.step()
+        synchronize()
+        seconds = time.perf_counter() - begin
     steps = sum(answer.stats.steps for answer in answers)
     return Run(seconds, [answer.tokens for answer in answers], steps, batch.nbytes)
 

@@ -14,6 +14,7 @@ counted.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import statistics
@@ -127,10 +128,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = method.name
         if name not in best or _mean_log(method.speeds) > _mean_log(best[name].speeds):
             best[name] = method
-    methods = list(best.values())
-    _answer_all(methods, model, tasks[options.trial :], "answering")
-    rows = [summarize(method, best[GREEDY], model, tasks[options.trial :]) for method in methods]
-    note = f"{options.count} problems, greedy, at most {new_tokens} new tokens, batch 1."
+    methods, tasks = list(best.values()), tasks[options.trial :]
+    note = f"greedy, at most {new_tokens} new tokens, batch 1."
+
+    def save(answered: int) -> None:
+        if 1 < answered < len(tasks):  # an interval takes two answers
+            rows = [summarize(method, best[GREEDY], model, tasks[:answered]) for method in methods]
+            _save(options, rows, f"{answered} of {len(tasks)} problems, {note}", finished=False)
+
+    _answer_all(methods, model, tasks, "answering", save)
+    rows = [summarize(method, best[GREEDY], model, tasks) for method in methods]
+    _save(options, rows, f"{options.count} problems, {note}")
+
+
+def _save(
+    options: argparse.Namespace, rows: list[dict[str, Any]], note: str, finished: bool = True
+) -> None:
+    """Save the results so far."""
     figure, (axis,) = new_figure()
     speeds = [row["speedup"] for row in rows]
     errors = [abs(row["speedup"] - end) for row in rows for end in row["speedup_interval"]]
@@ -140,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("speed, Hugging Face's greedy generate = 1 (95% interval)")
     table = Table("Methods on the bundled target", COLUMNS, rows, note)
-    save_report(options, "compare", [table], figure)
+    save_report(options, "compare", [table], figure, finished)
 
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
@@ -204,9 +218,13 @@ def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> lis
 
 
 def _answer_all(
-    methods: Sequence[Method], model: EagleFSD, tasks: Sequence[Problem], label: str
+    methods: Sequence[Method],
+    model: EagleFSD,
+    tasks: Sequence[Problem],
+    label: str,
+    after: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Answer all problems, after one that is not counted."""
+    """Answer all problems, after one that is not counted, and report the number of answers."""
     for index, task in enumerate(progress([tasks[0], *tasks], label)):
         ids = model.tokenizer.apply_chat_template(
             chat_messages((task.question, ""))[:-1],
@@ -218,6 +236,7 @@ def _answer_all(
             if index < 2:
                 method.forget()
             method.answer(ids)
+        after(index)
 
 
 def summarize(

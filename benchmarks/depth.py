@@ -140,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += [way.row(ways[0]) for way in ways]
         note = f"{options.count} prompts, greedy and lossless, at most {new_tokens} new tokens."
         tables.append(Table(f"Depths on {name}", COLUMNS, rows, note))
+        save_report(options, "depth", tables, finished=False)
     save_report(options, "depth", tables)
 
 

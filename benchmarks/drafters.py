@@ -142,12 +142,11 @@ def main() -> None:
         rows = compare(target, tasks, options.trial)
         report["tables"][name] = rows
         lines += [f"## {name}", "", *table(rows), ""]
-    text = "\n".join(lines)
-    print(text)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        atomic_write(options.out / "drafters.md", text)
-        atomic_write(options.out / "drafters.json", json.dumps(report, indent=2) + "\n")
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            atomic_write(options.out / "drafters.md", "\n".join(lines))
+            atomic_write(options.out / "drafters.json", json.dumps(report, indent=2) + "\n")
+    print("\n".join(lines))
 
 
 def task_sets(count: int) -> dict[str, list[Task]]:

@@ -11,10 +11,11 @@ and acceptance is forced, see ``shapes.py``.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -62,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = new_parser("Show how a step grows with context, tree, vocabulary and batch.")
     parser.add_argument("--shape", choices=SHAPES, help="default: small, on a GPU llama-3.1-8b")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no point after this time"
+    )
     options = parse(parser, arguments)
-    end = time.monotonic() + 60 * options.minutes
+    end = time.monotonic() + options.seconds
     shape = options.shape or ("small" if options.device == "cpu" else "llama-3.1-8b")
     base, ranges, timing = BASE, RANGES, Timing(blocks=6)
     if options.quick:
@@ -86,12 +89,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, head = new_pair(point[VOCABULARY])
         tree = TreeConfig(total_tokens=point[TREE], depth=DEPTH, top_k=TOP_K)
         pair = EagleFSD(model, head, tree)
-        pair.compiled = options.compile
+        pair.compiled = point[BATCH] if options.compile else 0
         ids = random_prompt(pair, point[BATCH], point[CONTEXT])
         label = f"point {number} of {len(points)}: {name} {value}"
         times = time_steps(contenders(pair), ids, timing, label, ACCEPTED)
         milliseconds = {way: 1e3 * steps.seconds for way, steps in times.items()}
         rows.setdefault(name, []).append({name: value, **milliseconds})
+        _save(options, shape, base, rows, finished=False)
+    _save(options, shape, base, rows)
+
+
+def _save(
+    options: argparse.Namespace,
+    shape: str,
+    base: Mapping[str, int],
+    rows: Mapping[str, list[dict[str, Any]]],
+    finished: bool = True,
+) -> None:
+    """Save the results so far, by range."""
     figure, axes = new_figure(2, 2)
     for axis, (name, found) in zip(axes, rows.items(), strict=False):
         for way, color in zip([key for key in found[0] if key != name], COLORS, strict=False):
@@ -102,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         axis.set_ylim(bottom=0)
         axis.set_xlabel(name)
         axis.set_ylabel("ms per step")
-    axes[0].legend(frameon=False)
+    if rows:
+        axes[0].legend(frameon=False)
     fixed = {VOCABULARY: SHAPES[shape].vocab_size, **base}
     note = ", ".join(f"{name} {value}" for name, value in fixed.items())
     note = f"Milliseconds per step, {shape} shape; unless it varies, {note}."
@@ -110,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Table(f"Growth with the {name}", {key: key for key in found[0]}, found, note)
         for name, found in rows.items()
     ]
-    save_report(options, "growth", tables, figure)
+    save_report(options, "growth", tables, figure, finished)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ step, so that models with random weights can be timed. It exists only here and o
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,11 +56,12 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # -- options -----------------------------------------------------------------------------------
 
 
-def new_parser(description: str) -> argparse.ArgumentParser:
+def new_parser(description: str, compiles: bool = True) -> argparse.ArgumentParser:
     """Create a parser with the options that all benchmarks have.
 
     Args:
         description: One line for ``--help``.
+        compiles: Whether the benchmark has passes to compile, and so the option ``--compile``.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
@@ -68,9 +70,11 @@ def new_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default=default, help="cpu or cuda; default: %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; default: 1")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the passes of drafter and target"
-    )
+    parser.set_defaults(compile=False)
+    if compiles:
+        parser.add_argument(
+            "--compile", action="store_true", help="compile the passes of drafter and target"
+        )
     return parser
 
 
@@ -241,12 +245,17 @@ class StepTimes:
 
     Attributes:
         blocks: Seconds per step of each block.
-        phases: Seconds per step by phase, as far as the decoder reports them.
+        phases: Seconds per step by phase; empty if the steps were replayed as CUDA graphs, which
+            have no phases, until :func:`add_phases` has measured them.
+        phased: Seconds of a step that was divided into these phases.
+        captured: Whether the steps in ``blocks`` were replayed as CUDA graphs.
         tau: Tokens emitted per row and step.
     """
 
     blocks: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    phased: float = 0.0
+    captured: bool = False
     tau: float = 0.0
 
     @property
@@ -292,14 +301,46 @@ def time_steps(
                 times[name].blocks.append(seconds / timing.block)
         steps = timing.block * timing.blocks
         for name, call in calls.items():
-            phases, tokens = before[name]
+            earlier, tokens = before[name]
             times[name].tau = (call.stats.tokens - tokens) / (steps * len(ids))
-            times[name].phases = {
-                phase: (seconds - phases.get(phase, 0.0)) / steps
+            phases = {
+                phase: (seconds - earlier.get(phase, 0.0)) / steps
                 for phase, seconds in call.stats.seconds.items()
                 if phase != "prefill"
             }
+            divided = sum(phases[phase] for phase in SHOWN_PHASES)
+            times[name].captured = phases.pop("graph", 0.0) > divided
+            if not times[name].captured:
+                times[name].phases, times[name].phased = phases, times[name].seconds
     return times
+
+
+def add_phases(
+    times: Mapping[str, StepTimes],
+    contenders: Sequence[Contender],
+    ids: Tensor,
+    timing: Timing,
+    label: str,
+    accepted: int | None = None,
+) -> None:
+    """Time steps that were replayed as CUDA graphs once more, without graphs, for their phases.
+
+    Args:
+        times: Result of :func:`time_steps` for the other arguments; its phases are set.
+        contenders: See :func:`time_steps`.
+        ids: See :func:`time_steps`.
+        timing: See :func:`time_steps`.
+        label: See :func:`time_steps`.
+        accepted: See :func:`time_steps`.
+    """
+    replayed = [contender for contender in contenders if times[contender.name].captured]
+    eager = []
+    for contender in replayed:
+        model = copy.copy(contender.model)
+        model.capture = False
+        eager.append(replace(contender, model=model))
+    for name, found in time_steps(eager, ids, timing, f"{label}, phases", accepted).items():
+        times[name].phases, times[name].phased = found.phases, found.seconds
 
 
 @contextmanager
@@ -447,20 +488,24 @@ def step_row(
         bandwidth: Bytes per second.
 
     Returns:
-        Milliseconds by phase and of the floor; ``speed`` is tokens per second and ``speedup``
-        relative to plain decoding.
+        Milliseconds by phase and of the floor; ``speedup`` is relative to plain decoding. Phases
+        that have not been measured are None. ``phased_ms`` is the step that was divided into
+        phases.
     """
     floor = step_bytes(contender, context, rows) / bandwidth
-    phases = {phase: 1e3 * times.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
-    step = 1e3 * times.seconds
+    phases: dict[str, float | None] = dict.fromkeys((*SHOWN_PHASES, "rest"))
+    if times.phases:
+        shown = {phase: 1e3 * times.phases.get(phase, 0.0) for phase in SHOWN_PHASES}
+        phases = {**shown, "rest": max(0.0, 1e3 * times.phased - sum(shown.values()))}
     speed = rows * times.tau / times.seconds
     return {
         "method": contender.name,
         "tree": "" if contender.tree is None else tree_name(contender.tree),
         "tau": times.tau,
-        "step_ms": step,
+        "step_ms": 1e3 * times.seconds,
         **{f"{phase}_ms": value for phase, value in phases.items()},
-        "rest_ms": max(0.0, step - sum(phases.values())),
+        "phased_ms": 1e3 * times.phased,
+        "captured": times.captured,
         "phases_ms": {phase: 1e3 * value for phase, value in times.phases.items()},
         "floor_ms": 1e3 * floor,
         "over_floor": times.seconds / floor,
@@ -509,7 +554,11 @@ def _cell(value: Any) -> str:
 
 
 def save_report(
-    options: argparse.Namespace, name: str, tables: Sequence[Table], figure: Any = None
+    options: argparse.Namespace,
+    name: str,
+    tables: Sequence[Table],
+    figure: Any = None,
+    finished: bool = True,
 ) -> None:
     """Print the tables, and save them as JSON and Markdown, and the figure as PNG.
 
@@ -518,6 +567,8 @@ def save_report(
         name: Name of the files without extension; the device's type is appended.
         tables: The results.
         figure: A matplotlib figure; default: none.
+        finished: False if more results follow: nothing is printed, and the files say that they are
+            incomplete. They remain if the script is killed.
     """
     environment = describe_environment()
     machine, versions = environment["machine"], environment["versions"]
@@ -527,11 +578,14 @@ def save_report(
         f"{device}, {options.threads} thread{'s'[: options.threads != 1]}, {dtype},"
         f" {'compiled' if options.compile else 'not compiled'},"
         f" {environment['date'][:10]}, torch {versions['torch']}, transformers"
-        f" {versions['transformers']}, revision {environment['revision']}."
+        f" {versions['transformers']}, revision {environment['revision']}"
+        f"{'' if finished else '; incomplete'}."
     )
     text = "\n".join([*(table.markdown() for table in tables), footnote, ""])
-    print(text)
+    if finished:
+        print(text)
     report = {
+        "finished": finished,
         "environment": environment,
         "options": {key: str(value) for key, value in vars(options).items()},
         "tables": {table.title: table.rows for table in tables},
@@ -567,6 +621,8 @@ def new_figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
 def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the phases of steps as stacked bars, and their floors as lines.
 
+    Where steps were replayed as CUDA graphs, diamonds show their durations.
+
     Args:
         axis: A matplotlib axis.
         labels: Name of each bar.
@@ -580,6 +636,9 @@ def draw_phases(axis: Any, labels: Sequence[str], rows: Sequence[Mapping[str, An
     for place, row in enumerate(rows):
         label = "floor" if place == 0 else None
         axis.plot([row["floor_ms"]] * 2, [place - 0.4, place + 0.4], color="black", label=label)
+    captured = [(row["step_ms"], place) for place, row in enumerate(rows) if row["captured"]]
+    if captured:
+        axis.plot(*zip(*captured, strict=True), "kD", label="CUDA graph")
     axis.invert_yaxis()
     axis.set_xlabel("ms per step")
     axis.legend(frameon=False)

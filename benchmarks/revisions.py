@@ -104,15 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "max_new_tokens": new_tokens,
                 "compile": options.compile,
             }
-            rows = [
-                compare(workers, request, prompts, tree, f"{name}, {tree_name(tree)}")
-                for tree in trees
-            ]
             note = (
                 f"{len(prompts)} prompts, greedy, at most {new_tokens} new tokens, whole calls; old"
                 f" is revision {options.revision}."
             )
-            tables.append(Table(name, COLUMNS, rows, note))
+            tables.append(Table(name, COLUMNS, [], note))
+            for tree in trees:
+                label = f"{name}, {tree_name(tree)}"
+                tables[-1].rows.append(compare(workers, request, prompts, tree, label))
+                save_report(options, "revisions", tables, finished=False)
     save_report(options, "revisions", tables)
 
 

@@ -90,6 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     requests = answer_requests(count, new_tokens)
     results: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, list[list[str]]] = {}
+    note = (
+        f"{count} requests, sent {rounds} times, at most {new_tokens} new tokens, greedy and"
+        f" lossless, tree {tree_name(options.tree)}."
+    )
+    if options.compile:
+        note += " Only the working tree's steps with one request are compiled."
+    titles = {NEW: "Serving, working tree", OLD: f"Serving, revision {options.revision}"}
+
+    def save(finished: bool) -> None:
+        tables = [Table(titles[name], COLUMNS, rows, note) for name, rows in results.items()]
+        if options.revision:
+            tables.append(compare(results, texts))
+        save_report(options, "serving", tables, finished=finished)
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # Without the settings beside it, whose format has changed.
@@ -114,15 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, found in answers.items():
                 texts.setdefault(name, []).append([item.text for item in found])
                 results.setdefault(name, []).append(summarize(number, found, seconds[name]))
-    note = (
-        f"{count} requests, sent {rounds} times, at most {new_tokens} new tokens, greedy and"
-        f" lossless, tree {tree_name(options.tree)}."
-    )
-    titles = {NEW: "Serving, working tree", OLD: f"Serving, revision {options.revision}"}
-    tables = [Table(titles[name], COLUMNS, rows, note) for name, rows in results.items()]
-    if options.revision:
-        tables.append(compare(results, texts))
-    save_report(options, "serving", tables)
+            save(finished=False)
+    save(finished=True)
 
 
 def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:

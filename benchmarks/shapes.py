@@ -13,6 +13,7 @@ speeds say what a head of that quality would gain; no text is produced.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 from collections.abc import Sequence
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocabs = [None, draft_vocab] if draft_vocab < model.config.vocab_size else [None]
         for vocab, tree in itertools.product(vocabs, trees):
             pair = EagleFSD(model, random_head(model, vocab), tree)
-            pair.compiled = options.compile
+            pair.compiled = options.rows if options.compile else 0
             ways = contenders(pair)
             ids = random_prompt(pair, options.rows, context)
             drafted = pair.drafter.vocab_size
@@ -262,11 +263,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."
             )
             tables.append(Table(title, COLUMNS, rows, note))
+            _save(options, tables, finished=False)
             del pair, ways
         del model
         gc.collect()
         if not cpu:
             torch.cuda.empty_cache()
+    _save(options, tables)
+
+
+def _save(options: argparse.Namespace, tables: Sequence[Table], finished: bool = True) -> None:
+    """Save the results so far."""
     figure, (axis,) = new_figure()
     best = [(table.title, row) for table in tables for row in table.rows if row["method"] == FSD]
     axis.barh([title for title, _ in best], [row["speedup"] for _, row in best])
@@ -274,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     axis.invert_yaxis()
     axis.set_xlabel(f"FSD's speed with {options.accepted} accepted tokens per step, plain = 1")
     name = f"shapes-{str(options.dtype).removeprefix('torch.')}"
-    save_report(options, name, tables, figure)
+    save_report(options, name, tables, figure, finished)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@
     python benchmarks/step.py
     python benchmarks/step.py --device cuda --shape llama-3.1-8b --tree 60/6/10 --context 1024
 
+On a GPU, steps are replayed as CUDA graphs, which have no phases: the phases are those of a second
+run without graphs, in which the GPU often waits for the host.
+
 The floor is the number of bytes that a step must read (weights of the target; weights and output
 projection of the head for each of its passes; keys and values of the context) over the measured
 bandwidth of a large copy. It says nothing about models that fit the processor's cache.
@@ -15,7 +18,9 @@ pair with random weights is timed under forced acceptance, see ``shapes.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from measurement import (
@@ -26,6 +31,7 @@ from measurement import (
     SAMPLED,
     Table,
     Timing,
+    add_phases,
     contenders,
     copy_bandwidth,
     draw_phases,
@@ -86,31 +92,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         ids = problem_prompt(model, options.rows, context)
         accepted = None
-    model.compiled = options.compile
+    model.compiled = options.rows if options.compile else 0
     ways = contenders(model, options.sampled)
     name = options.shape or "bundled pair"
+
+    def results() -> list[dict[str, Any]]:
+        return [
+            step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
+            for way in ways
+        ]
+
     times = time_steps(ways, ids, timing, name, accepted)
-    rows = [
-        step_row(way, times[way.name], times[PLAIN], context, options.rows, bandwidth)
-        for way in ways
-    ]
+    _save(options, name, results(), context, bandwidth, finished=False)
+    add_phases(times, ways, ids, timing, name, accepted)
+    _save(options, name, results(), context, bandwidth)
+
+
+def _save(
+    options: argparse.Namespace,
+    name: str,
+    rows: list[dict[str, Any]],
+    context: int,
+    bandwidth: float,
+    finished: bool = True,
+) -> None:
+    """Save the results; the phases of an unfinished report may be missing."""
     trees = ", ".join(f"{row['method']} {row['tree']}" for row in rows if row["tree"])
     note = (
-        f"Trees: {trees}. Context {context}, batch {options.rows}; copy bandwidth"
-        f" {bandwidth / 1e9:.0f} GB/s."
+        f'Trees: {trees}; building them is part of "draft". Context {context}, batch'
+        f" {options.rows}; copy bandwidth {bandwidth / 1e9:.0f} GB/s."
     )
-    if options.sampled:
-        verify = {row["method"]: row["verify_ms"] / rows[1]["target_ms"] for row in rows}
-        fsd, sampled = (verify[way] - verify[EXACT] for way in (FSD, SAMPLED.format(EXACT)))
-        note += (
-            f" In parts of the target's pass, FSD adds {fsd:.1%} to exact verification, and"
-            f" sampling {sampled:.1%}."
-        )
-    figure, (axis,) = new_figure()
-    draw_phases(axis, [row["method"] for row in rows], rows)
-    axis.set_title(f"One step, {name}")
+    figure = None
+    if finished:
+        note += _phases_note(rows)
+        figure, (axis,) = new_figure()
+        draw_phases(axis, [row["method"] for row in rows], rows)
+        axis.set_title(f"One step, {name}")
     table = Table(f"One step, {name}", COLUMNS, rows, note)
-    save_report(options, f"step-{options.shape or 'bundled'}", [table], figure)
+    file = f"step-{options.shape or 'bundled'}{'-compiled' if options.compile else ''}"
+    save_report(options, file, [table], figure, finished)
+
+
+def _phases_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say where the phases are from, and how verification differs between methods."""
+    note, by_name = "", {row["method"]: row for row in rows}
+    if any(row["captured"] for row in rows):
+        whole = ", ".join(f"{row['method']} {row['phased_ms']:.2f} ms" for row in rows)
+        note += (
+            " Steps are replayed as CUDA graphs; draft, target, verify and rest are the parts of"
+            f" steps that run without them: {whole}."
+        )
+    exact, fsd = by_name[EXACT], by_name[FSD]
+    sampled = by_name.get(SAMPLED.format(EXACT))
+    if sampled is not None:
+        added = [(row["verify_ms"] - exact["verify_ms"]) for row in (fsd, sampled)]
+        shares = [value / exact["target_ms"] for value in added]
+        note += (
+            f" In parts of the target's pass, FSD adds {shares[0]:.1%} to exact verification, and"
+            f" sampling {shares[1]:.1%}. Relative to exact decoding, a whole step of FSD takes"
+            f" {fsd['step_ms'] / exact['step_ms']:.3f} times as long, and a sampled one"
+            f" {sampled['step_ms'] / exact['step_ms']:.3f} times."
+        )
+    return note
 
 
 def problem_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:

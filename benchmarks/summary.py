@@ -25,6 +25,7 @@ REPORTS = (
     "batches",
     "drafters",
     "step-bundled",
+    "step-bundled-compiled",
     "revisions",
     "serving",
     "shapes-bfloat16",

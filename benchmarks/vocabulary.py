@@ -11,8 +11,9 @@ the tree is EAGLE-2's of 60 nodes. What is compared runs in turn; the best of se
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from measurement import Table, new_parser, parse, progress, save_report, synchronize
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command line; default: that of the process.
     """
-    options = parse(new_parser("Time verification over a large vocabulary."), arguments)
+    parser = new_parser("Time verification over a large vocabulary.", compiles=False)
+    options = parse(parser, arguments)
     size, layers, repeats = (1024, 1, 2) if options.quick else (128_256, 24, 7)
     target = _target(size, layers).to(options.device, options.dtype)
     tree = _tree(size, options.device)
@@ -71,6 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run()
                 synchronize()
                 best[name] = min(best[name], time.perf_counter() - start)
+            _save(options, tree, size, best, finished=False)
+    _save(options, tree, size, best)
+
+
+def _save(
+    options: argparse.Namespace,
+    tree: DraftTree,
+    size: int,
+    best: Mapping[str, float],
+    finished: bool = True,
+) -> None:
+    """Save the results so far, by what was timed."""
     whole, base = list(best.values())[:2]
     rows = [
         {
@@ -82,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     note = f"{size:,} tokens, {tree.size} nodes, {int(tree.has_children().sum())} of them inner."
     name = f"vocabulary-{str(options.dtype).removeprefix('torch.')}"
-    save_report(options, name, [Table("Verification", COLUMNS, rows, note)])
+    save_report(options, name, [Table("Verification", COLUMNS, rows, note)], finished=finished)
 
 
 def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attention
 import batches
 import compare
 import depth
@@ -23,7 +24,11 @@ import shapes
 import step
 import summary
 import torch
-from measurement import EXACT, FSD, PLAIN, copy_bandwidth
+import vocabulary
+from measurement import EXACT, FSD, PLAIN, Table, copy_bandwidth
+
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.stats import PhaseClock
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENT = (ROOT / "benchmarks/measurement.py").read_text(encoding="utf-8")
@@ -69,6 +74,102 @@ def test_step_reports_phases_and_floor(
         assert phases == pytest.approx(row["step_ms"], rel=0.5)
         assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
         assert row["tree"] in text
+        assert not row["captured"]
+    assert "CUDA graphs" not in text
+
+
+class GraphClock(PhaseClock):
+    """Reports the phases of a step as those of a replayed CUDA graph: as a single one."""
+
+    def enter(self, phase: str | None) -> None:
+        parts = ("draft", "target", "verify", "cache")
+        super().enter("graph" if phase in parts else phase)
+
+
+def test_phases_of_captured_steps_come_from_a_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, the first run reports the phase "graph" only."""
+    create = Engine.__init__
+    captures = []
+
+    def init(engine: Engine, *args: Any, **options: Any) -> None:
+        create(engine, *args, **options)
+        captures.append(engine.capture)
+        if engine.capture:
+            engine.clock = GraphClock(engine.target.device)
+
+    monkeypatch.setattr(Engine, "__init__", init)
+    arguments = ["--shape", "llama-3.1-8b", "--sampled", "--tree", "16/3/4"]
+    _, tables, text = run_quick(step.main, tmp_path, *arguments)
+    assert captures == 5 * [True] + 5 * [False]
+    ((_, rows),) = tables.items()
+    for row in rows:
+        assert row["captured"]
+        assert row["target_ms"] > 0.0
+        assert f"{row['method']} {row['phased_ms']:.2f} ms" in text
+        phases = sum(row[f"{phase}_ms"] for phase in ("draft", "target", "verify", "rest"))
+        assert phases == pytest.approx(row["phased_ms"], rel=0.5)
+        assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+    assert "replayed as CUDA graphs" in text
+
+
+@pytest.mark.parametrize(
+    ("script", "saves"),
+    [(step, 1), (growth, 8), (shapes, 2), (batches, 6), (vocabulary, 2), (attention, 2)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_results_are_saved_as_they_come_in(
+    script: Any, saves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that is killed leaves the results that it has."""
+    save, found = script.save_report, []
+
+    def save_report(*args: Any, **options: Any) -> None:
+        save(*args, **options)
+        tables: Sequence[Table] = args[2]
+        (path,) = tmp_path.glob("*.json")
+        report = json.loads(path.read_text(encoding="utf-8"))
+        saved = sum(map(len, report["tables"].values()))
+        assert saved == sum(len(table.rows) for table in tables) > 0
+        assert ("incomplete" in path.with_suffix(".md").read_text()) != report["finished"]
+        found.append((report["finished"], saved))
+
+    monkeypatch.setattr(script, "save_report", save_report)
+    run_quick(script.main, tmp_path)
+    assert [finished for finished, _ in found] == [False] * saves + [True]
+    assert [count for _, count in found] == sorted(count for _, count in found)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sizes"),
+    [
+        (step, ["--shape", "llama-3.1-8b", "--tree", "16/3/4", "--rows", "2"], {2}),
+        (shapes, ["--rows", "2"], {2}),
+        (growth, [], {1, 2}),
+        (batches, [], {1, 3}),
+    ],
+    ids=["step", "shapes", "growth", "batches"],
+)
+def test_steps_of_the_measured_size_are_compiled(
+    script: Any,
+    arguments: list[str],
+    sizes: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without that, reports would call steps of several prompts compiled that are not."""
+    launch, found = Engine._launch, set()
+
+    def record(engine: Engine, *args: Any, **options: Any) -> Any:
+        found.add((engine.reserved[0], len(engine.rows), engine._compiles))
+        return launch(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "_launch", record)
+    _, _, text = run_quick(script.main, tmp_path, "--compile", *arguments)
+    assert {size for size, rows, compiles in found if rows == size and compiles} == sizes
+    assert all(compiles for size, rows, compiles in found if rows == size in sizes)
+    assert ", compiled," in text
 
 
 def test_shapes_force_acceptance(tmp_path: Path) -> None:
@@ -96,7 +197,7 @@ def test_growth_varies_one_size_at_a_time(tmp_path: Path) -> None:
 
 
 def test_growth_stops_in_time(tmp_path: Path) -> None:
-    _, tables, _ = run_quick(growth.main, tmp_path, "--minutes", "0.0001")
+    _, tables, _ = run_quick(growth.main, tmp_path, "--seconds", "0.006")
     assert sum(map(len, tables.values())) < sum(map(len, growth.QUICK_RANGES.values()))
 
 
@@ -166,12 +267,20 @@ def test_revisions_answer_alike(tmp_path: Path) -> None:
     assert all(math.isfinite(row[key]) and row[key] > 0.0 for key in ("old", "new", "ratio"))
 
 
-@pytest.mark.slow  # starts six processes
+def test_limits_of_all_gpu_parts_fit_in_nine_minutes() -> None:
+    script = (ROOT / "benchmarks/gpu.sh").read_text(encoding="utf-8")
+    limits = [int(value) for value in re.findall(r"^(?:\w+=1 )*part [\w-]+ (\d+) ", script, re.M)]
+    assert len(limits) == 8
+    assert sum(limits) <= 540 - 50  # the last part takes what is left
+    assert "\nLIMIT=540\n" in script
+
+
+@pytest.mark.slow  # starts nine processes
 def test_all_gpu_parts_run(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
     subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
-    for ending, count in (("json", 7), ("md", 7), ("png", 5)):
+    for ending, count in (("json", 8), ("md", 8), ("png", 6)):
         assert len(list(tmp_path.glob(f"*.{ending}"))) == count
 
 

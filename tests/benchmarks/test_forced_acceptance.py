@@ -62,7 +62,8 @@ def test_forced_acceptance_never_yields_text() -> None:
         with pytest.raises(RuntimeError, match="returns no text"):
             next(iter(pair.stream(prompt(4), rule=rule)))
     # What timing returns are numbers.
-    assert {field.name for field in fields(StepTimes)} == {"blocks", "phases", "tau"}
+    names = {"blocks", "phases", "phased", "captured", "tau"}
+    assert {field.name for field in fields(StepTimes)} == names
 
 
 def test_random_weights_draft_deep_trees() -> None:
