@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, GenerateOutput, Origin, TreeConfig
-from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, PhaseRule
 from eagle_fsd.model.verify import AcceptanceRule
 
 # -- greedy ---------------------------------------------------------------------------------------
@@ -125,13 +125,16 @@ def test_greedy_output_does_not_depend_on_the_tree(
 
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])
 @pytest.mark.parametrize("fallback", ["exact", "stop"])
+@pytest.mark.parametrize("rule", [None, PhaseRule(FuzzyRule(ACCEPT_ALL), 98, 98)], ids=repr)
 def test_threshold_zero_is_lossless_with_any_fallback_and_selection(
-    selection: str, fallback: str
+    rule: PhaseRule | None, selection: str, fallback: str
 ) -> None:
+    """Also outside a phase; and a closed gate does not stop a path of exact tokens."""
     ids, mask = batch()
     acceptance = AcceptanceConfig(selection=selection, fallback=fallback)
-    out = aligned_pair().generate(ids, mask, max_new_tokens=12, acceptance=acceptance)
+    out = aligned_pair().generate(ids, mask, max_new_tokens=12, acceptance=acceptance, rule=rule)
     assert torch.equal(out.sequences, reference(aligned=True)[:, : ids.shape[1] + 12])
+    assert out.stats.tau > 1.5
 
 
 def test_draft_of_nan_is_never_accepted() -> None:

@@ -119,10 +119,7 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class ExactRule(AcceptanceRule):
-    """Relax nothing: EAGLE-2's lossless verification."""
-
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        return torch.zeros_like(inputs.tree.tokens, dtype=torch.bool)
+    """Relax nothing: EAGLE-2's lossless verification, whatever the fallback."""
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
         return torch.zeros_like(nodes, dtype=torch.bool)

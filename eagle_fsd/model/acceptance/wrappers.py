@@ -160,7 +160,11 @@ class PhaseRule(WrappedRule):
         return torch.where(self.inside(inputs), self.rule.choose(inputs), inputs.sampled)
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        return self.rule.gate(inputs) & self.inside(inputs)
+        return self.rule.gate(inputs) | ~self.inside(inputs)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        admitted = self.rule.admits(inputs, nodes, tokens)
+        return admitted & self.inside(inputs).gather(1, nodes)
 
     def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
         step = torch.arange(1, kept.tokens.shape[1] + 1, device=kept.tokens.device)
