@@ -50,7 +50,10 @@ DRAFTERS = {
     "adaptive n-grams": "adaptive-ngram",
 }
 #: Nodes, depth and children of each node; the depth is that of :class:`TreeConfig`.
-TREES = ((8, 3, 2), (16, 4, 4), (16, 8, 2), (8, 6, 1), (20, 18, 1))
+TREES = (
+    *((8, 3, 2), (16, 4, 4), (16, 8, 2), (20, 8, 2)),
+    *((8, 6, 1), (10, 8, 1), (14, 12, 1), (20, 18, 1), (26, 24, 1)),
+)
 ACCEPTANCE = {
     "exact": AcceptanceConfig(),
     "FSD": AcceptanceConfig(threshold=0.05, min_ratio=0.3),
