@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import cached_file
 
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.files import atomic_path
@@ -369,14 +369,10 @@ def save_weights(path: Path, state: Mapping[str, Tensor], binary: bool) -> None:
 
 
 def _file(path: str | Path, name: str, token: str | None) -> str | None:
-    if Path(path).is_dir():
-        return str(Path(path) / name) if (Path(path) / name).is_file() else None
-    if Path(path).exists():
+    if Path(path).is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
     try:
-        return cached_file(
-            str(path), name, token=token, _raise_exceptions_for_missing_entries=False
-        )
+        return find_file(path, name, token)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is neither a folder nor an accessible model: {one_line(error)}"

@@ -24,7 +24,7 @@ from eagle_fsd.utils.options import Options, Self
 
 #: Value of the option ``device`` that splits the target over the processes of ``torchrun``.
 TENSOR_PARALLEL = "tp"
-#: File beside a draft head with the tree and acceptance options calibrated for the pair.
+#: File beside a drafter with the tree and acceptance options calibrated for the pair.
 SETTINGS_FILE = "fsd.json"
 #: Lower temperatures become 0. At this one, tokens whose float32 logits differ in the last digits
 #: are far apart, and much lower ones would overflow when logits are divided by them.
@@ -70,7 +70,7 @@ class TreeConfig(Options):
         default=6,
         ge=1,
         le=64,
-        description="Times the draft head expands the tree below its first level; auto sets"
+        description="Times the drafter expands the tree below its first level; auto sets"
         " adaptive instead.",
     )
     top_k: int = Field(
@@ -280,8 +280,9 @@ class PairOptions(TargetOptions):
 
     drafter: ModelName | None = Field(
         default=None,
-        description="Drafter: a folder or a Hub name; default with the bundled target: the bundled"
-        " head.",
+        description="Drafter: a folder or a Hub name with an EAGLE head or a draft model; ngram"
+        " (prompt lookup) or adaptive-ngram (a table of what was decoded); default with the bundled"
+        " target: the bundled head.",
     )
     device: str | None = Field(
         default=None,

@@ -8,54 +8,59 @@ import torch
 from torch import nn
 
 from eagle_fsd.model.config import ModelIdentity
+from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.weights import plain_tensors
 
 #: Approximate number of elements per tensor that a fingerprint hashes.
 FINGERPRINT_ELEMENTS = 256
 
 
-def identify(name: str, module: object, dtype: torch.dtype) -> ModelIdentity:
+def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> ModelIdentity:
     """Describe a model in a file.
 
     Args:
         name: Its folder or Hub name.
-        module: The model; drafters without weights have no tensors.
+        model: The target or the drafter.
         dtype: Data type of its weights.
     """
     return ModelIdentity(
-        name=name, dtype=str(dtype).removeprefix("torch."), fingerprint=fingerprint(module)
+        name=name, dtype=str(dtype).removeprefix("torch."), fingerprint=fingerprint(model)
     )
 
 
-def differs(recorded: ModelIdentity, module: object, dtype: torch.dtype) -> bool:
+def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dtype) -> bool:
     """Return whether a model has other weights than a recorded one.
 
     Weights of another data type cannot be compared and count as equal.
 
     Args:
         recorded: The recorded model.
-        module: The model.
+        model: The target or the drafter.
         dtype: Data type of its weights.
     """
     same_type = recorded.dtype == str(dtype).removeprefix("torch.")
-    return same_type and recorded.fingerprint != fingerprint(module)
+    return same_type and recorded.fingerprint != fingerprint(model)
 
 
-def fingerprint(module: object) -> str:
-    """Hash the name, shape, type and some elements of every tensor of a module.
+def fingerprint(model: nn.Module | Drafter) -> str:
+    """Hash the name, shape, type and some elements of every tensor of a target or a drafter.
 
     The hash identifies the weights in memory, whatever files they come from. Of tensors that are
-    offloaded to disk, only name, shape and type are hashed. If the module is split over processes,
-    all of them must call this; the hash is that of the whole module.
+    offloaded to disk, only name, shape and type are hashed. If the model is split over processes,
+    all of them must call this; the hash is that of the whole model. That of a drafter without a
+    network is the hash of its class's name.
 
     Args:
-        module: The module. Other objects, such as drafters without weights, have no tensors.
+        model: The target or the drafter.
 
     Returns:
         16 hexadecimal digits.
     """
+    network = model.network if isinstance(model, Drafter) else model
+    if network is None:
+        return hashlib.sha256(type(model).__name__.encode()).hexdigest()[:16]
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items() if isinstance(module, nn.Module) else ():
+    for name, tensor in network.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.device.type == "meta":
             continue

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.distributed import DistributedConfig
-from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eagle_fsd.model.config import Quantization
+from eagle_fsd.model.hub import find_file
 from eagle_fsd.utils.text import one_line
 
 #: Data types by name; ``auto`` is the checkpoint's own.
@@ -103,6 +103,9 @@ def load_target(
             raise ValueError("quantize and quantization_config exclude each other")
         options["quantization_config"] = quantization_config(quantize)
     try:
+        if not {"cache_dir", "local_files_only", "revision"} & options.keys():
+            # Hugging Face would retry for minutes if the Hub cannot be reached.
+            find_file(name, "config.json", options.get("token"))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
@@ -186,7 +189,7 @@ def load_embeddings(
 def _load_embeddings(
     name: str, dtype: str | torch.dtype, device: Any, token: str | None
 ) -> PreTrainedModel:
-    if _cached_file(name, "adapter_config.json", token) is not None:
+    if find_file(name, "adapter_config.json", token) is not None:
         raise ValueError("it has an adapter")
     config = AutoConfig.from_pretrained(name, token=token)
     with init_empty_weights():  # buffers, such as Gemma's embedding scale, get their values
@@ -204,7 +207,7 @@ def _load_embeddings(
     found: dict[str, Tensor] = {}
     for file in sorted({files[key] for key in keys.values()}):
         names = {key: target for target, key in keys.items() if files[key] == file}
-        path = _cached_file(name, file, token)
+        path = find_file(name, file, token)
         if path is None:
             raise FileNotFoundError(f"there is no {file}")
         for key, tensor in _read_tensors(path, names).items():
@@ -224,7 +227,7 @@ def _load_embeddings(
 def _tensor_files(name: str, token: str | None) -> dict[str, str]:
     """Return the name of the file of every tensor of a checkpoint."""
     for file in WEIGHT_FILES:
-        path = _cached_file(name, file, token)
+        path = find_file(name, file, token)
         if path is not None and file.endswith(".index.json"):
             files: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
             return files
@@ -252,14 +255,6 @@ def _checkpoint_keys(
         if renamed in wanted and converter is None:
             found[renamed] = key
     return found
-
-
-def _cached_file(name: str, file: str, token: str | None) -> str | None:
-    """Return the local path of a file of a folder or a Hub repository; None if there is none."""
-    path: str | None = cached_file(
-        name, file, token=token, _raise_exceptions_for_missing_entries=False
-    )
-    return path
 
 
 def _tensor_names(path: str) -> list[str]:
@@ -299,6 +294,7 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
         LoadError: The files are missing or damaged.
     """
     try:
+        find_file(name, "tokenizer_config.json", token)  # as in load_target
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             str(name), token=token, padding_side="left"
         )

@@ -52,7 +52,6 @@ from eagle_fsd.model.config import (
 )
 from eagle_fsd.model.depth import DepthPolicy
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
-from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
@@ -393,8 +392,8 @@ class EagleFSD:
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that a file sets.
 
-        Logs a warning if the file was written for another target or drafter, whose settings may
-        lose more accuracy here.
+        Logs a warning if the file was written for another target, drafter or data type, whose
+        settings may lose more accuracy here.
 
         Args:
             settings: The contents of an ``fsd.json`` file.
@@ -418,6 +417,15 @@ class EagleFSD:
                     kind,
                     identity.name,
                 )
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        calibrated = settings.target if settings.acceptance.get("threshold") else None
+        if calibrated is not None and calibrated.dtype != dtype:
+            log.warning(
+                "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
+                " holds; run eagle-fsd calibrate, or pass --threshold 0",
+                calibrated.dtype,
+                dtype,
+            )
 
     def compile_if_faster(self, tokens: float = math.inf, rows: int = 1, trees: int = 1) -> bool:
         """Compile the passes of drafter and target if that saves time.
@@ -953,7 +961,7 @@ class EagleFSD:
             tree,
             # A tree that consists of its root is plain decoding.
             method == "fsd" and tree.total_tokens > 1,
-            isinstance(self.drafter, LevelDrafter) and self.drafter.draws_chains,
+            self.drafter.draws_chains,
             rule is None and not acceptance.threshold,
         )
 
@@ -991,8 +999,7 @@ class EagleFSD:
 
     def _describe(self) -> object:
         """Return what all engines depend on."""
-        drafter = getattr(self.drafter, "model", self.drafter)
-        modules = [item for item in (self.model, drafter) if isinstance(item, nn.Module)]
+        modules = [item for item in (self.model, self.drafter.network) if item is not None]
         return self.drafter, self.compiled, fingerprint(*modules)
 
     def _check_target(self, drafter: Drafter) -> None:

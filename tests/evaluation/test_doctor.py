@@ -222,6 +222,65 @@ def test_wrong_layer_offset(
     assert str(found.step).endswith("so that it reads the inputs of layers 2, 7, 11")
 
 
+@pytest.fixture(scope="module")
+def many(healthy: Measurements) -> Measurements:
+    """Twice as many answers as the command decodes by default, for small differences."""
+    questions = [problem.question for problem in problems("test", 24)]
+    measured = Measurements(healthy.model, questions, healthy.chat_template, 64)
+    _ = measured.short, measured.long
+    measured.chains = healthy.chains
+    return measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_EAGLE3], ids=["eagle2", "eagle3"])
+@pytest.mark.usefixtures("no_templates")
+def test_bundled_heads_are_healthy_on_many_answers(many: Measurements, folder: Path) -> None:
+    found = findings(with_drafter(many, loaded(many, folder)))
+    assert {finding.level for finding in found.values()} == {"ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [-2, -1, 1, 2])
+@pytest.mark.usefixtures("no_templates")
+def test_wrong_layer_offset_of_the_bundled_eagle_3_head(
+    many: Measurements, offset: int, tmp_path: Path
+) -> None:
+    """Also by one, which costs 3 % of the tokens."""
+    reads = [index + offset for index in (2, 7, 11)]
+    fields: dict[str, Any] = {"eagle_config": {}, LAYER_IDS: reads}
+    if offset < 0:  # of two ways to write the layers, the one that loading does not doubt
+        fields = {"eagle_config": {LAYER_IDS: [index - 1 for index in reads]}}
+    head = loaded(many, edited(tmp_path / "head", BUNDLED_EAGLE3, **fields))
+    assert head.reads == tuple(reads)
+    found = the_problem(with_drafter(many, head))
+    assert found.check == "hidden states"
+    assert str(found.step).endswith("so that it reads the inputs of layers 2, 7, 11")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_templates")
+def test_shuffled_d2t_of_the_bundled_eagle_3_head(many: Measurements, tmp_path: Path) -> None:
+    found = the_problem(
+        with_drafter(many, loaded(many, with_shuffled_d2t(tmp_path, BUNDLED_EAGLE3)))
+    )
+    assert found.check == "vocabulary"
+    assert "d2t" in str(found.step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theta", [100.0, 500_000.0])
+@pytest.mark.usefixtures("no_templates")
+def test_wrong_theta_of_the_bundled_eagle_3_head(
+    many: Measurements, theta: float, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    copied = edited(tmp_path / "head", BUNDLED_EAGLE3, rope_parameters=rope, rope_theta=theta)
+    found = the_problem(with_drafter(many, loaded(many, copied)))
+    assert found.check == "RoPE"
+    assert found.step == "correct the RoPE in the drafter's config.json: theta 10000"
+
+
 @pytest.mark.usefixtures("no_templates")
 def test_wrong_layer_of_an_eagle_2_head(healthy: Measurements) -> None:
     head = loaded(healthy)
@@ -271,14 +330,19 @@ def test_shuffled_map(healthy: Measurements) -> None:
     assert problem.evidence.endswith("with a map estimated from the answers")
 
 
-@pytest.mark.usefixtures("no_templates")
-def test_shuffled_d2t_in_a_file(healthy: Measurements, eagle3: Path, tmp_path: Path) -> None:
-    copied = edited(tmp_path / "head", eagle3)
+def with_shuffled_d2t(tmp_path: Path, source: Path) -> Path:
+    """Copy a checkpoint and shuffle its vocabulary map."""
+    copied = edited(tmp_path / "head", source)
     weights = load_file(copied / "model.safetensors")
     first = torch.arange(len(weights["d2t"]))
     weights["d2t"] = shuffled(weights["d2t"] + first) - first
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    found = the_problem(with_drafter(healthy, loaded(healthy, copied)))
+    return copied
+
+
+@pytest.mark.usefixtures("no_templates")
+def test_shuffled_d2t_in_a_file(healthy: Measurements, eagle3: Path, tmp_path: Path) -> None:
+    found = the_problem(with_drafter(healthy, loaded(healthy, with_shuffled_d2t(tmp_path, eagle3))))
     assert found.check == "vocabulary"
     assert "d2t" in str(found.step)
 
@@ -338,6 +402,19 @@ def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements) -> N
     for name, item in head.state_dict().items():
         assert item.equal(weights[name].bfloat16())
     assert head.rotary.inv_freq.equal(inverse)
+
+
+@pytest.mark.usefixtures("no_templates")
+def test_dtype_of_a_draft_model_is_compared_with_float32(healthy: Measurements) -> None:
+    """Its weights are restored."""
+    draft = copy.deepcopy(healthy.model.model).bfloat16()
+    drafter = DraftModel(draft)
+    before = [(item.dtype, item.data_ptr()) for item in draft.parameters()]
+    found = findings(with_drafter(healthy, drafter))["dtype"]
+    assert found.level == "ok"
+    assert found.evidence.startswith("bfloat16; target float32; agreement ")
+    assert found.evidence.endswith(" with float32")
+    assert [(item.dtype, item.data_ptr()) for item in draft.parameters()] == before
 
 
 def text_of(answers: Sequence[Answer]) -> list[tuple[Tensor, Tensor]]:

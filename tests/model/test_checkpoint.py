@@ -530,6 +530,27 @@ def test_settings_of_another_pair_are_warned_of(
 
 
 @pytest.mark.parametrize(
+    ("recorded", "threshold", "warnings"),
+    [("float32", 0.5, 0), ("bfloat16", 0.5, 1), ("bfloat16", 0.0, 0)],
+)
+def test_settings_of_another_data_type_are_warned_of(
+    recorded: str,
+    threshold: float,
+    warnings: int,
+    folders: tuple[Path, Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Lossless settings hold in any data type."""
+    pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
+    own = identify("mine", pair.model, torch.float32).updated(dtype=recorded)
+    values = {"threshold": threshold, "target": own.model_dump()}
+    (folders[1] / "fsd.json").write_text(json.dumps(values))
+    EagleFSD.from_pretrained(*folders, device_map="cpu")
+    words = f"calibrated in {recorded}, but the target is in float32: no bound"
+    assert caplog.text.count(words) == warnings
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"threshold": -1}', "threshold must be a number of at least 0; got -1"),
@@ -744,12 +765,12 @@ def test_missing_path_raises_one_line(
 def test_unreachable_hub_raises_one_line(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message of transformers has several lines."""
+    """Messages of transformers have several lines."""
 
     def unreachable(*_args: object, **_options: object) -> None:
         raise OSError("We couldn't connect to 'the hub'.\nCheck your internet connection.")
 
-    monkeypatch.setattr(checkpoint, "cached_file", unreachable)
+    monkeypatch.setattr(checkpoint, "find_file", unreachable)
     message = rejected("some/head", model)
     assert "some/head" in message
     assert "couldn't connect" in message

@@ -28,7 +28,13 @@ from pairs import (
     tokenizer,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedModel,
+)
 
 from eagle_fsd import EagleFSD, PrefixCache, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
@@ -365,6 +371,25 @@ def test_added_tokens_may_differ(target: Target, tmp_path: Path) -> None:
     extended.add_tokens("<|tool|>", special_tokens=True)
     extended.save_pretrained(tmp_path / "draft")
     load_draft_model(tmp_path / "draft", target)
+
+
+def test_unsupported_draft_model_is_named(target: Target, tmp_path: Path) -> None:
+    """The target is not to blame: a model without attention, and one that ignores masks."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
+    AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path / "draft")
+    with pytest.raises(
+        ValueError, match=f"^draft model {tmp_path}/draft: MambaFor.* not supported"
+    ):
+        load_draft_model(tmp_path / "draft", target)
+    model = small()
+
+    def no_mask(_module: object, args: object, options: dict[str, object]) -> object:
+        return args, {**options, "attention_mask": None}
+
+    model.model.register_forward_pre_hook(no_mask, with_kwargs=True)
+    found = EagleFSD(tiny_target(), DraftModel(model), CHAIN)
+    with pytest.raises(ValueError, match=r"^draft model: LlamaForCausalLM is not supported"):
+        found.generate(batch()[0], max_new_tokens=2)
 
 
 def test_missing_files_are_reported(target: Target, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_ngram_drafters_have_names(
     name: str, kind: type[Drafter], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is looked up on the Hub."""
-    monkeypatch.setattr(checkpoint, "cached_file", None)
+    monkeypatch.setattr(checkpoint, "find_file", None)
     assert type(load_drafter(name, Target(model))) is kind
     assert type(EagleFSD.from_pretrained(model, name).drafter) is kind
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head, default_reads
-from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.target import LAST, Target
 
@@ -58,7 +57,7 @@ class Agreement:
         )
         self.chance = int(self.truth.bincount().max()) / len(self.truth)
         self.reads = _describe_reads(drafter.reads) if drafter.reads else ""
-        rotary = [_rope(module.config) for _, _, module in _rotary_embeddings(network_of(drafter))]
+        rotary = [_rope(module.config) for _, _, module in _rotary_embeddings(drafter.network)]
         self._rope, self._target_rope = rotary[0] if rotary else {}, _rope(target.config)
         ropes = [_describe_rope(rope) for rope in (self._rope, self._target_rope) if rope]
         self.rope = "; target ".join(dict.fromkeys(ropes)) if rotary else ""
@@ -117,14 +116,25 @@ class Agreement:
         return self._hits(self.entries, self.drafter.token_ids)
 
     def in_float32(self) -> dict[str, Tensor]:
-        """Return which answer tokens are predicted, ``[T]`` bool, by a head in float32."""
-        drafter, found = self.drafter, {}
-        if drafter.dtype != torch.float32 and isinstance(drafter, nn.Module):
-            before = [parameter.data for parameter in drafter.parameters()]
-            for parameter in drafter.parameters():
+        """Return which answer tokens are predicted, ``[T]`` bool, by the network in float32.
+
+        Empty if it is in float32 already, if its weights are quantized, or if they do not fit into
+        memory a second time in float32.
+        """
+        found: dict[str, Tensor] = {}
+        network = self.drafter.network
+        quantized = hasattr(getattr(network, "config", None), "quantization_config")
+        if network is None or self.drafter.dtype == torch.float32 or quantized:
+            return found
+        before = [parameter.data for parameter in network.parameters()]
+        try:
+            for parameter in network.parameters():
                 parameter.data = parameter.data.float()
             found["float32"] = self._measure()
-            for parameter, data in zip(drafter.parameters(), before, strict=True):
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            for parameter, data in zip(network.parameters(), before, strict=True):
                 parameter.data = data
         return found
 
@@ -178,7 +188,7 @@ class Agreement:
             ropes = [{**rope, factor: own[factor]} for rope in ropes]
         others = {_describe_rope(rope): rope for rope in ropes}
         others.pop(_describe_rope(own), None)
-        found, places = {}, _rotary_embeddings(network_of(self.drafter))
+        found, places = {}, _rotary_embeddings(self.drafter.network)
         for name, rope in others.items():
             for parent, attribute, module in places:
                 setattr(parent, attribute, _with_rope(module, rope))
@@ -186,16 +196,6 @@ class Agreement:
         for parent, attribute, module in places:
             setattr(parent, attribute, module)
         return found
-
-
-def network_of(drafter: Drafter) -> nn.Module:
-    """Return the module with the drafter's weights; an empty module if it has none.
-
-    Args:
-        drafter: The drafter.
-    """
-    found = drafter if isinstance(drafter, nn.Module) else getattr(drafter, "model", None)
-    return found if isinstance(found, nn.Module) else nn.Module()
 
 
 def _describe_reads(reads: Sequence[int]) -> str:
@@ -223,11 +223,11 @@ def _rope(config: Any) -> dict[str, Any]:
     return dict(found) if "rope_theta" in found else {}
 
 
-def _rotary_embeddings(network: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+def _rotary_embeddings(network: nn.Module | None) -> list[tuple[nn.Module, str, Any]]:
     """Return the parent, the name and the module of every rotary embedding."""
     return [
         (parent, name, module)
-        for parent in network.modules()
+        for parent in (network.modules() if network is not None else ())
         for name, module in parent.named_children()
         if "RotaryEmbedding" in type(module).__name__ and _rope(getattr(module, "config", None))
     ]

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from eagle_fsd.evaluation.doctor.agreement import Agreement, network_of
+from eagle_fsd.evaluation.doctor.agreement import Agreement
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.pipeline import EagleFSD
@@ -153,7 +153,7 @@ class Measurements:
     def _prompts(self, chats: Sequence[Chat], chat_template: ChatTemplate) -> list[Tensor]:
         """Tokenize chats, ``[S]`` each; those that leave no room for an answer are left out."""
         model = self.model
-        config = getattr(network_of(model.drafter), "config", None)
+        config = getattr(model.drafter.network, "config", None)
         own = getattr(config, "max_position_embeddings", None)
         context = min(model.target.stable_rope_length, own or torch.inf)
         prompts = (encode_prompt(chat, model.tokenizer, chat_template)[0] for chat in chats)

@@ -14,6 +14,8 @@ Shape letters: ``B`` rows, ``S`` tokens, ``K`` nodes per level, ``L`` visible sl
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,7 +62,8 @@ class DraftModel(LevelDrafter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
-        self._inner = Target(model)
+        with _naming(model):
+            self._inner = Target(model)
         self._vocab_size = self._inner.vocab_size
 
     def attach(self, target: Target) -> DraftModel:
@@ -85,6 +88,11 @@ class DraftModel(LevelDrafter):
         if self.device != target.device:
             self.model.to(target.device)
         return self
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The model."""
+        return self.model
 
     @property
     def vocab_size(self) -> int:
@@ -121,7 +129,8 @@ class DraftModel(LevelDrafter):
         Raises:
             ValueError: The model does not support trees.
         """
-        check_target(self._inner)
+        with _naming(self.model):
+            check_target(self._inner)
         config = self.model.generation_config
         adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
         state = AdaptiveState if adaptive and not tree.adaptive else LevelState
@@ -214,6 +223,16 @@ class AdaptiveState(LevelState):
         accepted = sum(len(row) >= full for row in tokens) / len(tokens)
         self._depth = min(max(self._depth + 3 * accepted - 1, 1.0), self._tree.depth)
         super().use(self._tree.updated(depth=round(self._depth)))
+
+
+@contextmanager
+def _naming(model: PreTrainedModel) -> Iterator[None]:
+    """Prefix errors, which are also raised for targets, with the name of the draft model."""
+    try:
+        yield
+    except ValueError as error:
+        name = f"draft model {model.name_or_path}".strip()
+        raise ValueError(f"{name}: {error}") from error
 
 
 def load_draft_model(

@@ -72,6 +72,11 @@ class DraftHead(nn.Module, LevelDrafter):
         return self.to(target.device)
 
     @property
+    def network(self) -> Self:
+        """The head itself."""
+        return self
+
+    @property
     def target(self) -> Target:
         """The target that the head is attached to.
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_fsd.model.cache import Layout, TreeCache
 from eagle_fsd.model.config import TreeConfig
@@ -137,11 +137,19 @@ class Drafter(ABC):
             state after the final norm. Several are concatenated.
         projects: Whether the drafter applies the target's output projection.
         learns: Whether drafts depend on earlier calls.
+        draws_chains: Whether a tree with ``top_k = 1`` is sampled from the draft's distributions at
+            temperatures above 0.
     """
 
     reads: tuple[int, ...] = ()
     projects = False
     learns = False
+    draws_chains = False
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The module with the drafter's weights; None if it has none."""
+        return None
 
     def fresh(self) -> Drafter:
         """Return a drafter that has learned nothing: itself, unless it learns from its calls."""

@@ -33,12 +33,9 @@ class LevelDrafter(Drafter):
     Attributes:
         token_ids: ``[D]`` the target's token for each token of the network's vocabulary; None if
             they are the same.
-        draws_chains: Whether a tree with ``top_k = 1`` is sampled from the network's distributions
-            at temperatures above 0.
     """
 
     token_ids: Tensor | None = None
-    draws_chains = False
 
     @property
     def feature_size(self) -> int:

@@ -1,0 +1,60 @@
+"""Find the files of a model in a folder, or in a repository on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from transformers.utils import CONFIG_NAME, cached_file
+
+from eagle_fsd.utils.text import one_line
+
+
+def find_file(name: str | Path, file: str, token: str | None = None) -> str | None:
+    """Return the local path of a file of a folder or a Hub repository.
+
+    A file of a repository is downloaded, unless the local cache has it. Without a network, a file
+    that the cache does not have counts as missing if the cache has the repository's
+    ``config.json``.
+
+    Args:
+        name: The folder or the Hub name.
+        file: Name of the file.
+        token: A Hugging Face token for gated repositories.
+
+    Returns:
+        The path; None if there is no such file.
+
+    Raises:
+        OSError: There is no such repository, it is not accessible, or the Hub cannot be reached and
+            the repository is not in the local cache. In the last case, nothing is retried.
+        ValueError: ``name`` is neither a folder nor a valid Hub name.
+    """
+    if Path(name).is_dir():
+        path = Path(name) / file
+        return str(path) if path.is_file() else None
+    name = str(name)
+    known = try_to_load_from_cache(name, file)
+    if not isinstance(known, str):
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file), token=token)
+        except (httpx.TransportError, OfflineModeIsEnabled) as error:
+            if known is not None or try_to_load_from_cache(name, CONFIG_NAME) is not None:
+                return None
+            raise ConnectionError(
+                f"{constants.ENDPOINT} cannot be reached ({one_line(error)}), and the local cache"
+                f" does not have {name}"
+            ) from error
+        except HfHubHTTPError:
+            pass  # there is no such file or no such repository, or it is not accessible
+    found: str | None = cached_file(
+        name, file, token=token, _raise_exceptions_for_missing_entries=False
+    )
+    return found

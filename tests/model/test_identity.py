@@ -1,0 +1,78 @@
+"""Fingerprints tell drafters from each other, and from those that settings were calibrated for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import tiny_target, untrained_head
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.model.config import read_settings
+from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
+from eagle_fsd.model.identity import differs, fingerprint, identify
+
+
+def draft_model(seed: int) -> DraftModel:
+    return DraftModel(tiny_target(seed=seed, num_hidden_layers=1))
+
+
+def test_every_drafter_has_its_own_fingerprint() -> None:
+    drafters: list[Drafter] = [
+        *(NoDrafter(), NGramDrafter(), AdaptiveNGramDrafter()),
+        *(draft_model(seed=1), draft_model(seed=2), untrained_head(tiny_target())),
+    ]
+    found = [fingerprint(drafter) for drafter in drafters]
+    assert len(set(found)) == len(drafters)
+    assert [fingerprint(drafter) for drafter in drafters] == found
+
+
+def test_fingerprint_is_that_of_the_weights() -> None:
+    """A draft model's is that of its model, also if only one value differs."""
+    drafter = draft_model(seed=1)
+    assert fingerprint(drafter) == fingerprint(drafter.model) == fingerprint(draft_model(seed=1))
+    with torch.no_grad():
+        drafter.model.lm_head.weight[0, 0] += 1.0
+    assert fingerprint(drafter) != fingerprint(draft_model(seed=1))
+
+
+def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:
+    pair = EagleFSD.from_pretrained(dtype="float32", device_map="cpu")
+    settings = read_settings(BUNDLED_HEAD / "fsd.json")
+    for recorded, model in ((settings.target, pair.model), (settings.drafter, pair.drafter)):
+        assert recorded is not None
+        assert recorded.dtype == "float32"
+        assert not differs(recorded, model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "warnings"),
+    [(1, 0), (2, 1), ("ngram", 1), ("adaptive-ngram", 1)],
+    ids=["same", "other-weights", "ngram", "adaptive-ngram"],
+)
+def test_settings_of_a_draft_model_are_warned_of_with_other_drafters(
+    drafter: int | str, warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = identify("mine", draft_model(seed=1), torch.float32)
+    file = tmp_path / "fsd.json"
+    file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
+    chosen = draft_model(seed=drafter) if isinstance(drafter, int) else drafter
+    EagleFSD.from_pretrained(tiny_target(), chosen, settings=file)
+    assert caplog.text.count("calibrated for another drafter (mine)") == warnings
+
+
+def test_settings_of_one_n_gram_drafter_are_warned_of_with_the_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = identify("ngram", NGramDrafter(), torch.float32)
+    file = tmp_path / "fsd.json"
+    file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
+    EagleFSD.from_pretrained(tiny_target(), "ngram", settings=file)
+    assert not caplog.text
+    EagleFSD.from_pretrained(tiny_target(), "adaptive-ngram", settings=file)
+    assert "calibrated for another drafter (ngram)" in caplog.text
