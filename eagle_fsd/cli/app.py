@@ -29,7 +29,10 @@ from eagle_fsd.utils.options import OptionsError, validation_message
 #: Exit status after Ctrl-C: 128 plus the signal's number, as in shells.
 INTERRUPTED = 130
 
-app = root_command("eagle-fsd", "Fuzzy speculative decoding with EAGLE-2 draft trees.", __version__)
+#: Description of the program in its help.
+DESCRIPTION = "Fuzzy speculative decoding with draft trees of EAGLE heads, draft models or n-grams."
+
+app = root_command("eagle-fsd", DESCRIPTION, __version__)
 app.add(demo, generate, chat, serve.app, evaluate, sweep, tune, calibrate)
 app.add(train.app, bench, doctor, lm_eval)
 

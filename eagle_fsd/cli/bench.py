@@ -41,7 +41,7 @@ def bench(
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[BenchConfig, options("Decoding")] = BenchConfig(),
 ) -> None:
-    """Compare plain decoding, lossless EAGLE-2 and FSD: speed, accuracy, time by phase.
+    """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase.
 
     Args:
         questions: The question set.

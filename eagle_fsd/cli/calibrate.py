@@ -40,7 +40,7 @@ def calibrate(
         ),
     ] = None,
     install: Annotated[
-        bool, Parameter(help="Write fsd.json beside the head, where every command reads it.")
+        bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
     ] = False,
     as_json: Json = False,
     grid: Annotated[CalibrationGrid, options("Grid")] = CalibrationGrid(),
@@ -57,7 +57,7 @@ def calibrate(
         questions: The question set.
         bounds: The loss of accuracy that is allowed.
         engine: Another engine.
-        install: Also write ``fsd.json`` beside the head.
+        install: Also write ``fsd.json`` beside the drafter.
         as_json: Print the report as JSON.
         grid: The thresholds, divergences and floors.
         request: What is evaluated, and where the results go.

@@ -52,7 +52,7 @@ def chat(
         history: Include earlier turns in the prompt.
         multiline: Read messages of several lines.
         mouse: Use the mouse to move the cursor.
-        pair: The target and its head.
+        pair: The target and its drafter.
         tree: Shape of the draft tree.
         acceptance: What verification accepts.
         answers: Sampling and length of answers.

@@ -58,7 +58,7 @@ def demo(
 
     Args:
         server: Where the page is served.
-        pair: The target and its head.
+        pair: The target and its drafter.
         tree: Shape of the draft tree.
         acceptance: What verification accepts.
         answers: Sampling of answers.

@@ -48,7 +48,7 @@ def generate(
     /,
     *,
     stdin: Annotated[bool, Parameter(name="-", show=False)] = False,
-    plain: Annotated[bool, Parameter(help="Decode without the draft head.")] = False,
+    plain: Annotated[bool, Parameter(help="Decode without the drafter.")] = False,
     raw: Annotated[bool, Parameter(help="Continue the prompt; apply no chat template.")] = False,
     show_origins: Annotated[
         bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
@@ -64,11 +64,11 @@ def generate(
     Args:
         prompt: The user's message.
         stdin: Read the prompt from standard input.
-        plain: Decode without the draft head.
+        plain: Decode without the drafter.
         raw: Continue the prompt; apply no chat template.
         show_origins: Color exact, fuzzy and target tokens differently.
         as_json: Print text, tokens, origins, statistics and settings as JSON.
-        pair: The target and its head.
+        pair: The target and its drafter.
         tree: Shape of the draft tree.
         acceptance: What verification accepts.
         config: Sampling and length.

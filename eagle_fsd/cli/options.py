@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eagle_fsd.model.pipeline import EagleFSD
     from eagle_fsd.utils.chat_templates import ChatTemplate
 
-_FROM_FILES = "Default: --settings, then the head's fsd.json, then"
+_FROM_FILES = "Default: --settings, then the drafter's fsd.json, then"
 
 
 class SettingsFile(Options):
@@ -30,7 +30,7 @@ class SettingsFile(Options):
 
     settings: Path | None = Field(
         None,
-        description="An fsd.json file. It overrides the head's; the command line overrides it.",
+        description="An fsd.json file that overrides the drafter's; the command line overrides it.",
     )
 
 
@@ -101,14 +101,14 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
     """Load a pair.
 
     Args:
-        pair: The target, the draft head and how to load them.
+        pair: The target, the drafter and how to load them.
         tree: Tree options; fields set explicitly override the pair's.
         acceptance: Acceptance options; fields set explicitly override the pair's.
 
     Raises:
         LoadError: The target's files are missing or damaged.
-        CheckpointError: The head's files are missing or damaged.
-        ValueError: An option is invalid, or target and head do not match.
+        CheckpointError: The drafter's files are missing or damaged.
+        ValueError: An option is invalid, or target and drafter do not match.
     """
     from eagle_fsd.evaluation.processes import placement
     from eagle_fsd.model.pipeline import EagleFSD
@@ -133,7 +133,7 @@ def load_chat(
     """Load a pair and its chat template; see :func:`load_pair`.
 
     Args:
-        pair: The target, the draft head and how to load them.
+        pair: The target, the drafter and how to load them.
         tree: Tree options; fields set explicitly override the pair's.
         acceptance: Acceptance options; fields set explicitly override the pair's.
     """

@@ -29,6 +29,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "device": ("--device", "--device-map"),
     "device_map": ("--device-map", "--device"),
     "drafter": ("--drafter", "--head"),
+    "head": ("--head", "--drafter"),
     "divergences": ("--divergence", "-d"),
     "min_ratios": ("--min-ratio", "-r"),
     "names": ("--name",),

@@ -194,7 +194,7 @@ def worker(
 
     Args:
         server: Where the worker listens, and its controller.
-        pair: The target and its head.
+        pair: The target and its drafter.
         tree: Shape of the draft tree.
         acceptance: What verification accepts unless a request overrides it.
         limits: Limits of requests.
@@ -275,7 +275,7 @@ def all_(
 
     Args:
         servers: Where the servers listen.
-        pair: The target and its head.
+        pair: The target and its drafter.
         tree: Shape of the draft tree.
         acceptance: What verification accepts unless a request overrides it.
         limits: Limits of requests.

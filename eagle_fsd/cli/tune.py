@@ -34,7 +34,7 @@ def tune(
     /,
     *,
     install: Annotated[
-        bool, Parameter(help="Write fsd.json beside the head, where every command reads it.")
+        bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
     ] = False,
     as_json: Json = False,
     request: Annotated[
@@ -53,7 +53,7 @@ def tune(
 
     Args:
         questions: The question set that the prompts come from.
-        install: Also write ``fsd.json`` beside the head.
+        install: Also write ``fsd.json`` beside the drafter.
         as_json: Print the result as JSON.
         request: What is tuned, and where the results go.
         file: An ``fsd.json`` file.

@@ -5,10 +5,11 @@ them best. The settings are all combinations of an acceptance setting with a tre
 first, the fastest chain and the fastest bushy tree by prediction (see
 :mod:`eagle_fsd.evaluation.tuning`), because a bushy tree loses less accuracy at the same threshold.
 
-Part of the questions, :data:`SELECTION_SHARE`, select the settings to test. They are answered in
-:data:`ROUNDS`. After each round, the settings with the largest expected gain remain: the gain in
-speed times the probability that the setting will be certified, given its answers so far. The speeds
-of the last ones are measured, and at most :data:`MAX_TESTS` of them are chosen.
+Part of the questions, :data:`SELECTION_SHARE` of every category, select the settings to test. They
+are answered in :data:`ROUNDS`. After each round, the settings with the largest expected gain
+remain: the gain in speed times the probability that the setting will be certified, given its
+answers so far. The speeds of the last ones are measured, and at most :data:`MAX_TESTS` of them are
+chosen.
 
 The other questions, which had no part in that choice, *certify* a setting: an exact upper bound on
 its loss (:func:`~eagle_fsd.evaluation.statistics.loss_bound`) must be within the allowed loss. The
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -52,16 +54,18 @@ from eagle_fsd.evaluation.runner import (
     Hooks,
     Loaded,
     Report,
+    check_request,
     load_share,
     on_first_process,
     run_evaluation,
 )
 from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import Row, Table
+from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.race import Runner, race
 from eagle_fsd.evaluation.tuning.search import TreePlan, open_workload, shape
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import SETTINGS_FILE, Settings
+from eagle_fsd.model.config import SETTINGS_FILE, Settings, TreeConfig
 from eagle_fsd.model.identity import identify
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
@@ -86,8 +90,8 @@ RACE_GROUPS = 24
 #: Minimum accuracy of exact decoding, in percent and as a multiple of the allowed loss. Below it
 #: there is little accuracy to lose, usually because answers are cut off or cannot be parsed.
 MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
-#: File with the trees of all settings.
-TREES_FILE = "trees.json"
+#: File with the trees of all settings, and with the ids of the questions of both stages.
+TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
 #: Values of a row that are measured separately, one batch of questions at a time.
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
@@ -188,8 +192,10 @@ def calibrate(
 
     Raises:
         OptionsError: ``install`` is set, but the head is not a local folder or an engine is named;
-            or the engine does not apply its rule at this temperature.
-        ValueError: The questions or answers cannot support the bound.
+            the engine does not apply its rule at this temperature or with this tokenizer; or the
+            request asks for compiled passes.
+        ValueError: The questions or answers cannot support the bound; or the output folder holds a
+            calibration on other questions.
         LoadError, QuestionSetError, JudgeError: As in
             :func:`~eagle_fsd.evaluation.runner.evaluate`.
     """
@@ -200,27 +206,39 @@ def calibrate(
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
     if install and not drafter.is_dir():
         raise OptionsError(f"--install requires a drafter in a local folder; got {drafter}")
+    if request.compiled:
+        raise OptionsError(
+            "--compile is not supported by calibrate: every tree that it tries would be compiled"
+        )
+    if request.assistant and config.answer_batch > 1:
+        raise OptionsError(
+            "--assistant requires --answer-batch 1: assisted generation has no batches"
+        )
+    request = request.updated(compiled=False)
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
+    answering = config.updated(batch=config.answer_batch)
     folder = request.output_folder("calibrate")
     state = start_processes()
     with state.main_process_first(), progress("downloading") as advance:
         questions = requested_questions(request, config.seed, advance)
-    count = max(1, round(SELECTION_SHARE * len(questions)))
-    used = requested_questions(request.updated(count=count), config.seed)
-    fresh = remove_questions(questions, used)
+        check_request(request, answering, [EXACT, *candidates], questions)
+    used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
     warning = check_questions(bounds.max_drop, bounds.confidence, fresh, request.execute_code)
     if warning and state.is_main_process:
         log.warning("%s", warning)
+    with state.main_process_first():
+        check_folder(folder, used, fresh)
 
     model = load_share(request, settings)
-    folder.mkdir(parents=True, exist_ok=True)
+    if engine == "tensorrt-llm":
+        engines.thinking_tokens(model.tokenizer)  # raises an exception before hours of decoding
     workload = open_workload(model, used[: RACE_GROUPS * config.batch], request, config)
     trees = on_first_process(
         lambda: TreePlan.make(workload, candidates, folder / TREES_FILE, progress)
     )
-    exact, plan = replace(EXACT, tree=trees.exact), plan_settings(trees, candidates, engine)
-    answering = config.updated(batch=config.answer_batch)
+    exact = replace(EXACT, tree=exact_tree(trees, engine))
+    plan = plan_settings(trees, candidates, engine)
 
     # Only the answers that certify are judged and compared with Hugging Face's.
     rounds = request.model_copy(
@@ -267,6 +285,9 @@ def calibrate(
     result: list[Calibration] = []
 
     def finish(_: Evaluation, report: Report) -> None:
+        # Answers and speeds were measured with different batches.
+        batches = {"batch": config.batch, "answer_batch": config.answer_batch}
+        report["about"] = {**report["about"], **batches}
         for row in report["rows"]:
             own = rows.get(row["method"], {})
             row |= {name: own.get(name) for name in SPEED_FIELDS}
@@ -279,7 +300,9 @@ def calibrate(
         report["conclusions"] = [conclude(verdicts, bounds, len(tests), len(candidates))]
         report["calibration"] = chosen_settings(model, method, exact, verdicts, bounds, report)
         tree = method.pair_for(model).tree
-        report["flags"] = engines.settings(engine, method, tree) if engine else None
+        report["flags"] = (
+            engines.settings(engine, method, tree, model.tokenizer) if engine else None
+        )
         result.append(Calibration(report, method.name, table))
 
     hooks = Hooks(progress, on_report=finish)
@@ -319,6 +342,36 @@ def candidate_methods(
     return methods if engine else [*methods, *PRICED]
 
 
+def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:
+    """Return the trees of a method that an engine can draft, fastest first.
+
+    Args:
+        plan: The trees of every method.
+        method: The method.
+        engine: The engine that will decode; None: our own.
+    """
+    found = plan.candidates[method.name]
+    if engine in engines.CHAINS_ONLY:
+        return [item for item in found if item.tree.top_k == 1]
+    return list(found)
+
+
+def exact_tree(plan: TreePlan, engine: EngineName | None) -> TreeConfig:
+    """Return the tree of exact decoding, with which all settings are compared.
+
+    Args:
+        plan: The trees of every method.
+        engine: The engine that will decode; None: our own.
+
+    Returns:
+        The fastest tree; for an engine without trees, the chain that is predicted to be the fastest
+        if the fastest tree is none.
+    """
+    if engine in engines.CHAINS_ONLY and plan.exact.top_k > 1:
+        return engine_trees(plan, EXACT, engine)[0].tree
+    return plan.exact
+
+
 def plan_settings(
     plan: TreePlan, methods: Sequence[Method], engine: EngineName | None
 ) -> list[Setting]:
@@ -327,18 +380,18 @@ def plan_settings(
     Args:
         plan: The trees of exact decoding and of the methods.
         methods: The methods.
-        engine: The engine that will decode; TensorRT-LLM has only chains.
+        engine: The engine that will decode; see :data:`~eagle_fsd.evaluation.engines.CHAINS_ONLY`.
 
     Returns:
         The settings that are predicted to be faster than exact decoding, fastest first: each method
         with its fastest chain and with its fastest bushy tree.
     """
     settings = []
-    exact = plan.candidates[EXACT.name][0].tokens_per_second
+    exact = engine_trees(plan, EXACT, engine)[0].tokens_per_second
     for method in methods:
-        found = plan.candidates[method.name]
+        found = engine_trees(plan, method, engine)
         chains = [item for item in found if item.tree.top_k == 1]
-        bushy = [item for item in found if item.tree.top_k > 1 and engine != "tensorrt-llm"]
+        bushy = [item for item in found if item.tree.top_k > 1]
         for item in (*chains[:1], *bushy[:1]):
             if item.tokens_per_second > exact:
                 name = f"{method.name} tree {shape(item.tree, '-')}"
@@ -434,6 +487,76 @@ def race_settings(
             "speed_over_exact_interval": None if runner is reference else over_exact.interval,
         }
     return found
+
+
+def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
+    """Split questions into those that select settings and those that certify them.
+
+    Both have the same shares of all categories, up to rounding, so that a certificate is about
+    questions like all of them.
+
+    Args:
+        questions: The questions.
+
+    Returns:
+        :data:`SELECTION_SHARE` of the questions, at least one: the first ones of each category. And
+        the others, without those that repeat one of the former. Both are in the original order.
+    """
+    count = max(1, round(SELECTION_SHARE * len(questions)))
+    categories = Counter(question.category for question in questions)
+    # The category at evenly spaced places, if questions were sorted by category.
+    places = list(categories.elements())
+    quota = Counter(places[int((at + 0.5) * len(places) / count)] for at in range(count))
+    used = []
+    for question in questions:
+        if quota[question.category]:
+            quota[question.category] -= 1
+            used.append(question)
+    return used, remove_questions(questions, used)
+
+
+def count_unscored_as_wrong(question: Question) -> Question:
+    """Let answers that the user's grader gives no score count as wrong.
+
+    Otherwise they would be missing from the certificate, which must not depend on the answers.
+
+    Args:
+        question: The question.
+
+    Returns:
+        The question, unchanged unless it has a grader function.
+    """
+    grade = question.grade
+    if grade is None:
+        return question
+    return replace(question, grade=lambda answer, asked: bool(grade(answer, asked)))
+
+
+def check_folder(folder: Path, used: Sequence[Question], fresh: Sequence[Question]) -> None:
+    """Check that a folder holds no calibration on other questions, and record the questions there.
+
+    A calibration cannot grow: with more questions, some that certified settings would select them.
+
+    Args:
+        folder: The output folder, created if missing.
+        used: The questions that select settings.
+        fresh: The questions that certify settings.
+
+    Raises:
+        ValueError: The folder holds a calibration on other questions.
+    """
+    stages = {"selection": used, "certificate": fresh}
+    ids = {name: [question.question_id for question in part] for name, part in stages.items()}
+    file = folder / QUESTIONS_FILE
+    if file.exists() and (folder / TREES_FILE).exists():
+        if json.loads(file.read_text(encoding="utf-8")) != ids:
+            raise ValueError(
+                f"{folder} holds a calibration on other questions, or with another --count: choose"
+                " another output folder, or delete this one"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, json.dumps(ids) + "\n")
 
 
 def remove_questions(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
@@ -660,6 +783,9 @@ def chosen_settings(
 ) -> dict[str, Any]:
     """Return the contents of ``fsd.json``: the settings, and how they were chosen (``about``).
 
+    If speeds were measured for several prompts at once, the lossless tree is stored for that
+    number. The pair's trees for other numbers are kept.
+
     Args:
         model: The pair.
         method: The chosen method.
@@ -675,12 +801,16 @@ def chosen_settings(
         for name in (method.name, EXACT.name)
     )
     about, dtype = report["about"], model.target.dtype
-    copied = ("questions", "count", "seed", "temperature", "batch", "max_new_tokens", "template")
+    copied = (
+        *("questions", "count", "seed", "temperature", "batch", "answer_batch"),
+        *("max_new_tokens", "template"),
+    )
+    trees = {1: model.exact_tree, **model.batch_trees, about["batch"]: lossless.tree}
     return {
         **pair.acceptance.model_dump(),
         **pair.tree.model_dump(),
-        "exact": lossless.tree.model_dump(),
-        "batch": {str(rows): tree.model_dump() for rows, tree in model.batch_trees.items()},
+        "exact": trees.pop(1).model_dump(),
+        "batch": {str(rows): trees[rows].model_dump() for rows in sorted(trees)},
         "target": identify(about["target"], model.model, dtype).model_dump(),
         "drafter": identify(about["drafter"], model.drafter, dtype).model_dump(),
         "about": {

@@ -35,8 +35,8 @@ class EvaluationRequest(PairOptions):
     )
     grader: str | None = Field(
         None,
-        description="How answers are scored: exact, regex, number, or FILE.py:FUNCTION; default: as"
-        " the question set says.",
+        description="How answers are scored: exact, regex, number, strict-match, flexible-extract,"
+        " or FILE.py:FUNCTION; default: as the question set says.",
     )
     system: str | None = Field(
         None, description="System prompt of every chat that has none of its own."

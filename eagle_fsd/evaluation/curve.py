@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from markupsafe import Markup
 
@@ -16,8 +17,10 @@ from eagle_fsd.evaluation.labels import LabelPlacer
 from eagle_fsd.evaluation.statistics import Interval
 from eagle_fsd.utils.text import escape_control_chars
 
-#: Margins of the plot in pixels: left, right, top, bottom.
-MARGINS = (58, 18, 12, 48)
+#: Margins of the plot in pixels: right, top, bottom.
+MARGINS = (18, 12, 48)
+#: Width of the vertical axis's title and distance of its tick labels from the plot, in pixels.
+TITLE, GAP = 24, 7
 #: Approximate width of a character, height of a line and radius of a marker, in pixels.
 CHARACTER, LINE, RADIUS = 7.3, 15, 5
 #: Number of methods above which only exact decoding, the main method and, on a wide plot, the
@@ -37,10 +40,17 @@ class _Axes:
     y_range: Interval
     size: tuple[int, int]
 
-    @property
+    @cached_property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """The ticks of the vertical axis, with their text."""
+        _, top, bottom = MARGINS
+        return _ticks(self.y_range, (self.size[1] - top - bottom) / TICK_DISTANCE[1])
+
+    @cached_property
     def frame(self) -> tuple[float, float, float, float]:
-        """The plot's left, top, right and bottom edge."""
-        left, right, top, bottom = MARGINS
+        """The plot's left, top, right and bottom edge; ticks and title fit at the left."""
+        right, top, bottom = MARGINS
+        left = TITLE + CHARACTER * max((len(text) for _, text in self.y_ticks), default=0) + GAP
         return left, top, self.size[0] - right, self.size[1] - bottom
 
     def x(self, value: float) -> float:
@@ -81,10 +91,10 @@ def curve_svg(found: Sequence[Point], main: str | None, width: int, height: int)
         x = axes.x(value)
         parts.append(_line("grid", x, top, x, bottom))
         parts.append(_text("tick", x, bottom + 17, text, "middle"))
-    for value, text in _ticks(axes.y_range, (bottom - top) / TICK_DISTANCE[1]):
+    for value, text in axes.y_ticks:
         y = axes.y(value)
         parts.append(_line("grid", left, y, right, y))
-        parts.append(_text("tick", left - 7, y + 4, text, "end"))
+        parts.append(_text("tick", left - GAP, y + 4, text, "end"))
     parts.append(_text("axis", (left + right) / 2, height - 10, "tokens/s", "middle"))
     parts.append(
         Markup('<text class="axis" transform="translate(14 {}) rotate(-90)" {}>{}</text>').format(

@@ -9,13 +9,16 @@ engine        rule                                            applies
 SGLang        :class:`~eagle_fsd.model.acceptance.TargetRule`  when sampling; greedy requests ignore
                                                               the thresholds
 TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding, between
-                                                              ``<think>`` and ``</think>``
+                                                              ``<think>`` and ``</think>``, along
+                                                              chains
 ============  ==============================================  =====================================
 """
 
 from __future__ import annotations
 
 from typing import get_args
+
+from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.evaluation.config import EngineName
 from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
@@ -31,6 +34,8 @@ THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)
 TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
 #: Markers of TensorRT-LLM's thinking phase.
 THINKING = ("<think>", "</think>")
+#: Engines that draft chains only, also for lossless decoding.
+CHAINS_ONLY = ("tensorrt-llm",)
 
 
 def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:
@@ -74,18 +79,53 @@ def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:
     }
 
 
-def settings(engine: EngineName, method: Method, tree: TreeConfig) -> str:
+def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the tokens between which TensorRT-LLM relaxes its acceptance.
+
+    Args:
+        tokenizer: The target's tokenizer.
+
+    Returns:
+        The ids of the two markers of :data:`THINKING`, at the beginning of a line.
+
+    Raises:
+        OptionsError: A marker is not a single token, so that the engine's rule never applies.
+    """
+    found = []
+    for marker in THINKING:
+        token = tokenizer.encode(f"\n{marker}", add_special_tokens=False)[-1]
+        if str(tokenizer.decode([token])).strip() != marker:
+            raise OptionsError(
+                f"TensorRT-LLM relaxes its acceptance between {' and '.join(THINKING)} only, and"
+                f" the target's tokenizer has no token {marker}"
+            )
+        found.append(token)
+    begin, end = found
+    return begin, end
+
+
+def settings(
+    engine: EngineName, method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Return the chosen settings in the form that the engine takes.
 
     Args:
         engine: The engine.
         method: A method of :func:`series`, or exact decoding.
-        tree: The draft tree that the method was measured with.
+        tree: The draft tree that the method was measured with: a chain for engines of
+            :data:`CHAINS_ONLY`.
+        tokenizer: The target's tokenizer.
 
     Returns:
         Command-line flags of ``sglang.launch_server``, or the ``speculative_config`` of a YAML file
-        of TensorRT-LLM's options (``--extra_llm_api_options``).
+        of TensorRT-LLM's options (``--extra_llm_api_options``). For plain decoding, a tree of one
+        node, a comment that there is nothing to pass.
+
+    Raises:
+        OptionsError: See :func:`thinking_tokens`.
     """
+    if tree.total_tokens == 1:
+        return "# Plain decoding is the fastest: start the engine without speculative decoding."
     if engine == "sglang":
         thresholds = method.rule if isinstance(method.rule, TargetRule) else TargetRule()
         flags = {
@@ -99,9 +139,13 @@ def settings(engine: EngineName, method: Method, tree: TreeConfig) -> str:
         return " ".join(f"--speculative-{name} {value}" for name, value in flags.items())
     lines = ["speculative_config:", "  decoding_type: MTP", f"  max_draft_len: {tree.depth + 1}"]
     if isinstance(method.rule, TopKRule):
+        begin, end = thinking_tokens(tokenizer)
         lines += [
             "  use_relaxed_acceptance_for_thinking: true",
             f"  relaxed_topk: {method.rule.top}",
             f"  relaxed_delta: {method.rule.gap:g}",
+            # The defaults are DeepSeek-R1's.
+            f"  begin_thinking_phase_token: {begin}",
+            f"  end_thinking_phase_token: {end}",
         ]
     return "\n".join(lines)

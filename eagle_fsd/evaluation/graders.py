@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.questions.question import Question, ScoredBy
-from eagle_fsd.evaluation.scoring import number_value
+from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, number_value
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.text import one_line
 
@@ -34,6 +34,8 @@ GRADERS: dict[ScoredBy, str] = {
     "exact": 'the answer is "answer", apart from white space around it',
     "regex": '"answer" is a Python regular expression that occurs in the answer',
     "number": 'the final number of the answer equals "answer"',
+    "strict-match": 'the first number after "#### " is "answer", as in lm-evaluation-harness',
+    "flexible-extract": 'the last number of the answer is "answer", as in lm-evaluation-harness',
 }
 
 
@@ -73,7 +75,7 @@ class Grader:
                 re.compile(question.answer)
             except re.error as error:
                 raise ValueError(f'"answer" is not a regular expression ({error})') from error
-        if self.kind == "number":
+        if self.kind == "number" or self.kind in HARNESS_FILTERS:
             try:
                 number_value(question.answer)
             except ValueError as error:

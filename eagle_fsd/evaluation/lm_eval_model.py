@@ -27,6 +27,7 @@ from eagle_fsd.model.config import (
     AcceptanceConfig,
     PairOptions,
     SamplingConfig,
+    Settings,
     TreeConfig,
     settings_dict,
 )
@@ -143,8 +144,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.pair.compiled = self._rows if loaded.compiled else 0
         self.pair.capture = loaded.capture
-        self.pair.tree = self.pair.tree.updated(**tree)
-        self.pair.acceptance = self.pair.acceptance.updated(**acceptance)
+        self.pair.configure(Settings.from_dict({**tree, **acceptance}))
         self.method, self.stats = method, DecodeStats.empty(0)
         self._template_name, self._template = loaded.chat_template, None
         if loaded.chat_template is not None:

@@ -240,7 +240,7 @@ class Evaluation:
             row["settings"] = method.describe(self.model)
             each = (sample_records(records[method.name], sample) for sample in range(count))
             row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
-            exact = None if method == EXACT else scores.get(EXACT.name)
+            exact = None if method.name == EXACT.name else scores.get(EXACT.name)
             found = summarize_samples(scores[method.name], self.config.seeds, exact)
             if count > 1 and found is not None:
                 mean = {name: found[name] for name in ("accuracy", "accuracy_interval")}
@@ -397,10 +397,6 @@ def run_evaluation(
     Returns:
         The report on the first process, None on the others.
     """
-    if request.assistant and config.batch > 1:
-        raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
-    if request.judge_mode == "pair" and EXACT not in methods:
-        raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
     state = start_processes()
     is_first = state.is_main_process
     with state.main_process_first(), hooks.progress("downloading") as progress:
@@ -409,12 +405,8 @@ def run_evaluation(
             if loaded is not None
             else requested_questions(request, config.seed, progress)
         )
-        if request.judge_base_url:  # report missing files before hours of decoding
-            JudgePrompts.load(questions)
-    score(questions[0], "")  # raises an exception before hours of decoding if the grader fails
+        check_request(request, config, methods, questions)
     if is_first:
-        if request.execute_code and any(question.scored_by == "code" for question in questions):
-            use_sandbox(request.unsafe)  # raises an exception before hours of decoding
         hooks.on_questions(questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compiled = config.batch if request.compiled else 0
@@ -458,6 +450,39 @@ def run_evaluation(
         finally:
             hooks.on_finish(report)
     return report
+
+
+def check_request(
+    request: EvaluationRequest,
+    config: EvaluationConfig,
+    methods: Sequence[Method],
+    questions: Sequence[Question],
+) -> None:
+    """Raise an exception, before hours of decoding, where a later stage would fail.
+
+    Checks options that contradict each other, the grader (on an empty answer), the judge's prompts,
+    which are downloaded if necessary, and the sandbox.
+
+    Args:
+        request: What to evaluate.
+        config: How answers are decoded.
+        methods: The methods, without the request's baseline.
+        questions: The questions.
+
+    Raises:
+        OptionsError: Options contradict each other, or there is no sandbox.
+        GraderError: The user's grader failed.
+        QuestionSetError, JudgeError: The judge's prompts are missing or invalid.
+    """
+    if request.assistant and config.batch > 1:
+        raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
+    if request.judge_mode == "pair" and EXACT.name not in [method.name for method in methods]:
+        raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
+    score(questions[0], "")
+    if request.judge_base_url:
+        JudgePrompts.load(questions)
+    if request.execute_code and any(question.scored_by == "code" for question in questions):
+        use_sandbox(request.unsafe)
 
 
 def on_first_process(function: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """Score answers by their final number, their final letter, their text, or by running their code.
 
-If an answer states several results, the last one counts, because models correct themselves.
+If an answer states several results, the last one counts, because models correct themselves. A
+result after ``####`` ends the answer at the next blank line or task.
 Reasoning that ends with ``</think>`` is ignored.
 """
 
@@ -39,6 +40,8 @@ def score(
         return question.grade(answer, question)
     if question.scored_by == "number":
         return same_number(final_number(answer), question.answer)
+    if question.scored_by in HARNESS_FILTERS:
+        return harness_match(answer, question.answer or "", question.scored_by)
     if question.scored_by == "letter":
         return final_letter(answer) == question.answer
     if question.scored_by == "exact":
@@ -112,6 +115,13 @@ _RUN_ON = re.compile(
     r"|what\s+(?:is|was|are))\b[^\n?]{0,200}\?",
     re.IGNORECASE,
 )
+#: The end of an answer after ``####``: a blank line, or a task without a question mark.
+_MARKED_END = re.compile(
+    r"\n[ \t\r]*\n"
+    r"|\n[^\w\n]{0,10}(?:calculate|compute|count|determine|estimate|evaluate|express|find|give"
+    r"|simplify|solve|write)\s+\w",
+    re.IGNORECASE,
+)
 
 
 def final_number(text: str) -> str | None:
@@ -127,9 +137,11 @@ def final_number(text: str) -> str | None:
     4. any number.
 
     Text from the beginning of another question is ignored once one of the first three rules
-    matches before it. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness; OpenAI's
-    grader of GSM8K applies only the first rule, to the first ``####``. "20-30" ends in 30 and
-    "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2`` contains none.
+    matches before it. After the first rule, so is everything from the next blank line, or from a
+    line such as "Find the area of ...". :data:`HARNESS_FILTERS` are the rules of
+    lm-evaluation-harness; OpenAI's grader of GSM8K applies only the first rule, to the first
+    ``####``. "20-30" ends in 30 and "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2``
+    contains none.
 
     Args:
         text: The answer.
@@ -140,8 +152,10 @@ def final_number(text: str) -> str | None:
     text = _plain_text(text)
     rules = _stated_numbers(text)
     if ends := [end for rule in rules for end, _ in rule]:
-        run_on = _RUN_ON.search(text, min(ends))
-        limit = run_on.start() if run_on else len(text)
+        run_on = [_RUN_ON.search(text, min(ends))]
+        if rules[0]:
+            run_on.append(_MARKED_END.search(text, rules[0][0][0]))
+        limit = min((match.start() for match in run_on if match), default=len(text))
         kept = ([number for end, number in rule if end <= limit] for rule in rules)
         return _strip_symbols(next(rule for rule in kept if rule)[-1])
     found = _NUMBER.findall(text)
@@ -285,11 +299,13 @@ _AMONG_OTHERS = re.compile(
     rf"[)\]}}$]*\s*(?:,\s*(?:and|or)?|/|&|\+|\band\b|\bor\b)\s*[(\[]?(?P<other>[{LETTERS}]){_ALONE}"
     r"(?![)\]]?\s+[a-z'])"
 )
-# A letter that is rejected, as in "A is wrong".
+# A letter that is rejected, as in "A is wrong" or "A and B are wrong".
 _REJECTED = re.compile(
-    r"[)\]]?\s+(?:(?:is|are|was|seems|would\s+be)\s+(?:\w+ly\s+)?"
-    r"(?:not|wrong|incorrect|false|out|ruled|irrelevant)\b|(?:isn|doesn|can|won)'t\b"
-    r"|(?:does|can|cannot|is)\s*not\b)"
+    rf"(?:(?:[)\]]?[\s,/&]+(?:(?:and|or)\s+)?[(\[]?[{LETTERS}](?!\w)){{1,{len(LETTERS)}}}"
+    r"(?=[)\]]?\s+(?:are|were|do|can)))?"
+    r"[)\]]?\s+(?:(?:is|are|was|were|seems|would\s+be)\s+(?:\w+ly\s+)?(?:both\s+)?"
+    r"(?:not|wrong|incorrect|false|out|ruled|irrelevant)\b|(?:isn|aren|doesn|don|can|won)'t\b"
+    r"|(?:do|does|can|cannot|is)\s*not\b)"
 )
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
 _SINGLE_LETTER = re.compile(
@@ -316,8 +332,8 @@ def final_letter(text: str) -> str | None:
        is (b)", "B is the correct choice", "I think it's B";
     3. a letter that is the whole answer or a whole line;
     4. a label at the beginning of the answer, as in "B) bank", if no line has another label;
-    5. the only uppercase letter that stands alone and is not rejected, as A is in "not A" and "A
-       is wrong".
+    5. the only uppercase letter that stands alone and is not rejected, as A is in "not A", "A is
+       wrong" and "A and B are wrong".
 
     An answer that names several letters at once, such as "A and B", chooses none.
 
@@ -344,7 +360,12 @@ def final_letter(text: str) -> str | None:
     labels = list(_LABELED_LINE.finditer(text))
     if len({label[1] for label in labels}) == 1:
         first = labels[0]
-        if not text[: first.start()].strip() and not _PREDICATE.match(text, first.end()):
+        if (
+            not text[: first.start()].strip()
+            and not _PREDICATE.match(text, first.end())
+            and not _AMONG_OTHERS.match(text, first.end(1))
+            and not _REJECTED.match(text, first.end(1))
+        ):
             return first[1]
     alone = {
         match[1] for match in _LONE_LETTER.finditer(text) if not _REJECTED.match(text, match.end())

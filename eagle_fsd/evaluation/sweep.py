@@ -27,12 +27,14 @@ from eagle_fsd.evaluation.plots import (
     draw_tradeoff,
     draw_trees,
 )
+from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
     Loaded,
     Report,
+    check_request,
     compile_if_faster,
     ignore,
     load_share,
@@ -98,7 +100,9 @@ def sweep(
         methods += rule_methods()
     folder = request.output_folder("sweep")
     folder.mkdir(parents=True, exist_ok=True)
-    questions = requested_questions(request, config.seed)
+    with start_processes().main_process_first():
+        questions = requested_questions(request, config.seed)
+        check_request(request, config, [EXACT, *methods], questions)
     model = load_share(request, settings)
     workload = open_workload(model, questions[: RACE_GROUPS * config.batch], request, config)
 

@@ -104,7 +104,7 @@ def sample_table(rows: Sequence[Row]) -> Table:
 
 
 def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
-    """Return a table of the agreement with exact decoding's answers, and the price of fuzzy tokens.
+    """Return a table of the agreement with exact decoding's answers.
 
     Args:
         rows: Rows of a report.
@@ -120,13 +120,40 @@ def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
                     "against exact": row["method"],
                     "identical": "" if sampled else identical,
                     "first change": "" if sampled or not first else f"token {first[1] + 1:.0f}",
-                    "fuzzy": _number(row["origins"]["fuzzy"], ".1%"),
-                    "nats/fuzzy token": _number((row["regret"] or {}).get("mean"), ".3f"),
                     "length": _with_interval(found, "length_change", "+.1f"),
                     "repetition": _with_interval(found, "repetition_change", "+.1%"),
                 }
             )
     return _table(cells)
+
+
+def fuzzy_table(rows: Sequence[Row], comparison: Row | None = None) -> Table:
+    """Return a table of the share of fuzzy tokens, what each gives up, and the divergence there.
+
+    Args:
+        rows: Rows of a report.
+        comparison: The changed answers of one method, whose divergences are known; see
+            :func:`~eagle_fsd.evaluation.agreement.compare_answers`.
+    """
+    return _table(
+        {
+            "fuzzy tokens": row["method"],
+            "share": _number(row["origins"]["fuzzy"], ".1%"),
+            "nats/fuzzy token": _number((row["regret"] or {}).get("mean"), ".3f"),
+            "p95 nats": _number((row["regret"] or {}).get("p95"), ".3f"),
+            "divergence": _number(_mean_divergence(row, comparison), ".3g"),
+        }
+        for row in rows
+        if row["origins"]["fuzzy"]
+    )
+
+
+def _mean_divergence(row: Row, comparison: Row | None) -> float | None:
+    """Return the mean divergence at a method's fuzzy tokens; None if it is not known."""
+    if not comparison or comparison["method"] != row["method"] or not comparison["tokens"]:
+        return None
+    values = [divergence for divergence, _ in comparison["tokens"]]
+    return float(sum(values) / len(values))
 
 
 def judge_table(rows: Sequence[Row]) -> Table:
@@ -146,6 +173,7 @@ def judge_table(rows: Sequence[Row]) -> Table:
                     "rating": _with_interval(judge, "score", ".2f"),
                     "rating vs exact": _with_interval(change, "score_change", "+.2f"),
                     "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
+                    "unclear": str(pairs.get("unclear") or ""),
                     "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
                 }
             )
@@ -264,6 +292,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
         quality_table(rows),
         sample_table(rows),
         agreement_table(rows, sampled=bool(report["about"]["temperature"])),
+        fuzzy_table(rows, report.get("comparison")),
         judge_table(rows),
         *([filters] if any(len(set(line[1:])) > 1 for line in filters[1]) else []),
         phase_table(rows),
@@ -293,6 +322,8 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "rule": ("settings", "method"),
     **{name: ("settings", name) for name in ("threshold", "divergence", "min_ratio")},
     **{name: ("settings", name) for name in ("fallback", "selection", "divergence_on")},
+    **{name: ("settings", name) for name in ("price", "max_fuzzy_nats", "total_tokens", "depth")},
+    "top_k": ("settings", "tree_top_k"),
     "tokens_per_second": ("tokens_per_second",),
     "speedup_over_plain": ("speedup",),
     "speed_over_exact": ("speed_over_exact",),
@@ -326,7 +357,8 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "judge_rated": ("judge", "rated"),
     "judge_unrated": ("judge", "unrated"),
     "judge_change": ("judge", "against_exact", "score_change"),
-    **{f"judge_{name}": ("judge", "pairs", name) for name in ("won", "tied", "lost")},
+    **{f"judge_{name}": ("judge", "pairs", name) for name in ("won", "tied", "lost", "unclear")},
+    "judge_loss_limit": ("judge", "pairs", "loss_limit"),
     "log_likelihood": ("log_likelihood",),
     "log_likelihood_change": ("against_exact", "log_likelihood_change"),
 }
@@ -339,12 +371,11 @@ def csv_text(report: dict[str, Any]) -> str:
         report: The report. Values that apply to the whole run are repeated in every line.
     """
     environment, about = report["environment"], report["about"]
-    names = ("questions", "count", "target", "drafter", "seed", "template")
+    run = ("questions", "count", "target", "drafter", "seed", "template")
     common = {
-        **{name: about[name] for name in (*names, "temperature", "top_p", "min_p", "batch")},
+        **{name: about[name] for name in (*run, "temperature", "top_p", "min_p", "batch")},
         "sampling_top_k": about["top_k"],
         "max_new_tokens": about["max_new_tokens"],
-        **{name: report["settings"][name] for name in ("total_tokens", "depth", "top_k")},
         "dtype": report["dtype"],
         "machine": _machine(report),
         "date": environment["date"],
@@ -353,10 +384,12 @@ def csv_text(report: dict[str, Any]) -> str:
         **{name: environment["versions"][name] for name in ("torch", "transformers")},
     }
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*_CSV_COLUMNS, *common], lineterminator="\n")
+    names = [*_CSV_COLUMNS, "divergence_mean", *common]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in report["rows"]:
         own = {name: _look_up(row, path) for name, path in _CSV_COLUMNS.items()}
+        own["divergence_mean"] = _mean_divergence(row, report.get("comparison"))
         writer.writerow({**own, **common})
     return text.getvalue()
 
@@ -378,8 +411,10 @@ def measurement(report: dict[str, Any]) -> str:
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     passes = {bool(item.get("compiled")) for item in report["sessions"].values()}
     compiled = (", partly" if False in passes else ",") + " compiled" if True in passes else ""
+    answers = about.get("answer_batch", about["batch"])
+    batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     return (
-        f"{report['questions']} questions of {about['questions']}, batch size {about['batch']}"
+        f"{report['questions']} questions of {about['questions']}, batch size {batch}"
         f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {threads}{compiled}{shape}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
@@ -406,7 +441,9 @@ def footnote(report: dict[str, Any]) -> str:
         sentences.append("Lost and gained are counted on the first sample of each question.")
     fsd = next((row["settings"] for row in report["rows"] if row["method"] == "fsd"), None)
     if fsd is not None and fsd["method"] == "fsd":
-        names = ("divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on")
+        names = ["divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on"]
+        names += ["price"] if fsd["selection"] == "priced" else []
+        names += ["max_fuzzy_nats"] if fsd["max_fuzzy_nats"] is not None else []
         sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
     elif fsd is not None:
         sentences.append("fsd: the threshold is 0, which is exact decoding.")

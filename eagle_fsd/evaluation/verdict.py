@@ -90,10 +90,13 @@ def _quality(row: Row, sampled: bool) -> str:
         )
     if pairs:
         limit = 100 * max(0.0, pairs["loss_limit"])
+        unclear = ""
+        if count := pairs["unclear"]:
+            unclear = f", and is unclear about {count}, which count{'s' * (count == 1)} as worse"
         return (
             f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
-            f" {pairs['won']} better, so that with 95% confidence the share of worse answers"
-            f" exceeds that of better ones by at most {limit:.1f} points"
+            f" {pairs['won']} better{unclear}, so that with 95% confidence the share of worse"
+            f" answers exceeds that of better ones by at most {limit:.1f} points"
         )
     found = against["agreement"]
     if sampled or not found["answers"]:
@@ -110,10 +113,15 @@ def _quality(row: Row, sampled: bool) -> str:
         )
         if interval := against["log_likelihood_change_interval"]:
             likelihood += f" (95% interval {interval[0]:+.3f} to {interval[1]:+.3f})"
+    limit = f"{100 * found['changed_limit']:.0f}"
+    bound = ""
+    if limit != "100":
+        bound = (
+            f", so that with 95% confidence at most {limit}% of the answers to such prompts change"
+        )
     return (
-        f"{found['identical']} of {found['answers']} answers are exact decoding's{price}, so that"
-        f" with 95% confidence at most {100 * found['changed_limit']:.0f}% of the answers to such"
-        f" prompts change{likelihood}"
+        f"{found['identical']} of {found['answers']} answers are exact decoding's{price}"
+        f"{bound}{likelihood}"
     )
 
 
@@ -129,6 +137,12 @@ def method_text(row: Row) -> str:
         parts.append(f"{settings['divergence']} T={settings['threshold']:g}")
         if settings["min_ratio"]:
             parts.append(f"r={settings['min_ratio']:g}")
+        if settings["selection"] == "priced":
+            parts.append(f"price {settings['price']:g}")
+        elif settings["selection"] != "longest":
+            parts.append(f"selection {settings['selection']}")
+        if settings["max_fuzzy_nats"] is not None:
+            parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
     if tree := tree_text(row):
         parts.append(f"tree {tree}")
     return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])

@@ -16,8 +16,8 @@ vllm      the target's architecture; no ``fc.bias`` (its layer has none and igno
 All of them read RoPE settings and data type under their names in transformers 4.
 
 EAGLE-3 heads have two layouts, see :mod:`~eagle_fsd.model.eagle3_checkpoint`: EAGLE's for ``eagle``
-and ``sglang``, that of speculators for ``vllm`` and ``speculators``. EAGLE's own code knows none of
-the variants, and reads a ``pytorch_model.bin``.
+and ``sglang``, that of speculators for ``vllm`` and ``speculators``. Only the latter can declare an
+acceptance rule. EAGLE's own code knows none of the variants, and reads a ``pytorch_model.bin``.
 
 Sources: EAGLE's ``cnets.py``, ``cnets1.py`` and ``configs.py``; SGLang's ``models/llama.py``,
 ``llama_eagle.py`` and ``qwen2_eagle.py``; vLLM's ``models/llama.py`` and ``llama_eagle.py``.
@@ -47,7 +47,13 @@ from eagle_fsd.model.checkpoint import (
     tensor_names,
     transformers4_fields,
 )
-from eagle_fsd.model.eagle3_checkpoint import Layout, is_eagle3, load_eagle3, save_eagle3
+from eagle_fsd.model.eagle3_checkpoint import (
+    Layout,
+    declared_rule,
+    is_eagle3,
+    load_eagle3,
+    save_eagle3,
+)
 from eagle_fsd.model.loading import LoadError, load_embeddings, load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
@@ -146,14 +152,19 @@ def convert_head(
 def _convert_eagle3(
     head: str | Path, target: Target, out: Path, export_format: ExportFormat
 ) -> None:
-    """Convert an EAGLE-3 head; warn of what EAGLE's own code cannot read."""
-    loaded = load_eagle3(head, target, dtype=_stored_dtype(head))
+    """Convert an EAGLE-3 head; warn of what EAGLE's own code or the layout cannot express."""
+    loaded, rule = load_eagle3(head, target, dtype=_stored_dtype(head)), declared_rule(head)
     if export_format == "eagle":
         variants = [name for name, value in vars(loaded.flags).items() if value and name != "bias"]
         if variants:
             log.warning("EAGLE's own code ignores variants of this head: %s", ", ".join(variants))
         _warn_of_scaling(transformers4_fields(loaded.config, loaded.dtype))
     layout: Layout = "eagle" if export_format in ("eagle", "sglang") else "speculators"
+    if layout == "eagle" and rule is not None:
+        log.warning(
+            "the layout for %s has no acceptance rule; this head's is left out", export_format
+        )
+        rule = None
     name = target.model.name_or_path or "."
     save_eagle3(
         loaded,
@@ -161,6 +172,7 @@ def _convert_eagle3(
         layout,
         binary=export_format == "eagle",
         target_name=None if Path(name).exists() else name,
+        rule=rule,
     )
 
 

@@ -1,4 +1,4 @@
-"""``--target``, ``--head`` and ``--conv-template``: the same in every command that takes them."""
+"""``--target``, ``--drafter`` and ``--conv-template``: the same in every command that has them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ DECODING: tuple[tuple[object, ...], ...] = (
     ("serve", "worker"),
     ("evaluate",),
     ("sweep",),
+    ("tune",),
     ("calibrate", "--max-drop", 1),
     ("bench",),
+    ("doctor",),
 )
-
+#: Spellings of the option for the drafter.
+SPELLINGS = ("--drafter", "--head")
 
 each_command = pytest.mark.parametrize(
     "words", DECODING, ids=lambda words: " ".join(map(str, words))
 )
+each_spelling = pytest.mark.parametrize("spelling", SPELLINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +90,17 @@ def arguments_of_training(command: str, chats: Path) -> tuple[object, ...]:
     return ("train", "--data", chats, "--out", "out", *sizes)
 
 
-# -- one of --target and --head --------------------------------------------------------------------
+# -- one of --target and --drafter -----------------------------------------------------------------
 
 
 @each_command
+@each_spelling
 def test_head_that_fits_is_used_with_the_bundled_target(
-    words: tuple[object, ...], head: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    spelling: str,
+    words: tuple[object, ...],
+    head: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load = EagleFSD.from_pretrained
 
@@ -100,16 +109,17 @@ def test_head_that_fits_is_used_with_the_bundled_target(
         raise ValueError(f"{pair.model.config._name_or_path} and {given[1]} are loaded")
 
     monkeypatch.setattr(EagleFSD, "from_pretrained", load_and_stop)
-    status, _, err = run(*words, "--head", head)
+    status, _, err = run(*words, spelling, head)
     assert err.splitlines()[-1] == f"error: {BUNDLED_TARGET} and {head} are loaded"
     assert status == 1
 
 
 @pytest.mark.parametrize("command", ["train", "export"])
+@each_spelling
 def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
-    command: str, head: Path, chats: Path, run: Run
+    spelling: str, command: str, head: Path, chats: Path, run: Run
 ) -> None:
-    status, out, err = run(*arguments_of_training(command, chats), "--head", head)
+    status, out, err = run(*arguments_of_training(command, chats), spelling, head)
     assert status == 0, err
     assert "The head is in out" in out
 
@@ -130,7 +140,7 @@ def test_head_that_does_not_fit_needs_its_target_for_training(
 
 
 def check_needs_target(words: tuple[object, ...], other_head: Path, run: Run) -> None:
-    status, out, err = run(*words, "--head", other_head)
+    status, out, err = run(*words, "--drafter", other_head)
     assert (status, out) == (1, "")
     assert err.splitlines()[-1] == (
         f"error: {other_head}: this head belongs to another target: its hidden size is 32, the"

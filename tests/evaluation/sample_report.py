@@ -45,6 +45,8 @@ def make_row(
             "fallback": "exact",
             "selection": "longest",
             "divergence_on": "raw",
+            "price": 1.0,
+            "max_fuzzy_nats": None,
             "total_tokens": 16,
             "depth": 8,
             "tree_top_k": 2,

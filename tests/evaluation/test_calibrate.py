@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stub_judge import StubJudge
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.evaluation import calibration
+from eagle_fsd.evaluation import calibration, engines
 from eagle_fsd.evaluation.calibration import (
     MAX_TESTS,
     Setting,
@@ -25,13 +26,17 @@ from eagle_fsd.evaluation.calibration import (
     certify,
     chance,
     check_accuracy,
+    check_folder,
     check_questions,
     choose_tests,
     conclude,
     confidence_per_test,
+    count_unscored_as_wrong,
     drop_settings,
+    exact_tree,
     plan_settings,
     remove_questions,
+    split_questions,
 )
 from eagle_fsd.evaluation.config import (
     CalibrationConfig,
@@ -44,7 +49,7 @@ from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
-from eagle_fsd.model.config import read_settings
+from eagle_fsd.model.config import Settings, read_settings
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -337,8 +342,26 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
     assert [item.name for item in settings] == names
     assert [item.acceptance for item in settings] == ["a", "a", "b"]
     assert settings[0].speed == pytest.approx(1200 / 700)
-    chains = [item.name for item in plan_settings(*found, "tensorrt-llm")]
-    assert chains == ["a tree 28-26-1", "b tree 12-10-1"]
+
+
+def test_an_engine_without_trees_is_compared_along_chains() -> None:
+    """Exact decoding has a chain as well, which others need not beat by as much."""
+    bushy, chain, long = (
+        TreeConfig(total_tokens=n, depth=depth, top_k=k)
+        for n, depth, k in ((16, 8, 2), (12, 10, 1), (28, 26, 1))
+    )
+    plan = TreePlan(
+        bushy,
+        {
+            "exact": [Candidate(bushy, 6.0, 700.0), Candidate(chain, 5.0, 600.0)],
+            "a": [Candidate(long, 7.0, 650.0), Candidate(bushy, 8.0, 800.0)],
+        },
+    )
+    (setting,) = plan_settings(plan, [Method("a")], "tensorrt-llm")
+    assert (setting.name, setting.speed) == ("a tree 28-26-1", pytest.approx(650 / 600))
+    assert exact_tree(plan, "tensorrt-llm") == chain
+    assert exact_tree(plan, "sglang") == exact_tree(plan, None) == bushy
+    assert [item.name for item in plan_settings(plan, [Method("a")], None)] == ["a tree 16-8-2"]
 
 
 def test_candidates_include_priced_paths_or_are_an_engines() -> None:
@@ -374,6 +397,55 @@ def test_used_questions_are_removed_whatever_their_ids() -> None:
     questions = [Question(number, "c", (text,)) for number, text in enumerate("abcad")]
     used = [Question(7, "c", ("a",)), Question(8, "c", ("c",))]
     assert [item.question_id for item in remove_questions(questions, used)] == [1, 4]
+
+
+@pytest.mark.parametrize("order", ["sorted", "interleaved"])
+def test_both_stages_have_the_same_categories(order: str) -> None:
+    """A small category is certified too, and a rare one is neither lost nor repeated."""
+    sizes = {"large": 1000, "small": 40, "rare": 1}
+    names = [name for name, size in sizes.items() for _ in range(size)]
+    if order == "interleaved":
+        np.random.default_rng(0).shuffle(names)
+    questions = [Question(at, name, (f"{at}?",)) for at, name in enumerate(names)]
+    used, fresh = split_questions(questions)
+    assert len(used) == 208
+    for name, size in sizes.items():
+        counts = [sum(item.category == name for item in part) for part in (used, fresh)]
+        assert sum(counts) == size
+        assert counts[0] == pytest.approx(0.2 * size, abs=1)
+    ids = [item.question_id for item in used]
+    assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_a_category_is_split_into_a_fifth_and_the_rest(count: int) -> None:
+    questions = [Question(at, "c", (f"{at}?",)) for at in range(count)]
+    used, fresh = split_questions(questions)
+    assert used == questions[: max(1, round(0.2 * count))]
+    assert [*used, *fresh] == questions
+
+
+def test_unscored_answers_count_as_wrong() -> None:
+    """They are part of the certificate, whichever method gave them."""
+    outcomes = {"right": True, "wrong": False, "strange": None}
+    question = Question(0, "c", ("?",), "function", grade=lambda answer, _: outcomes[answer])
+    counted = count_unscored_as_wrong(question)
+    assert counted.grade is not None
+    assert [counted.grade(answer, counted) for answer in outcomes] == [True, False, False]
+    number = Question(0, "c", ("?",), "number", "1")
+    assert count_unscored_as_wrong(number) is number
+
+
+def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
+    """More questions would move some from one stage to the other."""
+    questions = [Question(at, "c", (f"{at}?",)) for at in range(40)]
+    folder = tmp_path / "out"
+    check_folder(folder, *split_questions(questions[:8]))
+    check_folder(folder, *split_questions(questions[:20]))  # nothing was measured so far
+    (folder / "trees.json").touch()
+    check_folder(folder, *split_questions(questions[:20]))
+    with pytest.raises(ValueError, match="with another --count: choose another output folder"):
+        check_folder(folder, *split_questions(questions))
 
 
 @pytest.mark.parametrize(
@@ -467,6 +539,8 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     assert (test["paired"], test["certified"]) == (13, True)
     assert 0 < test["drop_is_below_points"] <= 37.0
     assert (about["confidence"], about["count"], about["seed"]) == (0.95, 13, 1)
+    assert (about["batch"], about["answer_batch"]) == (1, 12)
+    assert (report["about"]["batch"], report["about"]["answer_batch"]) == (1, 12)
     assert about["environment"]["revision"]
     settings = read_settings(out / "fsd.json")
     model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
@@ -512,6 +586,34 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     assert not (tmp_path / "unused.jsonl").exists()
 
 
+@pytest.mark.usefixtures("fresh_accelerator", "planned", "judge_data")
+def test_a_calibration_for_several_prompts_is_judged_in_pairs(
+    stub: StubJudge, tmp_path: Path
+) -> None:
+    """Its lossless tree is for that number of prompts, and what it had for others is kept."""
+    stub.reply_with(lambda _: "[[C]]")
+    request = EvaluationRequest(
+        count=8,
+        out=tmp_path / "out",
+        judge_base_url=stub.url,
+        judge_model="a/b",
+        judge_mode="pair",
+    )
+    single, eight = TREE.updated(total_tokens=8, depth=6), TREE.updated(total_tokens=4, depth=2)
+    settings = Settings(exact=single, batch={"2": single, "8": eight})
+    config = CONFIG.updated(batch=2)
+    found = calibrate(request, LossBounds(max_drop=50.0), config, GRID, settings=settings)
+    assert found is not None
+    exact, fuzzy = found.report["rows"]
+    assert exact["judge"] is None
+    assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 6
+    written = read_settings(tmp_path / "out" / "fsd.json")
+    assert written.exact == single
+    assert written.batch == {"2": EXACT_TREE, "8": eight}
+    about = found.report["calibration"]["about"]
+    assert (about["batch"], about["answer_batch"]) == (2, 12)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_exact_decoding_is_saved_if_nothing_is_selected(
@@ -534,7 +636,10 @@ def test_exact_decoding_is_saved_if_nothing_is_selected(
 def test_settings_for_another_engine_are_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file is written: fsd.json cannot hold the rule."""
+    """No file is written: fsd.json cannot hold the rule. The target thinks in its own words."""
+    monkeypatch.setattr(engines, "THINKING", ("Step", "####"))
+    candidates = {"exact": [Candidate(EXACT_TREE, 6.0, 700.0), Candidate(TREE, 5.0, 600.0)]}
+    monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, candidates))
     method = replace(candidate_methods(GRID, "tensorrt-llm", 0.0)[0], tree=TREE)
     monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "relaxed", 1.5)])
     request = EvaluationRequest(count=16, out=tmp_path)
@@ -543,6 +648,8 @@ def test_settings_for_another_engine_are_flags(
     assert found.files == []
     assert "relaxed_topk: 2" in found.report["flags"]
     assert "max_draft_len: 11" in found.report["flags"]
+    assert "begin_thinking_phase_token: " in found.report["flags"]
+    assert {item["settings"]["depth"] for item in found.report["rows"]} == {TREE.depth}
     assert not (tmp_path / "fsd.json").exists()
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
-from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
 from eagle_fsd.evaluation.answering import Answerer, answer_log_probs
@@ -374,6 +374,23 @@ def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fingerprint of the target was") as error:
         run(tmp_path / "out", request=request)
     assert "fingerprint of the drafter" not in str(error.value)
+
+
+def test_other_weights_of_a_draft_model_are_detected(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(BUNDLED_DRAFT_MODEL, drafter)
+    request = {"target": str(BUNDLED_TARGET), "drafter": str(drafter)}
+    run(tmp_path / "out", request=request)
+    (answers,) = (tmp_path / "out").rglob("exact.jsonl")
+    before = answers.read_bytes()
+    weights = load_file(drafter / "model.safetensors")
+    name = next(name for name in weights if name.endswith("0.mlp.down_proj.weight"))
+    weights[name] = weights[name] * 1.01
+    save_file(weights, drafter / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="fingerprint of the drafter was") as error:
+        run(tmp_path / "out", request=request)
+    assert "fingerprint of the target" not in str(error.value)
+    assert answers.read_bytes() == before
 
 
 def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path: Path) -> None:

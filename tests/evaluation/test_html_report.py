@@ -221,11 +221,34 @@ def test_verdict_without_references() -> None:
     sampled = make_report(rows)
     sampled["about"]["temperature"] = 1.0
     assert "nothing bounds its loss of quality" in str(verdict(sampled))
-    pairs = {"questions": 100, "won": 5, "tied": 88, "lost": 7, "loss_limit": 0.081}
+    pairs = {"questions": 100, "won": 5, "tied": 88, "lost": 7, "unclear": 0, "loss_limit": 0.081}
     rows[1]["judge"] = {"pairs": pairs}
     sentence = str(verdict(sampled))
     assert "the judge finds 7 of 100 answers worse and 5 better" in sentence
     assert "exceeds that of better ones by at most 8.1 points." in sentence
+    pairs |= {"tied": 85, "unclear": 3}
+    words = "5 better, and is unclear about 3, which count as worse, so that"
+    assert words in str(verdict(sampled))
+
+
+def test_verdict_leaves_out_a_limit_that_says_nothing() -> None:
+    rows = [make_row("exact", 1.0, scored=False), make_row("fsd", 1.5, scored=False)]
+    rows[1]["against_exact"]["agreement"] |= {"identical": 1, "changed_limit": 0.9995}
+    sentence = str(verdict(make_report(rows)))
+    assert sentence.endswith(
+        "; 1 of 100 answers are exact decoding's (its fuzzy tokens give up 0.25 nats on average);"
+        " their log-probability under the target changes by -0.100 nats per token (95% interval"
+        " -0.150 to -0.050)."
+    )
+
+
+def test_verdict_names_price_and_budget() -> None:
+    row = make_row("fsd", 1.5)
+    row["settings"] |= {"selection": "priced", "price": 0.75, "max_fuzzy_nats": 2.5}
+    sentence = str(verdict(report_of(row)))
+    assert sentence.startswith("fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)")
+    row["settings"] |= {"selection": "target", "max_fuzzy_nats": None}
+    assert "(js T=0.1, r=0.1, selection target, tree 16/8/2)" in str(verdict(report_of(row)))
 
 
 def test_verdict_repeats_the_first_conclusion() -> None:

@@ -105,13 +105,15 @@ def test_a_judge_that_prefers_the_first_answer_gives_ties(
     assert {item.outcome for item in found} == {0}
 
 
-def test_unclear_replies_are_counted(
+def test_unclear_replies_count_as_losses_in_the_limit(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     stub.reply_with(lambda _: "Both are fine.")
     found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert {item.outcome for item in found if item.model == "fsd"} == {None}
-    assert "fsd" not in pair_summary(found)  # nothing to bound
+    summary = pair_summary(found)["fsd"]
+    expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
+    assert summary == {**expected, "loss_limit": loss_bound(4, 0, 4)}
 
 
 def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
@@ -144,10 +146,13 @@ def test_the_turns_of_a_question_count_as_one() -> None:
         comparison(2, 2, "B", "A"),
         comparison(3, 1, "C", "C"),  # tied, then lost
         comparison(3, 2, "B", "A"),
+        comparison(4, 1, "A", "B"),  # won, then unclear
+        comparison(4, 2, "A", "?"),
     ]
     summary = pair_summary(found)["fsd"]
-    assert [summary[name] for name in ("questions", "won", "tied", "lost")] == [3, 1, 1, 1]
-    assert summary["loss_limit"] == loss_bound(1, 1, 3)
+    names = ("questions", "won", "tied", "lost", "unclear")
+    assert [summary[name] for name in names] == [4, 1, 1, 1, 1]
+    assert summary["loss_limit"] == loss_bound(2, 1, 4)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

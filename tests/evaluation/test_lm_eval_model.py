@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,17 @@ Run = Callable[..., tuple[int, str, str]]
 
 PROGRAM = [sys.executable, "-m", "eagle_fsd.cli", "lm-eval"]
 TREE = {"total_tokens": 12, "depth": 5, "tree_top_k": 2}
+
+
+#: Prints the trees of a pair with several model arguments.
+PRINT_TREES = """
+import json, sys
+from eagle_fsd.evaluation.lm_eval_model import EagleFSDModel
+for options in json.loads(sys.argv[1]):
+    pair = EagleFSDModel(settings=sys.argv[2], **options).pair
+    trees = [pair.tree, pair.exact_tree, *pair.batch_trees.values()]
+    print(json.dumps([tree.model_dump() for tree in trees]))
+"""
 
 
 def answers(**arguments: object) -> dict[str, Any]:
@@ -122,6 +134,21 @@ class TestHarness:
             chat = [{"role": "user", "content": sample["doc"]["question"]}]
             assert prompt == template.render(chat, add_generation_prompt=True)
             assert sample["resps"] == [[greedy_answer(model, prompt)]]
+
+    def test_tree_options_override_all_trees_of_the_settings(self, tmp_path: Path) -> None:
+        """Without any, lossless decoding and batches keep their own."""
+        own, exact, batch = ({"total_tokens": n, "depth": 4, "top_k": 2} for n in (12, 10, 8))
+        file = tmp_path / "fsd.json"
+        file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))
+        options = [{}, {"threshold": 0.2}, {"depth": "auto"}, {"total_tokens": 6, "tree_top_k": 1}]
+        arguments = [sys.executable, "-c", PRINT_TREES, json.dumps(options), str(file)]
+        environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        changed = {"total_tokens": 6, "depth": 4, "top_k": 1}
+        adaptive = [{**shape, "adaptive": True} for shape in (own, exact, batch)]
+        assert printed == [[own, exact, batch]] * 2 + [adaptive, [changed, changed]]
 
     def test_unknown_options_are_usage_errors(self) -> None:
         command = [*PROGRAM, "--tasks", "gsm8k", "--model_args", "thresold=0.1"]

@@ -192,6 +192,8 @@ def test_formats_are_listed(run: Callable[..., tuple[int, str, str]]) -> None:
         ("exact", "4", ["4"], ["The answer is 4.", "4.0"]),
         ("regex", r"(?i)\blima\b", ["It is LIMA.", "lima"], ["limas", "", "lima</think>Rome"]),
         ("number", "1/2", ["The answer is 0.5.", "#### 1/2"], ["It is 2.", ""]),
+        ("strict-match", "1,234", ["#### 1234.\n5"], ["####1234", "The answer is 1234.", ""]),
+        ("flexible-extract", "7", ["It is $7.", "#### 8\n#### 7"], ["#### 7\nin 2 steps", ""]),
     ],
 )
 def test_built_in_graders(grader: str, answer: str, right: list[str], wrong: list[str]) -> None:
@@ -216,6 +218,7 @@ def test_a_grader_replaces_the_default_one(tmp_path: Path) -> None:
     [
         ("regex", {"prompt": "p", "answer": "("}, 'line 1: "answer" is not a regular expression'),
         ("number", {"prompt": "p", "answer": "four"}, 'line 1: "answer" must be a number; got'),
+        ("strict-match", {"prompt": "p", "answer": "B"}, 'line 1: "answer" must be a number; got'),
         (
             "exact",
             {"task_id": "t", "prompt": "def f():", "entry_point": "f", "test": "x"},
@@ -286,7 +289,11 @@ def test_a_grader_may_be_in_an_installed_module() -> None:
 @pytest.mark.parametrize(
     ("grader", "reason"),
     [
-        ("nonsense", "--grader must be one of exact, regex, number, or FILE.py:FUNCTION; got 'non"),
+        (
+            "nonsense",
+            "--grader must be one of exact, regex, number, strict-match, flexible-extract, or"
+            " FILE.py:FUNCTION; got 'nonsense'",
+        ),
         ("missing.py:f", "cannot import 'missing.py'"),
         ("no_such_module:f", "cannot import 'no_such_module' .ModuleNotFoundError"),
         ("{folder}/mine.py:other", "mine.py has no function 'other'"),

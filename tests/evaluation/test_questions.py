@@ -336,6 +336,19 @@ def test_balanced_subset_takes_the_first_of_each_category() -> None:
         assert len(balanced_subset(questions, count)) == count
 
 
+@pytest.mark.parametrize("sizes", [(6, 6, 6), (1, 9, 3, 3), (2,) * 57], ids=len)
+def test_larger_subsets_hold_the_smaller_ones(sizes: tuple[int, ...]) -> None:
+    """Otherwise the answers of an earlier run could not be used."""
+    names = [f"category {at}" for at, size in enumerate(sizes) for _ in range(size)]
+    questions = _questions(*names)
+    before: set[int | str] = set()
+    for count in range(1, len(questions) + 1):
+        ids = [item.question_id for item in balanced_subset(questions, count)]
+        assert (len(ids), ids) == (count, sorted(ids))
+        assert before < set(ids)
+        before = set(ids)
+
+
 def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {f"subject{at:02}_test.csv": b"q,1,2,3,4,A\n" * (10 + 2 * at) for at in range(57)}
     write_archive(tmp_path / "mmlu.tar", rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from typing import Any
 
 import pytest
@@ -13,7 +15,11 @@ from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import (
     agreement_table,
     category_tables,
+    csv_text,
     filter_table,
+    footnote,
+    fuzzy_table,
+    judge_table,
     markdown,
     measurement,
     phase_table,
@@ -103,8 +109,11 @@ def test_figures_of_known_answers() -> None:
     text = markdown(*quality_table(rows))
     assert "| fsd | 2 | 50.0% ± 40.5% | 1/0 |" in text
     headers, cells = agreement_table(rows)
-    assert headers == ["against exact", "identical", "fuzzy", "nats/fuzzy token", *headers[4:]]
-    assert cells[1][:4] == ["fsd", "2/2", "50.0%", "0.500"]
+    assert headers == ["against exact", "identical", "length", "repetition"]
+    assert cells[1][:2] == ["fsd", "2/2"]
+    headers, cells = fuzzy_table(rows)
+    assert headers == ["fuzzy tokens", "share", "nats/fuzzy token", "p95 nats"]
+    assert cells == [["fsd", "50.0%", "0.500", "0.500"]]
     assert "identical" not in agreement_table(rows, sampled=True)[0]
     assert not phase_table(rows)[1]
 
@@ -240,6 +249,53 @@ def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
     assert headers == ["accuracy by filter", "eagle-fsd", "strict-match", "flexible-extract"]
     assert cells == [["exact", "100.0%", "50.0%", "100.0%"]]
     assert harness_accuracy([Question(0, "c", ("?",))], records[:1]) is None
+
+
+def test_the_mean_divergence_at_fuzzy_tokens_is_reported() -> None:
+    rows = [make_row("exact", 1.0), make_row("fsd", 1.5), make_row("other", 1.5)]
+    rows[0]["origins"]["fuzzy"] = 0.0
+    tokens = [[0.01, 0.5], [0.04, 0.25]]
+    report = make_report(rows, comparison={"method": "fsd", "answers": [], "tokens": tokens})
+    headers, cells = next(table for table in tables(report) if table[0][0] == "fuzzy tokens")
+    assert headers[-1] == "divergence"
+    assert [line[-1] for line in cells] == ["0.025", ""]
+    assert [line["divergence_mean"] for line in csv_lines(report)] == ["", "0.025", ""]
+
+
+def csv_lines(report: dict[str, Any]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(csv_text(report))))
+
+
+def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
+    """The pair's own tree (16/8/2) is not the one that exact decoding used."""
+    plain, exact, fuzzy = (make_row(name, 1.0) for name in ("plain", "exact", "fsd"))
+    plain["settings"] = {"method": "plain"}
+    exact["settings"] = {"method": "exact", "total_tokens": 20, "depth": 5, "tree_top_k": 4}
+    fuzzy["settings"] |= {"selection": "priced", "price": 0.75, "max_fuzzy_nats": 2.5}
+    report = make_report([plain, exact, fuzzy])
+    names = ("total_tokens", "depth", "top_k", "price", "max_fuzzy_nats")
+    assert [[line[name] for name in names] for line in csv_lines(report)] == [
+        ["", "", "", "", ""],
+        ["20", "5", "4", "", ""],
+        ["16", "8", "2", "0.75", "2.5"],
+    ]
+    assert "divergence_on raw, price 0.75, max_fuzzy_nats 2.5." in footnote(report)
+    fuzzy["settings"] |= {"selection": "longest", "max_fuzzy_nats": None}
+    assert "divergence_on raw." in footnote(report)
+
+
+def test_unclear_replies_of_a_judge_are_reported() -> None:
+    row = make_row("fsd", 1.5)
+    pairs = {"questions": 9, "won": 2, "tied": 3, "lost": 1, "unclear": 3, "loss_limit": 0.5}
+    row["judge"] = {"pairs": pairs}
+    assert judge_table([row]) == (
+        ["judge", "better/equal/worse", "unclear", "net loss <="],
+        [["fsd", "2/3/1", "3", "50.0%"]],
+    )
+    (line,) = csv_lines(make_report([row]))
+    assert (line["judge_unclear"], line["judge_loss_limit"]) == ("3", "0.5")
+    pairs["unclear"] = 0
+    assert "unclear" not in judge_table([row])[0]
 
 
 def test_markdown_escapes_vertical_bars() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle_fsd import EagleFSD, OptionsError
+from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
 from eagle_fsd.evaluation.answering import Answerer, answer_seed
-from eagle_fsd.evaluation.methods import FSD
+from eagle_fsd.evaluation.methods import EXACT, FSD
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.samples import pass_at_k, sample_records, summarize_samples
 from eagle_fsd.evaluation.tables import sample_table
@@ -137,10 +138,12 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_samples_are_reported(tmp_path: Path) -> None:
+    """Exact decoding, also with a tree of its own, is not compared with itself."""
+    own_tree = replace(EXACT, tree=TreeConfig(total_tokens=8, depth=4, top_k=2))
     report = evaluate(
         EvaluationRequest(count=2, out=tmp_path),
         EvaluationConfig(temperature=1.0, max_new_tokens=160, samples=2, seeds=2),
-        ["exact", "fsd"],
+        [own_tree, "fsd"],
     )
     assert report is not None
     records = read_jsonl(tmp_path / "fsd.jsonl")

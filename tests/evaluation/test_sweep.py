@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from stub_judge import StubJudge
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
@@ -209,6 +210,28 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
             about = json.loads(picture.text["Description"])
             assert about["environment"]["versions"]["torch"] == version("torch")
             assert len(np.unique(np.asarray(picture.convert("L")))) > 20  # not blank
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "judge_data")
+def test_a_sweep_is_judged_in_pairs(
+    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact decoding has a tree of its own here, and is what the others are compared with."""
+    stub.reply_with(lambda _: "[[C]]")
+    monkeypatch.setattr(TreePlan, "make", lambda *_: plan({"exact": 100.0, "T=0.4": 120.0}))
+    request = EvaluationRequest(
+        count=2,
+        out=tmp_path / "out",
+        judge_base_url=stub.url,
+        judge_model="a/b",
+        judge_mode="pair",
+    )
+    grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
+    report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
+    assert report is not None
+    judged = {item["method"]: item["judge"] for item in report["rows"]}
+    assert judged["exact"] is None
+    assert judged["T=0.4"]["pairs"]["tied"] == 2
 
 
 @pytest.mark.parametrize(

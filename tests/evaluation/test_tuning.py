@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
-from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_HEAD
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
@@ -32,6 +33,8 @@ from eagle_fsd.evaluation.tuning.candidates import (
     shortlist,
 )
 from eagle_fsd.evaluation.tuning.costs import (
+    NODES,
+    WIDTHS,
     StepCosts,
     measure_costs,
     measured_trees,
@@ -40,11 +43,21 @@ from eagle_fsd.evaluation.tuning.costs import (
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
 from eagle_fsd.evaluation.tuning.race import Runner, race, round_sizes
 from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, open_workload
-from eagle_fsd.evaluation.tuning.tune import _product_speedup, tries_bfloat16, tune
+from eagle_fsd.evaluation.tuning.tune import (
+    BatchTree,
+    Tuning,
+    _product_speedup,
+    tries_bfloat16,
+    tune,
+    tuned_settings,
+)
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model import cache, stats
 from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.model.drafters import ngram
+from eagle_fsd.model.drafters.loading import WITHOUT_FILES
 from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -136,6 +149,53 @@ def test_steps_are_measured_after_their_shapes_have_been_captured(
     monkeypatch.setitem(costs_module.WARM_UPS, "cpu", 2)
     for prompt in range(3):
         assert step_seconds(prompts, method, prompt) == pytest.approx(0.01)
+
+
+@pytest.fixture
+def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose steps cost 10 ms, and 1 ms for every node below the root."""
+    clock, launch, draft = {"now": 0.0}, Engine._launch, ngram._CountingState.draft
+
+    def launch_10_ms(engine: Engine, unread: int = 0) -> Any:
+        launched = launch(engine, unread)
+        clock["now"] += 0.01
+        return launched
+
+    def draft_1_ms(state: Any, *arguments: Any) -> DraftTree:
+        found = draft(state, *arguments)
+        clock["now"] += 0.001 * (found.size - 1)
+        return found
+
+    monkeypatch.setattr(Engine, "_launch", launch_10_ms)
+    monkeypatch.setattr(ngram._CountingState, "draft", draft_1_ms)
+    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
+
+
+@pytest.mark.usefixtures("counting_clock")
+@pytest.mark.parametrize("name", sorted(WITHOUT_FILES))
+def test_costs_for_ngrams_are_those_of_full_trees(name: str) -> None:
+    """The prompts let these drafters propose little."""
+    prompts = workload(EagleFSD.from_pretrained(drafter=name), batch=2)
+    costs = measure_costs(prompts, lambda *_: None, 1)
+    assert costs.nodes == pytest.approx({n: 0.01 + 0.001 * (n - 1) for n in costs.nodes})
+    assert set(costs.nodes) == {1, *NODES}
+    assert [*costs.level.values(), *costs.draft.values()] == pytest.approx([0.0] * 2 * len(WIDTHS))
+
+
+@pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_EAGLE3, BUNDLED_DRAFT_MODEL])
+def test_networks_draft_their_own_trees_when_steps_are_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, starts = workload(EagleFSD.from_pretrained(drafter=folder)), Counter[type]()
+    engine = Engine.__init__
+
+    def record(self: Engine, target: Any, drafter: Any, *arguments: Any, **options: Any) -> None:
+        starts[type(drafter)] += 1
+        engine(self, target, drafter, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", record)
+    assert step_seconds(prompts, replace(EXACT, tree=tree(8, 2, 2)), 0) > 0.0
+    assert starts == {type(prompts.model.drafter): 1}
 
 
 @pytest.mark.slow
@@ -503,6 +563,29 @@ def test_interrupted_tuning_keeps_what_it_measured(
     recorded = (tmp_path / "lengths.jsonl").read_bytes()
     assert tune(request, CONFIG).complete
     assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
+
+
+def test_compiled_passes_are_rejected_when_tuning() -> None:
+    with pytest.raises(OptionsError, match="--compile is not supported by tune"):
+        tune(EvaluationRequest(compiled=True))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_tree_for_several_prompts_is_stored_for_that_number(rows: int, model: EagleFSD) -> None:
+    """Trees for other numbers are kept."""
+    pair = copy.copy(model)
+    old, new, fuzzy, other = (tree(nodes, nodes - 2, 1) for nodes in (8, 12, 24, 4))
+    pair.tree = fuzzy
+    pair.exact_tree, pair.batch_trees = old, {4: old, 8: other}
+    config = EvaluationConfig(batch=rows).model_dump()
+    about = {"about": config, "environment": {}, "dtype": "", "device": ""}
+    races = [SimpleNamespace(tree=found, finalists=[]) for found in (new, fuzzy)]
+    batch = {16: BatchTree(other, 1.0, 1.0)} if rows == 1 else {}
+    found = tuned_settings(Tuning(about, races, batch=batch), pair, EvaluationRequest())
+    settings = Settings(**{name: found[name] for name in ("exact", "batch")})
+    trees = {1: settings.exact, **{int(number): item for number, item in settings.batch.items()}}
+    expected = {1: old, 4: old, 8: other} | ({1: new, 16: other} if rows == 1 else {4: new})
+    assert trees == expected
 
 
 def test_install_requires_a_local_head() -> None:

@@ -23,11 +23,12 @@ from trainings import (
 )
 
 from eagle_fsd import CheckpointError, EagleFSD, OptionsError
+from eagle_fsd.model.acceptance import TopKRule
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
-from eagle_fsd.model.eagle3_checkpoint import load_eagle3
+from eagle_fsd.model.eagle3_checkpoint import declared_rule, load_eagle3, save_eagle3
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import (
@@ -372,11 +373,30 @@ def test_eagle_export_warns_of_variants(
     assert "its RoPE scaling is llama3" in caplog.text
 
 
+@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+def test_export_keeps_a_declared_rule_where_the_layout_has_one(
+    engine: ExportFormat,
+    target: Path,
+    trained: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrapped, rule = Target(load_target(target)), TopKRule(5, ratio=0.5)
+    declaring = tmp_path / "declaring"
+    save_eagle3(load_eagle3(trained, wrapped), declaring, "speculators", rule=rule)
+    out = convert_head(declaring, wrapped, tmp_path / "out", engine)
+    lost = f"the layout for {engine} has no acceptance rule; this head's is left out"
+    if engine in ("vllm", "speculators"):
+        assert declared_rule(out) == rule
+        assert not caplog.records
+    else:
+        assert declared_rule(out) is None
+        assert lost in [record.getMessage() for record in caplog.records]
+
+
 def test_export_keeps_the_dtype(target: Path, trained: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     wrapped = Target(load_target(target, "float16"))
-    from eagle_fsd.model.eagle3_checkpoint import save_eagle3
-
     save_eagle3(load_eagle3(trained, wrapped), half)
     out = convert_head(half, Target(load_target(target)), tmp_path / "out", "speculators")
     assert read_weights(out)["fc.weight"].dtype == torch.float16

@@ -155,29 +155,27 @@ def pair_summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Any]]
         comparisons: The comparisons of all methods.
 
     Returns:
-        For each method ``questions`` (their number), ``won``, ``tied`` and ``lost``; ``unclear``,
-        the number of comparisons without an outcome; and ``loss_limit``, an exact upper limit on
-        the share of questions lost minus that of questions won. With 95% confidence, the limits of
-        all methods but the baselines hold at once.
+        For each method ``questions`` (their number), ``won``, ``tied``, ``lost`` and ``unclear``,
+        the number of questions of which any comparison has no outcome; and ``loss_limit``, an exact
+        upper limit on the share of questions lost minus that of questions won, in which unclear
+        questions count as lost. With 95% confidence, the limits of all methods but the baselines
+        hold at once.
     """
-    outcomes: dict[str, dict[int | str, int]] = defaultdict(lambda: defaultdict(int))
-    unclear: dict[str, int] = defaultdict(int)
+    outcomes: dict[str, dict[int | str, list[int | None]]] = defaultdict(lambda: defaultdict(list))
     for item in comparisons:
-        if item.outcome is None:
-            unclear[item.model] += 1
-        else:
-            outcomes[item.model][item.question_id] += item.outcome
+        outcomes[item.model][item.question_id].append(item.outcome)
     tested = sum(name not in BASELINES for name in outcomes)
     summary = {}
     for model, found in outcomes.items():
-        won = sum(value > 0 for value in found.values())
-        lost = sum(value < 0 for value in found.values())
+        clear = [sum(turn or 0 for turn in turns) for turns in found.values() if None not in turns]
+        won, lost = sum(value > 0 for value in clear), sum(value < 0 for value in clear)
+        unclear, level = len(found) - len(clear), 1 - LIMIT_ERROR / max(1, tested)
         summary[model] = {
             "questions": len(found),
             "won": won,
-            "tied": len(found) - won - lost,
+            "tied": len(clear) - won - lost,
             "lost": lost,
-            "unclear": unclear[model],
-            "loss_limit": loss_bound(lost, won, len(found), 1 - LIMIT_ERROR / max(1, tested)),
+            "unclear": unclear,
+            "loss_limit": loss_bound(lost + unclear, won, len(found), level),
         }
     return summary

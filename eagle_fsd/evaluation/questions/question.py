@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 #: How an answer is scored; "" marks questions without a score (MT-bench, Spec-Bench).
-ScoredBy = Literal["", "number", "letter", "code", "exact", "regex", "function"]
+ScoredBy = Literal[
+    "",
+    "number",
+    "letter",
+    "code",
+    "exact",
+    "regex",
+    "function",
+    "strict-match",
+    "flexible-extract",
+]
 
 #: Labels of the choices in multiple-choice questions.
 LETTERS = "ABCDE"

@@ -220,9 +220,10 @@ def _with_context(
 def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Question]:
     """Select questions evenly across categories, without randomness.
 
-    The first questions of each category are selected. If a category has too few questions, the
-    others make up for it. If there are more categories than questions to select, one question is
-    selected from each of ``count`` evenly spaced categories.
+    The categories are taken in turns, each with its next question, and skipped once they have none
+    left. Their order is fixed, so that a larger ``count`` selects the same questions and more, and
+    spaces them out: if there are more categories than questions to select, these do not come from
+    the first categories only.
 
     Args:
         questions: The questions to select from.
@@ -233,21 +234,17 @@ def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Qu
     """
     if count is None or count >= len(questions):
         return list(questions)
-    sizes = Counter(question.category for question in questions)
-    quota = dict.fromkeys(sizes, 0)
-    remaining = count
-    while remaining:
-        unfilled = [category for category in sizes if quota[category] < sizes[category]]
-        stride = max(1.0, len(unfilled) / remaining)
-        for position in range(min(remaining, len(unfilled))):
-            quota[unfilled[int(position * stride)]] += 1
-            remaining -= 1
-    selected = []
+    categories = dict.fromkeys(question.category for question in questions)
+    bits = len(categories).bit_length()
+    # The van der Corput sequence: the binary digits of a category's index in reverse.
+    order = {name: f"{at:0{bits}b}"[::-1] for at, name in enumerate(categories)}
+    turns: Counter[str] = Counter()
+    keys = []
     for question in questions:
-        if quota[question.category]:
-            quota[question.category] -= 1
-            selected.append(question)
-    return selected
+        keys.append((turns[question.category], order[question.category]))
+        turns[question.category] += 1
+    selected = sorted(range(len(questions)), key=keys.__getitem__)[:count]
+    return [questions[index] for index in sorted(selected)]
 
 
 def fetch(source: PublishedFile, progress: DownloadProgress | None = None) -> Path:

@@ -4,6 +4,10 @@ A step over ``N`` nodes, drafted in ``D`` levels of ``K`` nodes, takes ``nodes(N
 D * level(K)`` seconds: the target's pass with the rest of the step, and the drafter's passes. The
 first term is measured for several ``N`` and interpolated, the others for every ``K`` with two
 depths.
+
+The trees of all measured steps are full. The n-gram drafters propose nothing in many steps, which
+then cost as much as plain decoding, whatever ``N`` is, so :class:`FullTrees` takes their place. The
+predicted speed is then a lower bound: that of a drafter which always has something to propose.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.lengths import capacity
 from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.compilation import using_device
 from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
 from eagle_fsd.model.generation import Batch
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.progress import Progress
@@ -43,6 +49,21 @@ WARM_UPS = {"cuda": 2}
 MAX_TOKENS = 4096
 #: Every measurement is repeated; the fastest counts, because other processes only add time.
 ROUNDS = 7
+
+
+class FullTrees(AdaptiveNGramDrafter):
+    """An n-gram drafter that always fills its tree, with the same tokens after any context.
+
+    Its steps cost what those of the n-gram drafters cost when they have much to propose.
+    """
+
+    def followers(self, context: list[int]) -> list[tuple[int, int]]:
+        """Return the first tokens of the vocabulary, with equal counts.
+
+        Args:
+            context: Not used.
+        """
+        return [(token, 1) for token in range(min(MAX_FOLLOWERS, self.vocab_size))]
 
 
 @dataclass(frozen=True)
@@ -134,7 +155,11 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int = ROUNDS) 
 
 
 def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
-    """Return the median seconds of a few steps.
+    """Return the median seconds of a few steps whose trees are full.
+
+    Drafters that propose trees on the host may propose fewer nodes than the tree has, or none;
+    :class:`FullTrees` drafts in their place. All others always propose as many nodes. Either way,
+    the result depends on the tree, not on what the prompts let the drafter propose.
 
     What happens only once is not part of it: the first step, and on CUDA, the first steps with any
     shapes, because the same steps have been taken before.
@@ -146,6 +171,10 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
     """
     prompts = workload.take(prompt, workload.config.batch)
     pair = method.pair_for(workload.pair())
+    with using_device(pair.target.device):
+        fills_tree = pair.drafter.start(pair.tree, None).on_device
+    if not fills_tree:
+        pair.drafter = FullTrees().attach(pair.target)
     room = workload.model.target.context_length - max(map(len, prompts))
     batch = pair.batch(len(prompts))
     spent: list[float] = []

@@ -282,6 +282,10 @@ class TreePlan:
     def timed(self, workload: Workload, progress: ProgressFactory) -> TreePlan:
         """Return the plan with predictions that rest on the measured steps of the best trees.
 
+        Steps with full trees are measured, see :func:`step_seconds`. The trees of heads and draft
+        models are always full. Steps in which an n-gram drafter proposes nothing take less time, so
+        its predictions are lower bounds, with this measurement as without it.
+
         Args:
             workload: The prompts.
             progress: Reports progress.

@@ -181,7 +181,8 @@ def tune(
         on_result: Called with the result; with what is known on KeyboardInterrupt.
 
     Raises:
-        OptionsError: ``install`` is set, but the head is not a local folder.
+        OptionsError: ``install`` is set, but the head is not a local folder; or the request asks
+            for compiled passes.
         LoadError, CheckpointError, QuestionSetError, ValueError: As in
             :func:`~eagle_fsd.evaluation.runner.evaluate`.
         KeyboardInterrupt: Once the results so far have been written.
@@ -189,6 +190,10 @@ def tune(
     head = Path(request.drafter) if request.drafter else BUNDLED_HEAD
     if install and not head.is_dir():
         raise OptionsError(f"--install requires a drafter in a local folder; got {head}")
+    if request.compiled:
+        raise OptionsError(
+            "--compile is not supported by tune: every tree that it tries would be compiled"
+        )
     config, folder = config or EvaluationConfig(), request.output_folder("tune")
     request = request.updated(count=request.count or DEFAULT_COUNT)
     with progress("downloading") as advance:
@@ -333,12 +338,18 @@ def _race_bfloat16(
 def tuned_settings(tuning: Tuning, model: EagleFSD, request: EvaluationRequest) -> dict[str, Any]:
     """Return the contents of ``fsd.json``.
 
+    A lossless tree that was found for several prompts at once is stored for that number. The pair's
+    trees for other numbers are kept.
+
     Args:
         tuning: The result.
         model: The pair.
         request: The names of target and drafter.
     """
     dtype = model.target.dtype
+    rows, exact = tuning.about["about"]["batch"], tuning.methods[0].tree
+    found = {rows: exact, **{number: item.tree for number, item in tuning.batch.items()}}
+    trees = {1: model.exact_tree, **model.batch_trees, **found}
     identities = {
         "target": identify(request.target or "bundled", model.model, dtype),
         "drafter": identify(request.drafter or "bundled", model.drafter, dtype),
@@ -346,8 +357,8 @@ def tuned_settings(tuning: Tuning, model: EagleFSD, request: EvaluationRequest) 
     return {
         **model.acceptance.model_dump(),
         **tuning.methods[-1].tree.model_dump(),
-        "exact": tuning.methods[0].tree.model_dump(),
-        "batch": {str(rows): found.tree.model_dump() for rows, found in tuning.batch.items()},
+        "exact": trees.pop(1).model_dump(),
+        "batch": {str(number): trees[number].model_dump() for number in sorted(trees)},
         **{name: identity.model_dump() for name, identity in identities.items()},
         "about": {
             "made_by": "eagle-fsd tune",

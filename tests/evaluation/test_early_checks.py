@@ -1,0 +1,89 @@
+"""What can fail in a later stage fails before the pair is loaded and trees are searched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_fsd import OptionsError
+from eagle_fsd.evaluation import calibration, runner
+from eagle_fsd.evaluation import sweep as sweep_module
+from eagle_fsd.evaluation.calibration import calibrate
+from eagle_fsd.evaluation.config import CalibrationConfig, EvaluationRequest, LossBounds
+from eagle_fsd.evaluation.runner import evaluate
+from eagle_fsd.evaluation.sweep import sweep
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+COMMANDS: dict[str, Callable[[EvaluationRequest], Any]] = {
+    "evaluate": evaluate,
+    "sweep": sweep,
+    "calibrate": lambda request: calibrate(request, LossBounds(max_drop=50.0)),
+}
+PROBLEM = {
+    "task_id": "T/0",
+    "prompt": "def f():\n",
+    "entry_point": "f",
+    "canonical_solution": "    return 1\n",
+    "test": "def check(candidate):\n    assert candidate() == 1\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("the pair was loaded")
+
+    for module in (runner, sweep_module, calibration):
+        monkeypatch.setattr(module, "load_share", load)
+
+
+def fail(*_: Any) -> None:
+    raise OptionsError("this does not work")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_sandbox_is_found_early(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "problems.jsonl"
+    rows = [{**PROBLEM, "task_id": f"T/{at}", "prompt": f"# {at}\ndef f():\n"} for at in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(runner, "use_sandbox", fail)
+    request = EvaluationRequest(questions=str(file), out=tmp_path / "out", execute_code=True)
+    with pytest.raises(OptionsError, match="this does not work"):
+        COMMANDS[command](request)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_judge_prompts_are_found_early(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.JudgePrompts, "load", fail)
+    request = EvaluationRequest(count=8, out=tmp_path, judge_base_url="http://127.0.0.1:9/v1")
+    with pytest.raises(OptionsError, match="this does not work"):
+        COMMANDS[command](request)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_failing_grader_is_found_early(command: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def grade(answer):\n    return True\n")
+    grader = f"{tmp_path / 'own.py'}:grade"
+    request = EvaluationRequest(count=8, out=tmp_path / "out", grader=grader)
+    with pytest.raises(ValueError, match="failed on question 0: TypeError"):
+        COMMANDS[command](request)
+
+
+def test_assisted_generation_without_batches_is_found_early(tmp_path: Path) -> None:
+    request = EvaluationRequest(count=8, out=tmp_path, baseline="hf", assistant="draft")
+    with pytest.raises(OptionsError, match="--assistant requires --answer-batch 1"):
+        calibrate(request, LossBounds(), CalibrationConfig())
+
+
+def test_compiled_passes_are_rejected_when_calibrating(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="--compile is not supported by calibrate"):
+        calibrate(EvaluationRequest(out=tmp_path, compiled=True), LossBounds())

@@ -1,0 +1,122 @@
+"""Sweeps, tuning and serving with drafters other than the bundled EAGLE-2 head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.chat.wire_format import encode_chat
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
+from eagle_fsd.evaluation.sweep import sweep
+from eagle_fsd.evaluation.tuning import costs as costs_module
+from eagle_fsd.evaluation.tuning import search
+from eagle_fsd.evaluation.tuning import tune as tune_module
+from eagle_fsd.evaluation.tuning.tune import tune
+from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.utils.chat_templates import Chat, encode_prompt, load_chat_template
+from eagle_fsd.utils.files import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+NOWHERE = "http://127.0.0.1:1"
+CONFIG = EvaluationConfig(max_new_tokens=24)
+CHAT: Chat = [{"role": "user", "content": "Mia has 8 apples and buys 4 more. How many are there?"}]
+
+each_drafter = pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(str(BUNDLED_EAGLE3), id="eagle3"),
+        pytest.param(str(BUNDLED_DRAFT_MODEL), id="draft-model"),
+        "ngram",
+        "adaptive-ngram",
+    ],
+)
+
+
+@pytest.fixture
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure every step once for a moment, and predict from one recording."""
+    measure = costs_module.measure_costs
+    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    monkeypatch.setattr(costs_module, "STEPS", 1)
+    for module in (search, tune_module):
+        monkeypatch.setattr(
+            module, "measure_costs", lambda load, advance, *_: measure(load, advance, 1)
+        )
+        monkeypatch.setattr(
+            module,
+            "recorded_trees",
+            lambda quick=False: [TreeConfig(total_tokens=12, depth=10, top_k=1)],
+        )
+    monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(tune_module, "BATCHES", (4,))
+    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: False)
+
+
+def answer_texts(file: Path) -> list[list[str]]:
+    return [record["choices"][0]["turns"] for record in read_jsonl(file)]
+
+
+@each_drafter
+@pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
+def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
+    request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
+    grid = SweepGrid(thresholds=(0.0, 0.4), min_ratios=(0.0,))
+    report = sweep(request, CONFIG, grid, rules=False)
+    assert report is not None
+    rows = {row["method"]: row for row in report["rows"]}
+    assert [*rows, *report["omitted"]] == ["plain", "exact", "T=0.4"]
+    assert rows["exact"]["tau"] >= rows["plain"]["tau"] == 1.0
+    plain = answer_texts(tmp_path / "sweep" / "plain.jsonl")
+    assert answer_texts(tmp_path / "sweep" / "exact.jsonl") == plain
+    assert len(plain) == 2
+
+    own = Settings(threshold=0.2)
+    tuning = tune(request.updated(out=tmp_path / "tune"), CONFIG, settings=own)
+    assert tuning.complete
+    assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
+    assert list(tuning.batch) == [4]
+    exact, fsd = tuning.methods
+    assert {item.tree.top_k for item in (*exact.predicted, *fsd.predicted)} == {1}
+    found = read_settings(tmp_path / "tune" / "fsd.json")
+    assert found.drafter is not None
+    assert found.drafter.name == drafter
+    pair = EagleFSD.from_pretrained(drafter=drafter, settings=tmp_path / "tune" / "fsd.json")
+    assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
+
+
+@each_drafter
+def test_worker_with_another_drafter(
+    drafter: str, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lossless answers are those of plain decoding, and it drafts."""
+    monkeypatch.setattr("fastchat.serve.base_model_worker.build_logger", lambda *_: None)
+    template = load_chat_template(model.tokenizer)
+    ids = encode_prompt(CHAT, model.tokenizer, template)
+    plain = model.generate(ids, max_new_tokens=64, method="ar").sequences[0, ids.shape[1] :]
+    pair = EagleFSD.from_pretrained(drafter=drafter)
+    worker = FSDWorker(pair, template, Limits(max_batch=2), None, NOWHERE, ["pair"], "test")
+    parameters = {"prompt": encode_chat(CHAT), "temperature": 0, "max_new_tokens": 64}
+    try:
+        with TestClient(worker_app(worker)) as client:
+
+            def answer(threshold: float) -> dict[str, Any]:
+                body = {**parameters, "fsd": {"threshold": threshold}}
+                found: dict[str, Any] = client.post("/worker_generate", json=body).json()
+                assert found["error_code"] == 0, found
+                return found
+
+            exact, fuzzy = answer(0.0), answer(0.4)
+    finally:
+        worker.close()
+    assert exact["text"] == model.tokenizer.decode(plain, skip_special_tokens=True)
+    assert exact["fsd"]["fuzzy_tokens"] == 0
+    assert exact["fsd"]["tau"] > 1.2
+    assert fuzzy["fsd"]["tau"] > 1.2

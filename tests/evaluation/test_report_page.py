@@ -1,0 +1,84 @@
+"""The page of a report in headless Chromium, wide and narrow."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_report import make_report, make_row
+
+from eagle_fsd.evaluation.html_report import html_text
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not on the PATH"
+    ),
+]
+
+#: Returns [text, left, top, right, bottom] of the visible curve and of each title and tick in it.
+BOXES = """
+const curve = [...document.querySelectorAll("svg.curve")].find(item => item.checkVisibility());
+return [curve, ...curve.querySelectorAll("text.tick, text.axis")].map(item => {
+  const box = item.getBoundingClientRect();
+  const text = item === curve ? "" : item.textContent;
+  return [text, box.left, box.top, box.right, box.bottom];
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    """Selenium's driver of a headless Chromium."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    chrome = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("level", [-0.2675, -12.345678, None])
+def test_titles_and_ticks_of_the_curve_do_not_overlap(
+    driver: Any, tmp_path: Path, width: int, level: float | None
+) -> None:
+    """Of accuracies (no level) and of log-probabilities, whose tick labels are long."""
+    rows = [
+        make_row(name, 1.0 + at, scored=level is None) for at, name in enumerate(("exact", "fsd"))
+    ]
+    for row in rows:
+        row["log_likelihood"] = level
+    if level is not None:
+        rows[1]["against_exact"] |= {
+            "log_likelihood_change": -0.0011,
+            "log_likelihood_change_interval": [-0.0013, -0.0009],
+        }
+    page = tmp_path / "report.html"
+    page.write_text(html_text(make_report(rows)), encoding="utf-8")
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get(page.as_uri())
+    (_, left, top, right, bottom), *boxes = driver.execute_script(BOXES)
+    assert 300 < right - left <= width
+    titles = [box[0] for box in boxes if not box[0][-1].isdigit()]
+    assert titles == [
+        "tokens/s",
+        "accuracy (%)" if level is None else "log-probability (nats/token)",
+    ]
+    assert len(boxes) >= 6
+    for text, *box in boxes:
+        inside = left <= box[0] and top <= box[1] and box[2] <= right and box[3] <= bottom
+        assert inside, text
+    for (first, *a), (second, *b) in combinations(boxes, 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, (first, second)
