@@ -63,7 +63,8 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 bundled: $(INSTALLED)
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
-	$(RUN)/eagle-fsd calibrate --max-drop 1 --count 2000 --install
+	$(RUN)/eagle-fsd tune --install
+	$(RUN)/eagle-fsd calibrate --seed 3 --install
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
 
 clean:
