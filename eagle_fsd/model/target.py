@@ -414,16 +414,18 @@ class Target:
 
 #: ``states``: during a pass, this thread's inputs of hooked modules, by index of the hidden state.
 _recorded = threading.local()
-_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Attribute of modules that record their inputs. Compiled code checks it, so it must not depend on
+#: other models, as the contents of a set of modules would.
+RECORDS = "_eagle_fsd_records_input"
 #: What the caches of each model allocated.
 _layouts: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 
 
 def _record_input(module: nn.Module, state: int) -> None:
     """Make a module record its input during passes; repeated calls do nothing."""
-    if module not in _hooked:
+    if not getattr(module, RECORDS, False):
         module.register_forward_pre_hook(partial(_record, state), with_kwargs=True)
-        _hooked.add(module)
+        setattr(module, RECORDS, True)
 
 
 def _record(
