@@ -76,7 +76,7 @@ class IdleEngines:
         return bool(found)
 
 
-def fingerprint(*modules: nn.Module) -> tuple[object, ...]:
+def describe_modules(*modules: nn.Module) -> tuple[object, ...]:
     """Describe what a CUDA graph cannot follow: addresses of weights, hooks and active adapters.
 
     Args:

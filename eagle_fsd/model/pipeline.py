@@ -56,7 +56,7 @@ from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
 from eagle_fsd.model.identity import differs
-from eagle_fsd.model.idle_engines import IdleEngines, fingerprint
+from eagle_fsd.model.idle_engines import IdleEngines, describe_modules
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import seed_keys
@@ -1000,7 +1000,7 @@ class EagleFSD:
     def _describe(self) -> object:
         """Return what all engines depend on."""
         modules = [item for item in (self.model, self.drafter.network) if item is not None]
-        return self.drafter, self.compiled, fingerprint(*modules)
+        return self.drafter, self.compiled, describe_modules(*modules)
 
     def _check_target(self, drafter: Drafter) -> None:
         """Check the target, unless that has been done; see :func:`check_target`."""

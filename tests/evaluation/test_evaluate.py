@@ -362,15 +362,20 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
     run(tmp_path, ["plain", "exact"], other_threshold, temperature=1.0, top_k=50)
 
 
+def change_weight(folder: Path, suffix: str) -> None:
+    """Scale a tensor of a checkpoint by 1.01."""
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith(suffix))
+    weights[name] = weights[name] * 1.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(BUNDLED_TARGET, target)
     request = {"target": str(target), "drafter": str(BUNDLED_HEAD)}
     run(tmp_path / "out", request=request)
-    weights = load_file(target / "model.safetensors")
-    name = next(name for name in weights if name.endswith("13.mlp.down_proj.weight"))
-    weights[name] = weights[name] * 1.01
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    change_weight(target, "13.mlp.down_proj.weight")
     with pytest.raises(ValueError, match="fingerprint of the target was") as error:
         run(tmp_path / "out", request=request)
     assert "fingerprint of the drafter" not in str(error.value)
@@ -383,10 +388,7 @@ def test_other_weights_of_a_draft_model_are_detected(tmp_path: Path) -> None:
     run(tmp_path / "out", request=request)
     (answers,) = (tmp_path / "out").rglob("exact.jsonl")
     before = answers.read_bytes()
-    weights = load_file(drafter / "model.safetensors")
-    name = next(name for name in weights if name.endswith("0.mlp.down_proj.weight"))
-    weights[name] = weights[name] * 1.01
-    save_file(weights, drafter / "model.safetensors", {"format": "pt"})
+    change_weight(drafter, "0.mlp.down_proj.weight")
     with pytest.raises(ValueError, match="fingerprint of the drafter was") as error:
         run(tmp_path / "out", request=request)
     assert "fingerprint of the target" not in str(error.value)

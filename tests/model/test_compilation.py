@@ -374,7 +374,7 @@ def test_steps_are_captured_once_per_shape_and_replayed(monkeypatch: pytest.Monk
     assert +recorder.pools == {2: 1}  # a pool without graphs cannot be used again
 
 
-def test_graphs_that_were_not_used_for_longest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape that comes back runs eagerly once, like a new one."""
     recorder = _Recorder(monkeypatch)
     monkeypatch.setattr(compilation, "MAX_GRAPHS", 2)

@@ -23,7 +23,7 @@ from eagle_fsd.model.cache import CUDA_VIEW_STEP, VIEW_STEP, cache_slots, view_s
 from eagle_fsd.model.compilation import StepGraphs
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine, Row
-from eagle_fsd.model.idle_engines import MAX_ENGINES, fingerprint
+from eagle_fsd.model.idle_engines import MAX_ENGINES, describe_modules
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 
@@ -168,7 +168,7 @@ def test_threads_share_a_pair(captured: list[StepGraphs]) -> None:
     assert 1 <= len(pair._idle) <= MAX_ENGINES
 
 
-def test_engines_that_were_not_used_for_longest_are_dropped(
+def test_the_least_recently_used_engines_are_dropped(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
     pair = fresh()
@@ -371,13 +371,13 @@ def test_a_closed_batch_gives_its_engines_back(captured: list[StepGraphs]) -> No
     assert len(captured) <= before + 1
 
 
-def test_fingerprint_follows_adapters() -> None:
+def test_the_description_of_modules_follows_adapters() -> None:
     layer = torch.nn.Linear(2, 2)
     layer._active_adapter = ["default"]
-    before = fingerprint(layer)
-    assert fingerprint(layer) == before
+    before = describe_modules(layer)
+    assert describe_modules(layer) == before
     layer._active_adapter = ["other"]
-    assert fingerprint(layer) != before
+    assert describe_modules(layer) != before
 
 
 def test_caches_have_whole_steps_of_slots_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
