@@ -200,7 +200,7 @@ def _acceptance(
 ) -> AcceptanceConfig:
     """Return the server's acceptance options with those of a request."""
     try:
-        acceptance = AcceptanceConfig.from_dict({**default.model_dump(), **given})
+        acceptance = default.overridden(given)
     except OptionsError as error:
         raise RequestError(f"fsd: {error}") from error
     bound = max(limits.max_threshold, default.threshold)
@@ -208,6 +208,9 @@ def _acceptance(
         raise RequestError(
             f"fsd: threshold must be at most {bound:g} on this server; got {acceptance.threshold:g}"
         )
+    if acceptance.rule not in ("fsd", default.rule):
+        allowed = " or ".join(dict.fromkeys(("fsd", default.rule)))
+        raise RequestError(f"fsd: rule must be {allowed} on this server; got {acceptance.rule}")
     return acceptance
 
 

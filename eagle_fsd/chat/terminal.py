@@ -167,8 +167,8 @@ class ChatSession:
         """Print one line with the model, the threshold, the commands and the tokens' colors."""
         colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
         commands = " ".join(("!!threshold", *FASTCHAT_COMMANDS))
-        name, threshold = escape_control_chars(self.name), self.model.acceptance.threshold
-        opening = f"{name}, threshold {threshold:g}. Commands: {commands}. Colors: "
+        name = escape_control_chars(self.name)
+        opening = f"{name}, {self.model.acceptance.label}. Commands: {commands}. Colors: "
         self.note(Text(opening).append_text(colors))
 
     def print_stats(self) -> None:
@@ -179,7 +179,7 @@ class ChatSession:
         self.note(
             f"{stats['tokens_per_second']:.1f} tokens/s, tau {stats['tau']:.2f},"
             f" {stats['fuzzy_tokens'] / count:.0%} fuzzy of {count} tokens,"
-            f" threshold {self.model.acceptance.threshold:g}"
+            f" {self.model.acceptance.label}"
         )
 
 

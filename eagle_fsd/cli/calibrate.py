@@ -39,6 +39,12 @@ def calibrate(
             help="Choose among the settings of another engine's rule, and print its flags.",
         ),
     ] = None,
+    rules: Annotated[
+        bool,
+        Parameter(
+            help="Choose among acceptance rules from the literature, too.", negative_bool="no-"
+        ),
+    ] = True,
     install: Annotated[
         bool, Parameter(help="Write fsd.json beside the drafter, where every command reads it.")
     ] = False,
@@ -57,6 +63,7 @@ def calibrate(
         questions: The question set.
         bounds: The loss of accuracy that is allowed.
         engine: Another engine.
+        rules: Choose among other rules, too.
         install: Also write ``fsd.json`` beside the drafter.
         as_json: Print the report as JSON.
         grid: The thresholds, divergences and floors.
@@ -76,6 +83,7 @@ def calibrate(
             config,
             grid,
             engine=engine,
+            rules=rules,
             install=install and is_first,
             settings=given_settings(file.settings, TreeConfig(), acceptance),
             progress=progress,

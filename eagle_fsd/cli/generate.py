@@ -125,7 +125,7 @@ def _print_stream(
     err.print(
         f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
-        f" threshold {0.0 if method == 'ar' else model.acceptance.threshold:g}",
+        f" {'threshold 0' if method == 'ar' else model.acceptance.label}",
         style="dim",
         soft_wrap=True,
     )

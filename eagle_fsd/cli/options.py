@@ -14,6 +14,7 @@ from eagle_fsd.model.config import (
     PairOptions,
     Settings,
     TreeConfig,
+    one_rule,
     read_settings,
 )
 from eagle_fsd.utils.options import Options
@@ -64,7 +65,7 @@ OtherAcceptanceOptions = Annotated[
     options(
         "Acceptance",
         f"{_FROM_FILES} lossless.",
-        exclude=("threshold", "divergence", "min_ratio"),
+        exclude=("threshold", "divergence", "min_ratio", "rule"),
         show_default=False,
     ),
 ]
@@ -92,7 +93,7 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
         {
             **found.model_dump(exclude_unset=True, exclude=excluded),
             **shape,
-            **acceptance.model_dump(exclude_unset=True),
+            **one_rule(acceptance.model_dump(exclude_unset=True)),
         }
     )
 

@@ -1,9 +1,10 @@
 """Calibration: choose the fastest settings for a pair whose loss of accuracy is within a bound.
 
 Every setting is compared with exact decoding on the same questions, both with the tree that suits
-them best. The settings are all combinations of an acceptance setting with a tree: for each of the
-first, the fastest chain and the fastest bushy tree by prediction (see
-:mod:`eagle_fsd.evaluation.tuning`), because a bushy tree loses less accuracy at the same threshold.
+them best. The settings are all combinations of an acceptance setting (FSD's grid, priced paths and
+rules from the literature) with a tree: for each of the first, the fastest chain and the fastest
+bushy tree by prediction (see :mod:`eagle_fsd.evaluation.tuning`), because a bushy tree loses less
+accuracy at the same threshold.
 
 Part of the questions, :data:`SELECTION_SHARE` of every category, select the settings to test. They
 are answered in :data:`ROUNDS`. After each round, the settings with the largest expected gain
@@ -45,7 +46,7 @@ from eagle_fsd.evaluation.config import (
     GridConfig,
     LossBounds,
 )
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series, rule_method
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -76,6 +77,8 @@ log = logging.getLogger(__name__)
 
 #: Default number of bundled questions.
 DEFAULT_COUNT = 2000
+#: Rules from the literature to choose from, with their published values.
+CALIBRATED_RULES = ("typical", "top-ratio", "margin", "cascade", "mixture", "regret")
 #: Part of the questions on which settings are selected; the others certify them.
 SELECTION_SHARE = 0.2
 #: Questions of each round of the selection (None: all of them), and the settings that remain.
@@ -167,6 +170,7 @@ def calibrate(
     grid: GridConfig | None = None,
     *,
     engine: EngineName | None = None,
+    rules: bool = True,
     install: bool = False,
     settings: Settings | None = None,
     progress: ProgressFactory = no_progress,
@@ -183,6 +187,7 @@ def calibrate(
         config: How answers are decoded; default: ``CalibrationConfig()``.
         grid: Acceptance settings to choose from; default: ``CalibrationGrid()``.
         engine: Choose among the settings of another engine's rule instead; no file is written.
+        rules: Choose among :data:`CALIBRATED_RULES`, too.
         install: Also save ``fsd.json`` beside the head, where every command reads it.
         settings: Tree and acceptance options that override the head's ``fsd.json``.
         progress: Reports progress.
@@ -200,7 +205,8 @@ def calibrate(
             :func:`~eagle_fsd.evaluation.runner.evaluate`.
     """
     config = config or CalibrationConfig()
-    candidates = candidate_methods(grid or CalibrationGrid(), engine, config.temperature)
+    grid = grid or CalibrationGrid()
+    candidates = candidate_methods(grid, engine, config.temperature, rules)
     drafter = Path(request.drafter) if request.drafter else BUNDLED_HEAD
     if install and engine:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
@@ -325,21 +331,24 @@ def calibrate(
 
 
 def candidate_methods(
-    grid: GridConfig, engine: EngineName | None, temperature: float
+    grid: GridConfig, engine: EngineName | None, temperature: float, rules: bool
 ) -> list[Method]:
     """Return the acceptance settings to choose from, without trees.
 
     Args:
-        grid: FSD's settings. Priced paths without a gate are added.
+        grid: FSD's settings, to which priced paths without a gate are added.
         engine: Return the settings of this engine's rule instead.
         temperature: Temperature of the answers.
+        rules: Add :data:`CALIBRATED_RULES`.
 
     Raises:
         OptionsError: The engine does not apply its rule at this temperature.
     """
     series = engines.series(engine, temperature) if engine else fsd_series(grid)
     methods = [method for group in series.values() for method in group]
-    return methods if engine else [*methods, *PRICED]
+    if not engine:
+        methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
+    return methods
 
 
 def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:

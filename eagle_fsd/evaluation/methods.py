@@ -11,56 +11,20 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
-from eagle_fsd.model.acceptance import (
-    BudgetRule,
-    CascadeRule,
-    DeferredRule,
-    FuzzyRule,
-    LimitedRule,
-    MarginRule,
-    MixtureRule,
-    PhaseRule,
-    RegretRule,
-    TargetRule,
-    TopKRule,
-    TypicalRule,
-)
+from eagle_fsd.model.acceptance import RULES, FuzzyRule, PhaseRule
 from eagle_fsd.model.config import TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
-#: Acceptance rules from the literature by their name in tables: with published values, if any, and
-#: with stricter or looser ones. (SGLang's two rules, ``single`` and ``acc``, are off by default. In
-#: greedy decoding, ``single`` above 0.5 accepts only the target's own token.)
-RULES: dict[str, AcceptanceRule] = {
-    "typical": TypicalRule(),
-    "typical 0.03": TypicalRule(epsilon=0.1, delta=0.03),
-    "single 0.4": TargetRule(single=0.4),
-    "single 0.2": TargetRule(single=0.2),
-    "acc 0.5": TargetRule(acc=0.5),
-    "acc 0.2": TargetRule(acc=0.2),
-    "top-gap": TopKRule(gap=0.6),
-    "top-gap 0.3": TopKRule(gap=0.3),
-    "top-ratio": TopKRule(3, ratio=0.5),
-    "top-ratio 0.2": TopKRule(3, ratio=0.2),
-    "margin": MarginRule(),
-    "margin 0.8": MarginRule(0.8),
-    "cascade": CascadeRule(),
-    "cascade -1": CascadeRule(-1.0),
-    "mixture": MixtureRule(),
-    "mixture 0.5": MixtureRule(0.5),
-    "regret": LimitedRule(RegretRule(), 10.0),
-    "regret 0.2": LimitedRule(RegretRule(0.2), 5.0),
-    "budget": BudgetRule(),
-    "budget 0.02": BudgetRule(budget=0.02),
-    "deferred": DeferredRule(),
-    "deferred 0.1": DeferredRule(entropy=0.1, window=3),
-}
-
 #: Acceptance settings of EAGLE-2, used by the methods that FSD is compared with.
-EAGLE_ACCEPTANCE = {"threshold": 0.0, "fallback": "exact", "selection": "longest"}
+EAGLE_ACCEPTANCE: dict[str, Any] = {
+    "threshold": 0.0,
+    "fallback": "exact",
+    "selection": "longest",
+    "max_fuzzy_nats": None,
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +34,7 @@ class Method:
     Attributes:
         name: Name in tables and files.
         acceptance: Fields of :class:`AcceptanceConfig` that override the model's.
-        rule: Acceptance rule to use instead of FSD's.
+        rule: Acceptance rule to use instead of the one that ``acceptance`` selects.
         decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
             Hugging Face's ``generate``.
         assistant: Draft model for Hugging Face's assisted generation.
@@ -95,7 +59,7 @@ class Method:
             model: The pair, which is not changed.
         """
         pair = copy.copy(model)
-        pair.acceptance = model.acceptance.updated(**self.acceptance)
+        pair.acceptance = model.acceptance.overridden(self.acceptance)
         pair.tree = self.tree or model.tree_for(pair.acceptance)
         if self.tree is None:
             pair.batch_trees = model.batch_trees
@@ -133,10 +97,14 @@ class Method:
         values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
         adaptive = {"adaptive": True} if values.pop("adaptive", False) else {}
         shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
-        if self.rule is not None:
+        if self.rule is not None or pair.acceptance.rule != "fsd":
             phase = {"phase": list(self.phase)} if self.phase else {}
-            return {"method": repr(self.rule), **phase, **shape}
-        if pair.acceptance == pair.acceptance.updated(**EAGLE_ACCEPTANCE):
+            rule = self.rule or RULES[pair.acceptance.rule]
+            others = pair.acceptance.model_dump(
+                include={"fallback", "selection", "price", "max_fuzzy_nats"}, exclude_defaults=True
+            )
+            return {"method": repr(rule), **phase, **shape, **others}
+        if pair.acceptance == pair.acceptance.overridden(EAGLE_ACCEPTANCE):
             trees = {str(rows): tree.model_dump() for rows, tree in pair.batch_trees.items()}
             batch = {"batch_trees": trees} if trees else {}
             return {"method": "exact", **shape, **adaptive, **batch}
@@ -265,8 +233,16 @@ def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
 
 def rule_methods() -> list[Method]:
     """Return a method for each of :data:`RULES`, FSD restricted to a phase, and priced paths."""
-    methods = [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in RULES.items()]
-    return [*methods, BEFORE_RESULT, *PRICED]
+    return [*map(rule_method, RULES), BEFORE_RESULT, *PRICED]
+
+
+def rule_method(name: str) -> Method:
+    """Return a method for one of :data:`RULES`.
+
+    Args:
+        name: The rule's name, which is also the method's.
+    """
+    return Method(name, {**EAGLE_ACCEPTANCE, "rule": name})
 
 
 def synchronize(model: EagleFSD) -> None:

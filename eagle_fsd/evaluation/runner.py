@@ -538,7 +538,7 @@ def compile_if_faster(
     trees: set[TreeConfig | None] = set()
     for method in methods:
         pair = method.pair_for(model)
-        lossless = method.rule is None and pair.acceptance.threshold == 0.0
+        lossless = method.rule is None and pair.acceptance.lossless
         if method.decoder == "fsd":
             trees.update(shapes_of(pair.tree) if lossless else [pair.tree])
         else:

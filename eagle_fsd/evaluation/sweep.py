@@ -28,7 +28,7 @@ from eagle_fsd.evaluation.plots import (
     draw_trees,
 )
 from eagle_fsd.evaluation.processes import start_processes
-from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.questions.sets import balanced_subset, requested_questions
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
@@ -104,7 +104,8 @@ def sweep(
         questions = requested_questions(request, config.seed)
         check_request(request, config, [EXACT, *methods], questions)
     model = load_share(request, settings)
-    workload = open_workload(model, questions[: RACE_GROUPS * config.batch], request, config)
+    raced = balanced_subset(questions, RACE_GROUPS * config.batch)
+    workload = open_workload(model, raced, request, config)
 
     def compiles(planned: Sequence[Method]) -> bool:
         if request.compiled is None:
@@ -186,7 +187,9 @@ def tree_rows(methods: Sequence[Method], plan: TreePlan) -> list[Row]:
     methods = [
         method
         for method in methods
-        if method.rule is None and method.acceptance.get("selection", "longest") == "longest"
+        if method.rule is None
+        and "rule" not in method.acceptance
+        and method.acceptance.get("selection", "longest") == "longest"
     ]
     best = {item.tree for method in methods for item in plan.candidates[method.name][:BEST_TREES]}
     return [
@@ -241,7 +244,7 @@ def screen(
     Returns:
         The reason not to measure them, by name; none if the questions have no score.
     """
-    few = Loaded(loaded.model, loaded.questions[:SCREENING_QUESTIONS])
+    few = Loaded(loaded.model, balanced_subset(loaded.questions, SCREENING_QUESTIONS))
     if not all(question.scored_by for question in few.questions):
         return {}
     found = run_evaluation(
@@ -264,9 +267,7 @@ def screen(
                 lost, gained, paired = (against[name] for name in ("lost", "gained", "paired"))
                 # Bounds the gain: below -MAX_LOSS, the loss exceeds MAX_LOSS.
                 if loss_bound(gained, lost, paired, CONFIDENCE) < -MAX_LOSS:
-                    reasons[row["method"]] = (
-                        f"lost {lost} and gained {gained} of the first {paired} answers"
-                    )
+                    reasons[row["method"]] = f"lost {lost} and gained {gained} of {paired} answers"
         return reasons
 
     return on_first_process(lossy)

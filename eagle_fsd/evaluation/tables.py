@@ -445,8 +445,10 @@ def footnote(report: dict[str, Any]) -> str:
         names += ["price"] if fsd["selection"] == "priced" else []
         names += ["max_fuzzy_nats"] if fsd["max_fuzzy_nats"] is not None else []
         sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
-    elif fsd is not None:
+    elif fsd is not None and fsd["method"] == "exact":
         sentences.append("fsd: the threshold is 0, which is exact decoding.")
+    elif fsd is not None:
+        sentences.append(f"fsd: {fsd['method']}.")
     if len(report["sessions"]) > 1:
         sentences.append(
             f"The answers come from {len(report['sessions'])} sessions; x compares within a"

@@ -143,6 +143,8 @@ def method_text(row: Row) -> str:
             parts.append(f"selection {settings['selection']}")
         if settings["max_fuzzy_nats"] is not None:
             parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
+    elif row["method"] == FSD.name and settings.get("method") not in (None, "exact"):
+        parts.append(settings["method"])
     if tree := tree_text(row):
         parts.append(f"tree {tree}")
     return f"{row['method']} ({', '.join(parts)})" if parts else str(row["method"])

@@ -7,6 +7,7 @@ classes. This module imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -49,11 +50,49 @@ DivergenceName = Literal[
 ]
 #: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
 DIVERGENCE_NAMES: tuple[str, ...] = get_args(DivergenceName)
+#: FSD's rule, and the keys of :data:`eagle_fsd.model.acceptance.RULES`.
+RuleName = Literal[
+    "fsd",
+    "typical",
+    "typical 0.03",
+    "single 0.4",
+    "single 0.2",
+    "acc 0.5",
+    "acc 0.2",
+    "top-gap",
+    "top-gap 0.3",
+    "top-ratio",
+    "top-ratio 0.2",
+    "margin",
+    "margin 0.8",
+    "cascade",
+    "cascade -1",
+    "mixture",
+    "mixture 0.5",
+    "regret",
+    "regret 0.2",
+    "budget",
+    "budget 0.02",
+    "deferred",
+    "deferred 0.1",
+]
 #: Types of weights that are quantized when a model is loaded.
 Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
-class TreeConfig(Options):
+class _Stored(Options):
+    """Options that are left out of files and reports where they say nothing."""
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialize(self)
+        for name, default in (("adaptive", False), ("rule", "fsd")):
+            if values.get(name) == default:
+                del values[name]
+        return values
+
+
+class TreeConfig(_Stored):
     """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's.
 
     The value ``"auto"`` of ``depth`` stands for ``adaptive=True``, without a depth of its own; a
@@ -90,14 +129,6 @@ class TreeConfig(Options):
             del values["depth"]
         return values
 
-    @model_serializer(mode="wrap")
-    def _omit_default(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the field out where it says nothing, as in earlier files and reports."""
-        values: dict[str, Any] = serialize(self)
-        if not values.get("adaptive"):
-            values.pop("adaptive", None)
-        return values
-
     def updated(self: Self, **changes: Any) -> Self:
         """Return a copy with some options changed; see :meth:`Options.updated`.
 
@@ -125,8 +156,12 @@ class TreeConfig(Options):
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
 
-class AcceptanceConfig(Options):
-    """Which drafted tokens verification accepts (FSD, arXiv 2502.20704). Lossless by default."""
+class AcceptanceConfig(_Stored):
+    """Which drafted tokens verification accepts (FSD, arXiv 2502.20704). Lossless by default.
+
+    FSD's threshold and another rule exclude each other: in :meth:`updated`, either replaces the
+    other.
+    """
 
     threshold: float = Field(
         default=0.0,
@@ -170,6 +205,11 @@ class AcceptanceConfig(Options):
         description="Budget of an answer: log-probability that its fuzzy tokens may give up in all;"
         " default: no limit.",
     )
+    rule: RuleName = Field(
+        default="fsd",
+        description="Acceptance rule: FSD's, or one from the literature, which takes the place of"
+        " threshold, divergence and min_ratio.",
+    )
 
     @model_validator(mode="after")
     def _check_selection(self) -> AcceptanceConfig:
@@ -177,7 +217,54 @@ class AcceptanceConfig(Options):
             raise ValueError(
                 f"max_fuzzy_nats needs selection longest or priced; got {self.selection}"
             )
+        if self.rule != "fsd" and self.threshold:
+            raise ValueError(f"rule {self.rule!r} takes no threshold; got {self.threshold:g}")
         return self
+
+    @property
+    def lossless(self) -> bool:
+        """Whether only the target's own tokens are accepted."""
+        return self.rule == "fsd" and self.threshold == 0.0
+
+    @property
+    def label(self) -> str:
+        """The rule in a few words, for lines about an answer."""
+        return f"threshold {self.threshold:g}" if self.rule == "fsd" else f"rule {self.rule}"
+
+    def updated(self: Self, **changes: Any) -> Self:
+        """Return a copy with some options changed; see :meth:`Options.updated`.
+
+        Args:
+            **changes: New values by name; see :func:`one_rule`.
+        """
+        return super().updated(**one_rule(changes))
+
+    def overridden(self, changes: Mapping[str, Any]) -> AcceptanceConfig:
+        """Return a copy with some options changed, where ``None`` is a value.
+
+        Args:
+            changes: New values by name; see :func:`one_rule`.
+
+        Raises:
+            OptionsError: See :meth:`Options.updated`.
+        """
+        return AcceptanceConfig.from_dict({**self.model_dump(), **one_rule(changes)})
+
+
+def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a threshold replace another rule, or another rule a threshold.
+
+    Args:
+        changes: Acceptance options to change, by name.
+
+    Returns:
+        The changes, with the one that a given ``threshold`` or ``rule`` implies.
+    """
+    if "rule" not in changes and changes.get("threshold") is not None:
+        return {**changes, "rule": "fsd"}
+    if "threshold" not in changes and changes.get("rule", "fsd") != "fsd":
+        return {**changes, "threshold": 0.0}
+    return dict(changes)
 
 
 class SamplingConfig(Options):

@@ -418,7 +418,7 @@ class EagleFSD:
                     identity.name,
                 )
         dtype = str(self.target.dtype).removeprefix("torch.")
-        calibrated = settings.target if settings.acceptance.get("threshold") else None
+        calibrated = None if settings.lossless else settings.target
         if calibrated is not None and calibrated.dtype != dtype:
             log.warning(
                 "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
@@ -479,7 +479,7 @@ class EagleFSD:
         Args:
             acceptance: The acceptance options.
         """
-        return self.tree if acceptance.threshold else self.exact_tree
+        return self.exact_tree if acceptance.lossless else self.tree
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -527,7 +527,7 @@ class EagleFSD:
                 - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
                   :attr:`acceptance`; or pass ``acceptance`` to replace all of it.
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
-                - ``rule``: an acceptance rule that replaces FSD's.
+                - ``rule``: an acceptance rule that replaces the one of ``acceptance``.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
@@ -962,7 +962,7 @@ class EagleFSD:
             # A tree that consists of its root is plain decoding.
             method == "fsd" and tree.total_tokens > 1,
             self.drafter.draws_chains,
-            rule is None and not acceptance.threshold,
+            rule is None and acceptance.lossless,
         )
 
     def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:

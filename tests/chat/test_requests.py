@@ -76,6 +76,7 @@ def long_chat(count: int) -> str:
         ({"fsd": {"total_tokens": 9}}, "fsd: unknown option total_tokens"),
         ({"fsd": {"self": 9}}, "fsd: unknown option self"),
         ({"fsd": {"divergence": "x"}}, "fsd: divergence must be one of js"),
+        ({"fsd": {"rule": "margin"}}, "fsd: rule must be fsd on this server; got margin"),
         ({"logprobs": 21}, r"logprobs must be an integer in \[0, 20\]; got 21"),
         ({"logprobs": "2"}, "logprobs must be an integer"),
         ({"stop": 5}, "stop must be a string or a list of at most 16 strings"),

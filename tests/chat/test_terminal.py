@@ -125,6 +125,16 @@ def test_commands_set_acceptance_options(model: EagleFSD, talk: Talk) -> None:
     assert model.acceptance == AcceptanceConfig(threshold=0.4)
 
 
+def test_command_selects_a_rule(model: EagleFSD, talk: Talk) -> None:
+    """A threshold replaces it."""
+    _, noted = talk("!!rule margin 0.8", QUESTION, "!!threshold 0.2", "!!rule")
+    lines = noted.splitlines()
+    assert lines[0] == "rule is margin 0.8"
+    assert lines[1].endswith("rule margin 0.8")
+    assert lines[2:] == ["threshold is 0.2", "rule is fsd"]
+    assert model.acceptance.threshold == 0.2
+
+
 def test_commands_set_tree_options(model: EagleFSD, session: ChatSession, talk: Talk) -> None:
     """``top-k`` alone is a sampling option, as on the command line."""
     printed, noted = talk("!!tree-top-k 3", "!!total_tokens 9", "!!depth 99", "Hello!")

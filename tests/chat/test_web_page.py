@@ -173,6 +173,17 @@ def test_requests_carry_controls_and_options(state: ChatState) -> None:
     assert params["max_new_tokens"] == 48
 
 
+def test_controls_leave_the_rule_of_the_server(state: ChatState) -> None:
+    backend = ScriptedBackend("x")
+    backend.about = About("x", AcceptanceConfig(rule="margin"), Limits())
+    page = Page(backend, AnswerOptions())
+    send(page, state, "Hello", threshold=0.0)
+    assert backend.requests[0][0]["fsd"] == AcceptanceConfig(rule="margin").model_dump()
+    *_, compared = collect(page.compare(state, "Hello", {**CONTROLS, "threshold": 0.0}))
+    assert "Rule margin" in compared.comparison
+    assert [params["fsd"].get("rule") for params, _ in backend.requests[-2:]] == [None, "margin"]
+
+
 @pytest.mark.parametrize(
     ("message", "controls", "error"),
     [

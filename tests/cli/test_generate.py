@@ -121,6 +121,15 @@ def test_command_line_overrides_settings_file_which_overrides_the_head(
     }
 
 
+def test_rule_replaces_the_threshold_of_the_head(run: Run) -> None:
+    assert settings_of(run, "--rule", "top-ratio 0.2")["threshold"] == 0.0
+    status, _, err = run("generate", "--rule", "top-ratio 0.2", QUESTION)
+    assert (status, "rule top-ratio 0.2" in err) == (0, True)
+    status, _, err = run("generate", "--rule", "margin", "--threshold", "0.1", QUESTION)
+    assert status == 2
+    assert err.startswith("error: rule 'margin' takes no threshold; got 0.1")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_control_characters_are_escaped_on_a_terminal(
     terminal: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from stub_judge import StubJudge
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
@@ -44,11 +45,12 @@ from eagle_fsd.evaluation.config import (
     EvaluationRequest,
     LossBounds,
 )
-from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.methods import Method, rule_method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
+from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
 
 Run = Callable[..., tuple[int, str, str]]
@@ -364,13 +366,15 @@ def test_an_engine_without_trees_is_compared_along_chains() -> None:
     assert [item.name for item in plan_settings(plan, [Method("a")], None)] == ["a tree 16-8-2"]
 
 
-def test_candidates_include_priced_paths_or_are_an_engines() -> None:
+@pytest.mark.parametrize("rules", [False, True])
+def test_candidates_include_other_rules_or_are_an_engines(rules: bool) -> None:
     grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.3,))
-    names = [method.name for method in candidate_methods(grid, None, 0.0)]
-    assert names == ["T=0.05 r=0.3", "T=0.1 r=0.3", "price 1.5", "price 0.75"]
-    assert len(candidate_methods(grid, "tensorrt-llm", 0.0)) == 15
+    names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]
+    others = calibration.CALIBRATED_RULES if rules else ()
+    assert names == ["T=0.05 r=0.3", "T=0.1 r=0.3", "price 1.5", "price 0.75", *others]
+    assert len(candidate_methods(grid, "tensorrt-llm", 0.0, rules)) == 15
     with pytest.raises(OptionsError, match="set a --temperature above 0; got 0"):
-        candidate_methods(grid, "sglang", 0.0)
+        candidate_methods(grid, "sglang", 0.0, rules)
 
 
 def test_rows_without_a_score_are_rejected() -> None:
@@ -551,6 +555,30 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
+def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair decodes by it wherever no threshold is given."""
+    method = replace(rule_method("margin"), name="margin tree 12-10-1", tree=TREE)
+    monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "margin", 1.5)])
+    request = EvaluationRequest(count=16, out=tmp_path)
+    found = calibrate(request, LossBounds(max_drop=37.0), CONFIG, GRID)
+    assert found is not None
+    assert found.chosen == method.name
+    settings = read_settings(tmp_path / "fsd.json")
+    assert settings.acceptance["rule"] == "margin"
+    model = EagleFSD.from_pretrained()
+    model.configure(settings)
+    assert model.acceptance == AcceptanceConfig(rule="margin")
+    assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
+    prompt = torch.tensor([[1, 5, 9]])
+    own, same, exact = (
+        model.generate(prompt, max_new_tokens=24, **options).sequences
+        for options in ({}, {"rule": MarginRule()}, {"threshold": 0.0})
+    )
+    assert torch.equal(own, same)
+    assert not torch.equal(own, exact)
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_the_next_setting_is_tested_if_the_first_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,7 +655,7 @@ def test_exact_decoding_is_saved_if_nothing_is_selected(
     assert found.chosen == "exact"
     assert read_settings(tmp_path / "fsd.json").acceptance["threshold"] == 0.0
     assert "6 fresh questions cannot show a loss" in caplog.text
-    assert "none of 3 settings" in found.conclusion
+    assert "none of 9 settings" in found.conclusion
     assert found.conclusion in (tmp_path / "report.md").read_text()
 
 
@@ -640,7 +668,7 @@ def test_settings_for_another_engine_are_flags(
     monkeypatch.setattr(engines, "THINKING", ("Step", "####"))
     candidates = {"exact": [Candidate(EXACT_TREE, 6.0, 700.0), Candidate(TREE, 5.0, 600.0)]}
     monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, candidates))
-    method = replace(candidate_methods(GRID, "tensorrt-llm", 0.0)[0], tree=TREE)
+    method = replace(candidate_methods(GRID, "tensorrt-llm", 0.0, False)[0], tree=TREE)
     monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "relaxed", 1.5)])
     request = EvaluationRequest(count=16, out=tmp_path)
     found = calibrate(request, LossBounds(max_drop=37.0), CONFIG, GRID, engine="tensorrt-llm")
@@ -662,5 +690,5 @@ def test_calibrate_searches_settings_and_trees(tmp_path: Path) -> None:
     assert found is not None
     assert (tmp_path / "fsd.json").exists()
     assert {item["method"].partition(" tree ")[0] for item in found.report["selection"]} <= {
-        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75")
+        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75", *calibration.CALIBRATED_RULES)
     }

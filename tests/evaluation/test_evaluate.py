@@ -29,16 +29,17 @@ from eagle_fsd.evaluation.methods import (
     FSD,
     HF,
     PLAIN,
-    RULES,
     Method,
     find_methods,
     fsd_method,
     fsd_series,
+    rule_method,
 )
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
 from eagle_fsd.evaluation.runner import Evaluation
+from eagle_fsd.model.acceptance import RULES
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
@@ -259,7 +260,7 @@ def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> No
 def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
     own: dict[str, str], tmp_path: Path
 ) -> None:
-    rules = [Method(name, EXACT.acceptance, RULES[name]) for name in ("typical", "top-gap")]
+    rules = [rule_method("typical"), rule_method("top-gap")]
     taus = []
     for name, settings in (("default", None), ("changed", Settings(**own))):
         report = run(tmp_path / name, [EXACT, *rules], settings, max_new_tokens=12)
@@ -466,6 +467,10 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
     for method in find_methods(["rules"]):
         if method.name in RULES:
             assert method.describe(fuzzy)["method"] == repr(RULES[method.name])
+            chosen = copy.copy(fuzzy)
+            chosen.acceptance = AcceptanceConfig(rule=method.name, max_fuzzy_nats=2.0)
+            chosen.exact_tree = fuzzy.tree
+            assert FSD.describe(chosen) == {**method.describe(fuzzy), "max_fuzzy_nats": 2.0}
     assert json.dumps([PLAIN.describe(fuzzy), fsd_method(0.1).describe(fuzzy)])
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.model.acceptance import RULES, LimitedRule, MarginRule, rule_for
 from eagle_fsd.model.config import ModelIdentity, Settings, read_settings, settings_dict
 from eagle_fsd.utils.options import describe_field
 
@@ -33,6 +34,7 @@ RANGES: dict[type, dict[str, str]] = {
         "divergence_on": "one of raw, warped",
         "price": "a finite number of at least 0",
         "max_fuzzy_nats": "a number of at least 0",
+        "rule": f"one of {', '.join(('fsd', *RULES))}",
     },
     SamplingConfig: {
         "temperature": "a finite number of at least 0",
@@ -104,6 +106,28 @@ def test_limit_per_answer_needs_whole_paths() -> None:
         message = f"max_fuzzy_nats needs selection longest or priced; got {selection}"
         with pytest.raises(OptionsError, match=message):
             limited.updated(selection=selection)
+
+
+def test_a_threshold_and_another_rule_replace_each_other() -> None:
+    fuzzy = AcceptanceConfig(threshold=0.1, min_ratio=0.3, max_fuzzy_nats=3.0)
+    other = fuzzy.updated(rule="margin")
+    assert (other.threshold, other.rule, other.lossless) == (0.0, "margin", False)
+    assert other.updated(min_ratio=0.2).rule == "margin"
+    assert other.updated(threshold=0.1) == fuzzy
+    assert other.updated(threshold=0.0).lossless
+    assert (fuzzy.label, other.label) == ("threshold 0.1", "rule margin")
+    assert rule_for(other) == LimitedRule(MarginRule(), 3.0)
+    with pytest.raises(OptionsError, match=r"rule 'margin' takes no threshold; got 0\.2"):
+        other.updated(rule="margin", threshold=0.2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_named_rules_are_stored_and_read(name: str, tmp_path: Path) -> None:
+    acceptance = AcceptanceConfig(rule=name)
+    assert rule_for(acceptance) == RULES[name]
+    path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
+    assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
+    assert "rule" not in AcceptanceConfig().model_dump()
 
 
 # -- fsd.json --------------------------------------------------------------------------------------

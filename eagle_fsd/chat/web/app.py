@@ -236,14 +236,15 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
 
 def _control(name: str, about: About, options: AnswerOptions) -> gr.components.Component:
     """Build the slider or drop-down list of an option, with the bounds declared by its model."""
-    owner: Options = about.acceptance if name in ACCEPTANCE_CONTROLS else options
+    own = name in ACCEPTANCE_CONTROLS
+    owner: Options = about.acceptance if own else options
     option, value = type(owner).model_fields[name], getattr(owner, name)
     label, step = CONTROLS[name]
     common: dict[str, Any] = {
         "label": label,
         "info": option.description,
         "elem_id": f"fsd-{name.replace('_', '-')}",
-        "interactive": True,
+        "interactive": about.acceptance.rule == "fsd" or not own,
     }
     if choices := get_args(option.annotation):
         return gr.Dropdown(list(choices), value=value, **common)

@@ -292,7 +292,8 @@ class Page:
                 question_html = rendering.message_html("user", rendering.question_html(question))
             messages = state.messages(question, count)
             acceptance, params = self._validate_controls(messages, controls)
-            exact, exact_params = self._validate_controls(messages, {**controls, "threshold": 0.0})
+            exact = acceptance.updated(threshold=0.0)
+            exact_params = {**params, "fsd": exact.model_dump()}
         except PageError as error:
             yield View(comparison=state.comparison + rendering.error_html(str(error)))
             return
@@ -371,8 +372,10 @@ class Page:
     ) -> tuple[AcceptanceConfig, dict[str, Any]]:
         """Return the acceptance options and the request parameters, or raise PageError."""
         about = self.backend.about
-        chosen = {name: controls[name] for name in ACCEPTANCE_CONTROLS}
-        values = {name: value for name, value in controls.items() if name not in chosen}
+        values = dict(controls)
+        chosen = {name: values.pop(name) for name in ACCEPTANCE_CONTROLS}
+        if about.acceptance.rule != "fsd":  # which has none of them
+            chosen = {}
         try:
             acceptance = about.acceptance.updated(**chosen)
             options = self.options.updated(**values)
@@ -451,9 +454,12 @@ def _comparison_html(left: PartialAnswer, right: PartialAnswer, sampled: bool) -
     elif not complete:
         difference = f"Incomplete. {difference}"
     fsd = right.acceptance
+    name = f"FSD (T = {fsd.threshold:g}, {fsd.divergence})"
+    if fsd.rule != "fsd":
+        name = fsd.label.capitalize()
     return rendering.comparison_html(
         (left.html(index), right.html(index)),
-        ("Exact (T = 0)", f"FSD (T = {fsd.threshold:g}, {fsd.divergence})"),
+        ("Exact (T = 0)", name),
         (left.summary(), right.summary()),
         difference,
     )

@@ -39,8 +39,7 @@ def describe_token(token: Token, acceptance: AcceptanceConfig) -> str:
         lines.append(NO_DIVERGENCE)
     else:
         lines.append(
-            f"Divergence ({acceptance.divergence}): {token.divergence:.4f}"
-            f" (T = {acceptance.threshold:g})"
+            f"Divergence ({acceptance.divergence}): {token.divergence:.4f} ({_rule(acceptance)})"
         )
     if token.probability is not None:
         lines.append(f"Target probability: {percent(token.probability)}")
@@ -57,6 +56,10 @@ def visible(text: str) -> str:
         text: The token's text.
     """
     return text.replace("\n", "⏎").replace("\t", "⇥") or "<end>"
+
+
+def _rule(acceptance: AcceptanceConfig) -> str:
+    return f"T = {acceptance.threshold:g}" if acceptance.rule == "fsd" else acceptance.label
 
 
 def percent(fraction: float) -> str:
@@ -146,11 +149,12 @@ def strip_html(tokens: Sequence[Token], acceptance: AcceptanceConfig, max_thresh
     summary = f"{len(shown)} tokens, {len(known)} with a divergence"
     if values := [token.divergence or 0.0 for token in known]:
         most = max(known, key=lambda token: token.divergence or 0.0)
-        below = sum(value < acceptance.threshold for value in values)
         summary += (
-            f": median {median(values):.4f}, largest {max(values):.4f}"
-            f" at “{visible(most.text)}”; {below} below T = {acceptance.threshold:g}"
+            f": median {median(values):.4f}, largest {max(values):.4f} at “{visible(most.text)}”"
         )
+        if acceptance.rule == "fsd":
+            below = sum(value < acceptance.threshold for value in values)
+            summary += f"; {below} below {_rule(acceptance)}"
     lowest = f"{max_threshold / 10**SCALE_DECADES:.9f}".rstrip("0").rstrip(".")
     return (
         f'<figure class="fsd-strip" data-threshold="{acceptance.threshold}"'
@@ -368,7 +372,7 @@ def summarize(stats: Mapping[str, float], acceptance: AcceptanceConfig, status: 
         f"tau {stats['tau']:.2f}",
         f"{stats['tokens_per_second']:.0f} tokens/s",
         f"{_fuzzy_share(stats)} fuzzy",
-        f"T = {acceptance.threshold:g}",
+        _rule(acceptance),
     ]
     if dropped := stats.get("dropped"):
         parts.append(f"{dropped} oldest messages dropped to fit the context")

@@ -214,7 +214,7 @@ def tune(
         "dtype": str(model.target.dtype),
         "device": str(model.target.device),
     }
-    methods = [EXACT, FSD] if model.acceptance.threshold else [EXACT]
+    methods = [EXACT] if model.acceptance.lossless else [EXACT, FSD]
     tuning = Tuning(about, list(map(TreeRace, methods)))
     with folder_lock(folder):
         try:

@@ -50,6 +50,7 @@ from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.verify import AcceptanceRule
 
 __all__ = [
+    "RULES",
     "BudgetRule",
     "CascadeRule",
     "DeferredRule",
@@ -69,15 +70,44 @@ __all__ = [
 ]
 
 
+#: Rules from the literature by name: with published values, if any, and with stricter or looser
+#: ones. (SGLang's two rules, ``single`` and ``acc``, are off by default. In greedy decoding,
+#: ``single`` above 0.5 accepts only the target's own token.)
+RULES: dict[str, AcceptanceRule] = {
+    "typical": TypicalRule(),
+    "typical 0.03": TypicalRule(epsilon=0.1, delta=0.03),
+    "single 0.4": TargetRule(single=0.4),
+    "single 0.2": TargetRule(single=0.2),
+    "acc 0.5": TargetRule(acc=0.5),
+    "acc 0.2": TargetRule(acc=0.2),
+    "top-gap": TopKRule(gap=0.6),
+    "top-gap 0.3": TopKRule(gap=0.3),
+    "top-ratio": TopKRule(3, ratio=0.5),
+    "top-ratio 0.2": TopKRule(3, ratio=0.2),
+    "margin": MarginRule(),
+    "margin 0.8": MarginRule(0.8),
+    "cascade": CascadeRule(),
+    "cascade -1": CascadeRule(-1.0),
+    "mixture": MixtureRule(),
+    "mixture 0.5": MixtureRule(0.5),
+    "regret": LimitedRule(RegretRule(), 10.0),
+    "regret 0.2": LimitedRule(RegretRule(0.2), 5.0),
+    "budget": BudgetRule(),
+    "budget 0.02": BudgetRule(budget=0.02),
+    "deferred": DeferredRule(),
+    "deferred 0.1": DeferredRule(entropy=0.1, window=3),
+}
+
+
 def rule_for(acceptance: AcceptanceConfig) -> AcceptanceRule:
-    """Return the rule for acceptance options: FSD's, or exact verification if ``T`` is 0.
+    """Return the rule for acceptance options: FSD's or a named one; exact verification without any.
 
     Args:
         acceptance: The acceptance options.
     """
-    if acceptance.threshold == 0.0:
+    if acceptance.lossless:
         return ExactRule()
-    rule = FuzzyRule(
+    rule = RULES.get(acceptance.rule) or FuzzyRule(
         acceptance.threshold,
         acceptance.divergence,
         acceptance.min_ratio,
