@@ -1,4 +1,4 @@
-"""Fuzzy Speculative Decoding (FSD) on EAGLE-2 draft trees.
+"""Fuzzy Speculative Decoding (FSD) on draft trees.
 
 Start with :class:`EagleFSD`: ``from_pretrained`` loads a target and a drafter, ``generate``,
 ``stream`` and ``generate_many`` decode. ``model`` holds the decoder, ``train`` trains draft heads,

@@ -1,8 +1,9 @@
-"""The bundled pair: a small target, a draft head, and a generator of problems for them.
+"""The bundled pair: a small target, drafters for it, and a generator of problems for them.
 
-``target`` and ``head`` contain the weights; :mod:`eagle_fsd.bundled.problems` generates the word
-problems that both are trained on and evaluated with. Nothing here imports the rest of the package.
-Start with ``target/README.md`` and ``head/README.md``, the model cards.
+``target``, ``head`` (EAGLE-2), ``eagle3`` and ``draft_model`` contain weights;
+:mod:`eagle_fsd.bundled.problems` generates the word problems that all are trained on and evaluated
+with. Nothing here imports the rest of the package. Start with the model cards, the folders'
+``README.md`` files.
 """
 
 from pathlib import Path
@@ -12,3 +13,9 @@ BUNDLED_TARGET = BUNDLED / "target"
 BUNDLED_HEAD = BUNDLED / "head"
 BUNDLED_EAGLE3 = BUNDLED / "eagle3"
 BUNDLED_DRAFT_MODEL = BUNDLED / "draft_model"
+#: Names of drafters on the command line.
+BUNDLED_DRAFTERS = {
+    "bundled": BUNDLED_HEAD,
+    "bundled-eagle3": BUNDLED_EAGLE3,
+    "bundled-draft-model": BUNDLED_DRAFT_MODEL,
+}

@@ -119,7 +119,7 @@ class Backend(Protocol):
 
         Args:
             params: Request parameters from :func:`request_params`, validated by the backend.
-            method: ``"fsd"``, or ``"ar"`` for autoregressive decoding without the draft head.
+            method: ``"fsd"``, or ``"ar"`` for autoregressive decoding without the drafter.
 
         Raises:
             BackendError: The request is invalid, or decoding failed.

@@ -114,7 +114,7 @@ class AnswerRequest:
         min_tokens: Minimum number of tokens before such a token may end the answer.
         details: Number of alternatives to report with each token's log-probability; None: report
             neither.
-        method: ``"fsd"``, or ``"ar"`` to decode without the draft head.
+        method: ``"fsd"``, or ``"ar"`` to decode without the drafter.
         echo_texts: The text of each prompt token, if the answer begins with the prompt, else empty.
         prompt_only: Whether nothing is generated, so that the answer is the prompt.
         dropped: Number of messages that were dropped to fit the context.

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from eagle_fsd.bundled import BUNDLED_DRAFTERS
 from eagle_fsd.utils.options import Options, Self
 
 #: Value of the option ``device`` that splits the target over the processes of ``torchrun``.
@@ -343,6 +344,10 @@ class BeamSearchConfig(Options):
 ModelName = Annotated[
     str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)
 ]
+#: The same, or a key of :data:`BUNDLED_DRAFTERS`, which is converted to its folder.
+DrafterName = Annotated[
+    str, BeforeValidator(lambda name: str(BUNDLED_DRAFTERS.get(str(name), name)) if name else name)
+]
 
 
 class TargetOptions(Options):
@@ -365,11 +370,11 @@ class TargetOptions(Options):
 class PairOptions(TargetOptions):
     """Which target and drafter to load, and where."""
 
-    drafter: ModelName | None = Field(
+    drafter: DrafterName | None = Field(
         default=None,
         description="Drafter: a folder or a Hub name with an EAGLE head or a draft model; ngram"
-        " (prompt lookup) or adaptive-ngram (a table of what was decoded); default with the bundled"
-        " target: the bundled head.",
+        " (prompt lookup) or adaptive-ngram (a table of what was decoded); bundled-eagle3 or"
+        " bundled-draft-model; default with the bundled target: the bundled EAGLE-2 head.",
     )
     device: str | None = Field(
         default=None,

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from rich.console import Console
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.cli.generate import _print_answer
+from eagle_fsd.model.config import PairOptions
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils import detokenization
 
@@ -118,6 +120,17 @@ def test_command_line_overrides_settings_file_which_overrides_the_head(
     assert settings == {
         **defaults,
         **{"threshold": 0.25, "selection": "target", "depth": 3, "top_k": 4},
+    }
+
+
+@pytest.mark.parametrize("name", [*BUNDLED_DRAFTERS])
+def test_bundled_drafters_have_names(name: str, run: Run) -> None:
+    folder = PairOptions(drafter=name).drafter
+    assert folder == str(BUNDLED_DRAFTERS[name])
+    options = ("--threshold", 0, "--max-new-tokens", 8, QUESTION)
+    assert generated(run, "--drafter", name, *options) == {
+        **generated(run, "--drafter", folder, *options),
+        "stats": ANY,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import untrained_eagle3
 from pairs import (
     ARCHITECTURES,
     DEVICES,
@@ -188,6 +189,7 @@ def test_answers_are_limited_by_the_context() -> None:
 DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter | None]] = {
     "none": lambda _model: None,
     "head": untrained_head,
+    "EAGLE-3": untrained_eagle3,
     "another model": lambda _model: DraftModel(tiny_target(seed=11)),
     "the target": lambda _model: DraftModel(tiny_target()),
     "ngram": lambda _model: NGramDrafter(),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     PreTrainedModel,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from eagle_fsd import EagleFSD, PrefixCache, TreeConfig
@@ -207,12 +209,18 @@ def tiny_model(layers: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def law_of(model: PreTrainedModel, new: int, temperature: float) -> Tensor:
+def law_of(
+    model: PreTrainedModel, new: int, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
     """``[V ** new]``: the distribution of the answer, from the logits on every answer."""
     following = torch.tensor(list(itertools.product(range(TINY), repeat=new)))
     whole = torch.cat([torch.tensor(PROMPT).expand(len(following), -1), following], 1)
     logits = model(whole).logits.double()[:, len(PROMPT) - 1 : -1]
-    chosen = (logits / temperature).log_softmax(-1).gather(2, following[:, :, None])
+    scores = (logits / temperature).flatten(0, 1)
+    warpers = [TopKLogitsWarper(top_k)] if top_k else []
+    for warper in (*warpers, TopPLogitsWarper(top_p)):
+        scores = warper(following, scores)
+    chosen = scores.view_as(logits).log_softmax(-1).gather(2, following[:, :, None])
     return chosen.sum((1, 2)).exp()
 
 
@@ -225,8 +233,13 @@ def law_of(model: PreTrainedModel, new: int, temperature: float) -> Tensor:
     ],
     ids=["block", "token", "tree"],
 )
+@pytest.mark.parametrize(
+    "warped",
+    [{}, *(pytest.param(own, marks=pytest.mark.slow) for own in ({"top_k": 4}, {"top_p": 0.95}))],
+    ids=str,
+)
 def test_sampling_has_the_distribution_of_the_target(
-    tree: TreeConfig, rule: AcceptanceRule
+    tree: TreeConfig, rule: AcceptanceRule, warped: dict[str, Any]
 ) -> None:
     """4000 identical prompts and three tokens from at least one step, at temperature 0.8.
 
@@ -237,18 +250,18 @@ def test_sampling_has_the_distribution_of_the_target(
     rows, new, temperature = 4000, 3, 0.8
     model = EagleFSD(tiny_model(2), DraftModel(tiny_model(1)), tree)
     ids = torch.tensor([PROMPT]).expand(rows, -1)
-    options = {"temperature": temperature, "seed": 1, "rule": rule}
+    options = {"temperature": temperature, "seed": 1, "rule": rule, **warped}
     out = model.generate(ids, max_new_tokens=new, **options)
     index = torch.tensor([TINY**2, TINY, 1])
     counts = torch.bincount((answers(out) * index).sum(1), minlength=TINY**new).double()
-    law = law_of(tiny_model(2), new, temperature)
+    law = law_of(tiny_model(2), new, temperature, **warped)
     mean = 0.5 * (law * (1 - law) / rows).sqrt().sum()
     bound = float(mean) + math.sqrt(math.log(1e7) / (2 * rows))
     distance = 0.5 * float((counts / rows - law).abs().sum())
     assert distance < bound
-    drafted = law_of(tiny_model(1), new, temperature)
+    drafted = law_of(tiny_model(1), new, temperature, **warped)
     assert 0.5 * float((drafted - law).abs().sum()) > 2 * bound
-    assert {1, 3} <= {row[0] for row in out.stats.accepted}
+    assert len({row[0] for row in out.stats.accepted}) > 1
 
 
 # -- calls -----------------------------------------------------------------------------------------
