@@ -262,7 +262,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     part of it; two are enough for a large vocabulary. Tokens as close as the last part, about
     1e-6 nats, are all kept, where sorting keeps some of them in an undefined order.
 
-    Masses are integers, so that their sums do not depend on the order of the additions.
+    Masses are integers where additions have no fixed order, so that sums do not depend on it.
 
     Args:
         below: ``[R, V]`` float32 log-probabilities relative to the largest, at most 0.
@@ -275,7 +275,8 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
     bins = 2**bits
-    mass = (weights * MASS_UNITS).long()
+    ordered = weights.device.type == "cpu"  # the additions to a row's bins
+    mass = weights if ordered else (weights * MASS_UNITS).long()
     start, goal = torch.zeros_like(below[:, :1]), None
     # All tokens further below together have at most the mass 1 - top_p.
     width = math.log(size / (1.0 - top_p))
@@ -285,11 +286,13 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     last = torch.arange(bins + 1.0, bins + 1.0 + spare, device=below.device)
     for _ in range(RESOLUTION_BITS // bits):
         first = 1.0 - start * (bins / width)
-        place = torch.add(first, below, alpha=-bins / width).unflatten(-1, (-1, spare))
-        index = torch.minimum(place, last).flatten(1).long().clamp_min_(0)  # NaN becomes negative
-        ends = mass.new_zeros(len(mass), bins + 1 + spare).scatter_add_(1, index, mass).cumsum(1)
+        place = torch.add(first, below, alpha=-bins / width)
+        place.unflatten(-1, (-1, spare)).clamp_max_(last)
+        index = place.long().clamp_min_(0)  # NaN becomes negative
+        masses = mass.new_zeros(len(mass), bins + 1 + spare).scatter_add_(1, index, mass)
+        ends = masses.double().cumsum(1)
         if goal is None:
-            goal = (ends[:, -1:].double() * top_p).long()
+            goal = ends[:, -1:] * top_p
         width /= bins
         start = start + width * ((ends < goal).sum(1, keepdim=True) - 1)
     # One part more than needed, because the edges are rounded.
