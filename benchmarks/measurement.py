@@ -201,7 +201,7 @@ def contenders(model: EagleFSD, sampled: bool = False) -> list[Contender]:
         model: The pair; exact verification and FSD use the trees that it has for them.
         sampled: Add the latter two with :data:`SAMPLING`.
     """
-    fsd = model.acceptance if model.acceptance.threshold else FSD_ACCEPTANCE
+    fsd = FSD_ACCEPTANCE if model.acceptance.lossless else model.acceptance
     found = [
         Contender(PLAIN, model),
         Contender(EXACT, model, AcceptanceConfig()),

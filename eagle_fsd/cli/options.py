@@ -92,8 +92,9 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     return Settings.from_dict(
         {
             **found.model_dump(exclude_unset=True, exclude=excluded),
+            **found.acceptance,
             **shape,
-            **one_rule(acceptance.model_dump(exclude_unset=True)),
+            **one_rule(acceptance.given()),
         }
     )
 

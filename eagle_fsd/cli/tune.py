@@ -16,6 +16,7 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
+from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
@@ -62,6 +63,7 @@ def tune(
     """
     from eagle_fsd.evaluation.tuning.tune import tune as run
 
+    check_single_process("tune")
     request = request.model_copy(update={"questions": questions})
 
     def show(tuning: Tuning) -> None:

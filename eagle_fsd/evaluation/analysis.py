@@ -47,7 +47,10 @@ def comparable_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def conclusions(
-    rows: Sequence[Row], margins: Sequence[float] = MARGINS, confidence: float = 0.95
+    rows: Sequence[Row],
+    margins: Sequence[float] = MARGINS,
+    confidence: float = 0.95,
+    dropped: int = 0,
 ) -> list[str]:
     """Name the fastest method that is not inferior to exact decoding, for each margin.
 
@@ -60,6 +63,7 @@ def conclusions(
         rows: Rows of a report.
         margins: The margins, as fractions.
         confidence: Confidence that all bounds hold.
+        dropped: Number of methods that were dropped after comparing them on the same questions.
 
     Returns:
         A sentence for each margin, which states the bound; an empty list without exact decoding or
@@ -73,9 +77,10 @@ def conclusions(
     ]
     if not compared or all(row["method"] != "exact" for row in rows):
         return []
-    level = 1 - (1 - confidence) / len(compared)
+    count = len(compared) + dropped
+    level = 1 - (1 - confidence) / count
     faster = [(row, _loss_bound(row, level)) for row in compared if is_faster(row)]
-    settings = f"all {len(compared)} settings" if len(compared) > 1 else "the setting"
+    settings = f"all {count} settings" if count > 1 else "the setting"
     proof = f"(exact paired bound, {100 * confidence:g}% confidence for {settings})"
     sentences = []
     for margin in margins:

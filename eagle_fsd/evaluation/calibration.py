@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -46,7 +46,16 @@ from eagle_fsd.evaluation.config import (
     GridConfig,
     LossBounds,
 )
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series, rule_method
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    PLAIN,
+    PRICED,
+    Method,
+    fsd_series,
+    given_acceptance,
+    rule_method,
+)
+from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -77,8 +86,8 @@ log = logging.getLogger(__name__)
 
 #: Default number of bundled questions.
 DEFAULT_COUNT = 2000
-#: Rules from the literature to choose from, with their published values.
-CALIBRATED_RULES = ("typical", "top-ratio", "margin", "cascade", "mixture", "regret")
+#: Rules from the literature to choose from.
+CALIBRATED_RULES = ("acc 0.5", "budget", "top-ratio", "margin", "cascade", "mixture")
 #: Part of the questions on which settings are selected; the others certify them.
 SELECTION_SHARE = 0.2
 #: Questions of each round of the selection (None: all of them), and the settings that remain.
@@ -95,6 +104,8 @@ RACE_GROUPS = 24
 MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
 #: File with the trees of all settings, and with the ids of the questions of both stages.
 TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
+#: File with the bounds and the settings to test, fixed before a fresh question is answered.
+TESTS_FILE = "tests.json"
 #: Values of a row that are measured separately, one batch of questions at a time.
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
@@ -188,7 +199,7 @@ def calibrate(
         grid: Acceptance settings to choose from; default: ``CalibrationGrid()``.
         engine: Choose among the settings of another engine's rule instead; no file is written.
         rules: Choose among :data:`CALIBRATED_RULES`, too.
-        install: Also save ``fsd.json`` beside the head, where every command reads it.
+        install: Also save ``fsd.json`` beside the drafter, where every command reads it.
         settings: Tree and acceptance options that override the head's ``fsd.json``.
         progress: Reports progress.
 
@@ -237,6 +248,12 @@ def calibrate(
         check_folder(folder, used, fresh)
 
     model = load_share(request, settings)
+    model.acceptance = given_acceptance(settings)
+    if model.drafter.learns and state.is_main_process:
+        log.warning(
+            "the drafter learns from what it decodes: with a threshold above 0, answers depend on"
+            " the questions before, and the bound holds for this order of questions"
+        )
     if engine == "tensorrt-llm":
         engines.thinking_tokens(model.tokenizer)  # raises an exception before hours of decoding
     workload = open_workload(model, used[: RACE_GROUPS * config.batch], request, config)
@@ -284,7 +301,12 @@ def calibrate(
             row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
         methods = {item.name: item.method for item in plan}
         compared = [rows[name] for name in methods]
-        return [methods[row["method"]] for row in choose_tests(compared, bounds, len(fresh))]
+        names = fix_tests(
+            folder,
+            bounds,
+            lambda: [row["method"] for row in choose_tests(compared, bounds, len(fresh))],
+        )
+        return [methods[name] for name in names]
 
     tests = on_first_process(choose)
     tested: list[Method] = []
@@ -309,6 +331,7 @@ def calibrate(
         report["flags"] = (
             engines.settings(engine, method, tree, model.tokenizer) if engine else None
         )
+        add_tradeoff(report, folder)
         result.append(Calibration(report, method.name, table))
 
     hooks = Hooks(progress, on_report=finish)
@@ -566,6 +589,35 @@ def check_folder(folder: Path, used: Sequence[Question], fresh: Sequence[Questio
         return
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(file, json.dumps(ids) + "\n")
+
+
+def fix_tests(
+    folder: Path, bounds: LossBounds, choose: Callable[[], Sequence[str]]
+) -> Sequence[str]:
+    """Return the settings to test; if a calibration is resumed, those of its beginning.
+
+    Speeds are measured again then, and would choose others, whose certificates would add to those
+    of the former.
+
+    Args:
+        folder: The output folder.
+        bounds: The largest loss to accept.
+        choose: Chooses the settings' names.
+
+    Raises:
+        ValueError: The folder holds a calibration with other bounds.
+    """
+    file = folder / TESTS_FILE
+    if not file.exists():
+        tests = list(choose())
+        atomic_write(file, json.dumps({"bounds": bounds.model_dump(), "tests": tests}) + "\n")
+        return tests
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found["bounds"] != bounds.model_dump():
+        raise ValueError(
+            f"{folder} holds a calibration with other bounds: choose another output folder"
+        )
+    return list(found["tests"])
 
 
 def remove_questions(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:

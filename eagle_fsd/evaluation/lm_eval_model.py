@@ -130,6 +130,8 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         acceptance = _take(options, AcceptanceConfig.model_fields)
         if options.get("device") == HARNESS_DEVICE:  # None is the first GPU, or else the CPU
             del options["device"]
+        if "head" in options:
+            options.setdefault("drafter", options.pop("head"))
         loaded = PairOptions.from_dict({"target": pretrained, **options})
         self.pair = EagleFSD.from_pretrained(
             loaded.target,

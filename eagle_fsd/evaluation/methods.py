@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
 from eagle_fsd.model.acceptance import RULES, FuzzyRule, PhaseRule
-from eagle_fsd.model.config import TreeConfig, settings_dict
+from eagle_fsd.model.config import AcceptanceConfig, Settings, TreeConfig, settings_dict
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.verify import AcceptanceRule
@@ -208,6 +208,15 @@ def fsd_method(
     if min_ratio:
         name += f" r={format_number(min_ratio)}"
     return Method(name, {"threshold": threshold, "divergence": divergence, "min_ratio": min_ratio})
+
+
+def given_acceptance(settings: Settings | None) -> AcceptanceConfig:
+    """Return the options that all settings to compare share: those given, no calibrated ones.
+
+    Args:
+        settings: Options of the command line or of a file that it names.
+    """
+    return AcceptanceConfig().updated(**settings.acceptance) if settings else AcceptanceConfig()
 
 
 def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:

@@ -39,6 +39,18 @@ MIN_REGRET = 1e-3
 MAX_TREES = 20
 
 
+def add_tradeoff(report: dict[str, Any], folder: Path) -> None:
+    """Draw quality against speed if a method is compared with exact decoding, for ``report.md``.
+
+    Args:
+        report: The report, to which the figure's name is added.
+        folder: Its folder.
+    """
+    if any(point.name not in (*BASELINES, "exact") for point in points(report["rows"])):
+        draw_tradeoff(report, {}, folder / "tradeoff.png")
+        report["figures"] = ["tradeoff.png"]
+
+
 def draw_tradeoff(report: dict[str, Any], series: Mapping[str, Sequence[str]], path: Path) -> None:
     """Draw quality against speed, with 95% intervals and the Pareto front.
 

@@ -244,6 +244,17 @@ def summarize(
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", "exact", "hf")]
     rows = [found[name].as_row(*references) for name in methods]
+    limit_losses(rows)
+    return rows
+
+
+def limit_losses(rows: Sequence[dict[str, Any]], dropped: int = 0) -> None:
+    """Set ``loss_limit``, an exact upper limit on the loss of accuracy, of all methods at once.
+
+    Args:
+        rows: Rows of a report.
+        dropped: Number of methods that were dropped after comparing them on the same questions.
+    """
     compared = [
         row["against_exact"]
         for row in rows
@@ -251,8 +262,8 @@ def summarize(
     ]
     for against in compared:
         counts = (against[name] for name in ("lost", "gained", "paired"))
-        against["loss_limit"] = loss_bound(*counts, 1 - LIMIT_ERROR / len(compared))
-    return rows
+        level = 1 - LIMIT_ERROR / (len(compared) + dropped)
+        against["loss_limit"] = loss_bound(*counts, level)
 
 
 def score_records(

@@ -38,6 +38,7 @@ from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import EXACT, Method, baseline_methods, find_methods
+from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -368,9 +369,13 @@ def evaluate(
         JudgeError: The judge failed; the report is written without its ratings.
         ValueError: The output folder is in use, damaged or holds answers with other settings.
     """
-    hooks = Hooks(progress, on_finish=on_report or ignore)
     chosen = find_methods(methods)
     folder = request.output_folder(command)
+
+    def draw(_: Evaluation, report: Report) -> None:
+        add_tradeoff(report, folder)
+
+    hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
     return run_evaluation(request, config or EvaluationConfig(), chosen, folder, settings, hooks)
 
 

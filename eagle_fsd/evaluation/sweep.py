@@ -18,6 +18,7 @@ from eagle_fsd.evaluation.methods import (
     PLAIN,
     Method,
     fsd_series,
+    given_acceptance,
     rule_methods,
 )
 from eagle_fsd.evaluation.plots import (
@@ -29,6 +30,7 @@ from eagle_fsd.evaluation.plots import (
 )
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.sets import balanced_subset, requested_questions
+from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
@@ -104,6 +106,7 @@ def sweep(
         questions = requested_questions(request, config.seed)
         check_request(request, config, [EXACT, *methods], questions)
     model = load_share(request, settings)
+    model.acceptance = given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
     workload = open_workload(model, raced, request, config)
 
@@ -120,13 +123,14 @@ def sweep(
     exact, *planned = plan.with_trees([EXACT, *methods])
     trees = tree_rows([EXACT, *methods], plan)
     omitted = slow_methods(plan)
-    omitted |= screen(
+    screened = screen(
         Loaded(model, questions),
         [exact, *(method for method in planned if method.name not in omitted)],
         request,
         config,
         progress,
     )
+    omitted |= screened
     kept = [method for method in planned if method.name not in omitted]
 
     def extend(evaluation: Evaluation, report: Report) -> None:
@@ -138,7 +142,8 @@ def sweep(
             config,
         )
         report["divergences"] = found.summary()
-        report["conclusions"] = conclusions(report["rows"])
+        limit_losses(report["rows"], len(screened))
+        report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
         report["trees"] = trees
         report["omitted"] = omitted
         if omitted:

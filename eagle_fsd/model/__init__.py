@@ -1,4 +1,4 @@
-"""Decoding: a target, a draft head, draft trees, verification, and the loop around them.
+"""Decoding: a target, a drafter, draft trees, verification, and the loop around them.
 
 Start with ``verify.py`` (the mathematics) and ``acceptance`` (which tokens may be relaxed), then
 ``tree.py`` and ``engine.py`` (one step), ``generation.py`` (the loop over steps) and

@@ -218,9 +218,23 @@ class AcceptanceConfig(_Stored):
             raise ValueError(
                 f"max_fuzzy_nats needs selection longest or priced; got {self.selection}"
             )
-        if self.rule != "fsd" and self.threshold:
-            raise ValueError(f"rule {self.rule!r} takes no threshold; got {self.threshold:g}")
+        if self.rule != "fsd":
+            if self.threshold:
+                raise ValueError(f"rule {self.rule!r} takes no threshold; got {self.threshold:g}")
+            if self.selection in ("target", "sample"):
+                raise ValueError(
+                    f"rule {self.rule!r} needs selection longest or priced; got {self.selection}"
+                )
+            if self.rule.startswith("mixture") and self.max_fuzzy_nats is not None:
+                raise ValueError(f"rule {self.rule!r} has no fuzzy tokens for max_fuzzy_nats")
         return self
+
+    def given(self) -> dict[str, Any]:
+        """Return the acceptance options that were set explicitly, by name."""
+        names = AcceptanceConfig.model_fields.keys() & self.model_fields_set
+        return {
+            name: getattr(self, name) for name in AcceptanceConfig.model_fields if name in names
+        }
 
     @property
     def lossless(self) -> bool:
@@ -261,9 +275,10 @@ def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The changes, with the one that a given ``threshold`` or ``rule`` implies.
     """
-    if "rule" not in changes and changes.get("threshold") is not None:
+    threshold, rule = changes.get("threshold"), changes.get("rule")
+    if rule is None and threshold is not None:
         return {**changes, "rule": "fsd"}
-    if "threshold" not in changes and changes.get("rule", "fsd") != "fsd":
+    if threshold is None and rule not in (None, "fsd"):
         return {**changes, "threshold": 0.0}
     return dict(changes)
 
@@ -344,10 +359,9 @@ class BeamSearchConfig(Options):
 ModelName = Annotated[
     str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)
 ]
-#: The same, or a key of :data:`BUNDLED_DRAFTERS`, which is converted to its folder.
-DrafterName = Annotated[
-    str, BeforeValidator(lambda name: str(BUNDLED_DRAFTERS.get(str(name), name)) if name else name)
-]
+#: Converts a key of :data:`BUNDLED_DRAFTERS` to its folder.
+find_bundled = BeforeValidator(lambda name: BUNDLED_DRAFTERS.get(str(name), name))
+DrafterName = Annotated[ModelName, find_bundled]
 
 
 class TargetOptions(Options):
@@ -449,7 +463,7 @@ class Settings(AcceptanceConfig, TreeConfig):
     @property
     def acceptance(self) -> dict[str, Any]:
         """The fields of :class:`AcceptanceConfig` that are set, by name."""
-        return self.model_dump(include=set(AcceptanceConfig.model_fields), exclude_unset=True)
+        return self.given()
 
 
 def read_settings(path: str | Path) -> Settings:

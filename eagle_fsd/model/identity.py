@@ -48,7 +48,7 @@ def fingerprint(model: nn.Module | Drafter) -> str:
     The hash identifies the weights in memory, whatever files they come from. Of tensors that are
     offloaded to disk, only name, shape and type are hashed. If the model is split over processes,
     all of them must call this; the hash is that of the whole model. That of a drafter without a
-    network is the hash of its class's name.
+    network is the hash of its ``repr``.
 
     Args:
         model: The target or the drafter.
@@ -58,7 +58,7 @@ def fingerprint(model: nn.Module | Drafter) -> str:
     """
     network = model.network if isinstance(model, Drafter) else model
     if network is None:
-        return hashlib.sha256(type(model).__name__.encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(model).encode()).hexdigest()[:16]
     digest = hashlib.sha256()
     for name, tensor in network.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -263,8 +263,8 @@ class EagleFSD:
         self.model = unwrap_model(model).eval()
         self.target = Target(self.model)
         self.drafter = (drafter or NoDrafter()).attach(self.target)
-        if isinstance(self.drafter, nn.Module):
-            self.drafter.eval()
+        if self.drafter.network is not None:
+            self.drafter.network.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
         self.compiled: int = 0

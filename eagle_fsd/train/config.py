@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
-from eagle_fsd.model.config import ModelName, SamplingConfig, TargetOptions
+from eagle_fsd.model.config import DrafterName, SamplingConfig, TargetOptions, find_bundled
 from eagle_fsd.utils.options import Options
 from eagle_fsd.utils.text import one_line
 
@@ -249,7 +249,7 @@ class TrainRequest(TargetOptions):
     )
     device_map: DeviceMap = None
     out: Path = Field(description="Folder for the head, its checkpoints and metrics.")
-    head: ModelName | None = Field(
+    head: DrafterName | None = Field(
         None, description="Head to start from: a folder or a Hub name; default: random weights."
     )
     regenerate: bool = Field(
@@ -345,7 +345,7 @@ class RegenerateConfig(SamplingConfig):
 class ExportRequest(TargetOptions):
     """A trained head to convert, the engine to convert it for, and the output folder."""
 
-    head: ExistingPath = Field(description="Folder of the trained head.")
+    head: Annotated[ExistingPath, find_bundled] = Field(description="Folder of the trained head.")
     out: Path = Field(description="Folder to write, empty or new.")
     format: ExportFormat = Field(description="Engine that will read the head.")
     dtype: str | None = Field(

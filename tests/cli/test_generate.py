@@ -134,10 +134,16 @@ def test_bundled_drafters_have_names(name: str, run: Run) -> None:
     }
 
 
-def test_rule_replaces_the_threshold_of_the_head(run: Run) -> None:
+def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> None:
     assert settings_of(run, "--rule", "top-ratio 0.2")["threshold"] == 0.0
     status, _, err = run("generate", "--rule", "top-ratio 0.2", QUESTION)
     assert (status, "rule top-ratio 0.2" in err) == (0, True)
+    file = tmp_path / "fsd.json"
+    file.write_text('{"rule": "margin"}')
+    assert settings_of(run, "--settings", file)["rule"] == "margin"
+    assert "rule" not in settings_of(run, "--settings", file, "--rule", "fsd")
+    file.write_text('{"rule": "fsd", "threshold": 0.2}')
+    assert settings_of(run, "--settings", file)["threshold"] == 0.2
     status, _, err = run("generate", "--rule", "margin", "--threshold", "0.1", QUESTION)
     assert status == 2
     assert err.startswith("error: rule 'margin' takes no threshold; got 0.1")

@@ -124,6 +124,17 @@ def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
     assert "The head is in out" in out
 
 
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_bundled_heads_are_trained_and_exported_by_name(
+    command: str, chats: Path, run: Run
+) -> None:
+    words = arguments_of_training(command, chats)
+    own = ("--head-type", "eagle3") if command == "train" else ()
+    status, out, err = run(*words, *own, "--drafter", "bundled-eagle3")
+    assert status == 0, err
+    assert "The head is in out" in out
+
+
 @each_command
 def test_head_that_does_not_fit_needs_its_target(
     words: tuple[object, ...], other_head: Path, run: Run

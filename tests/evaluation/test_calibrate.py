@@ -15,7 +15,7 @@ import pytest
 import torch
 from stub_judge import StubJudge
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import calibration, engines
 from eagle_fsd.evaluation.calibration import (
@@ -35,6 +35,7 @@ from eagle_fsd.evaluation.calibration import (
     count_unscored_as_wrong,
     drop_settings,
     exact_tree,
+    fix_tests,
     plan_settings,
     remove_questions,
     split_questions,
@@ -52,8 +53,10 @@ from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
+from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 
 Run = Callable[..., tuple[int, str, str]]
+QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
 
 
 def row(method: str, speed: float, lost: int = 0, gained: int = 0) -> dict[str, Any]:
@@ -397,6 +400,14 @@ def test_questions_are_checked_before_they_are_answered() -> None:
     assert check_questions(100.0, 0.95, code, True) is None
 
 
+def test_tests_are_fixed_before_fresh_questions_are_answered(tmp_path: Path) -> None:
+    bounds = LossBounds(max_drop=1.0)
+    assert fix_tests(tmp_path, bounds, lambda: ["b", "a"]) == ["b", "a"]
+    assert fix_tests(tmp_path, bounds, lambda: ["c"]) == ["b", "a"]
+    with pytest.raises(ValueError, match="other bounds: choose another output folder"):
+        fix_tests(tmp_path, LossBounds(max_drop=2.0), lambda: ["c"])
+
+
 def test_used_questions_are_removed_whatever_their_ids() -> None:
     questions = [Question(number, "c", (text,)) for number, text in enumerate("abcad")]
     used = [Question(7, "c", ("a",)), Question(8, "c", ("c",))]
@@ -569,13 +580,15 @@ def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model.configure(settings)
     assert model.acceptance == AcceptanceConfig(rule="margin")
     assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
-    prompt = torch.tensor([[1, 5, 9]])
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = encode_prompt(messages, model.tokenizer, load_chat_template(model.tokenizer))
     own, same, exact = (
-        model.generate(prompt, max_new_tokens=24, **options).sequences
+        model.generate(prompt, max_new_tokens=96, **options)
         for options in ({}, {"rule": MarginRule()}, {"threshold": 0.0})
     )
-    assert torch.equal(own, same)
-    assert not torch.equal(own, exact)
+    assert torch.equal(own.sequences, same.sequences)
+    assert int(Origin.FUZZY) in own.origins
+    assert int(Origin.FUZZY) not in exact.origins
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "planned")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match
 
-pytestmark = requires_harness
+pytestmark = [requires_harness, pytest.mark.slow]  # the harness is installed for slow tests
 
 #: Grades an answer by a filter: text, worked solution, name of the filter.
 Grader = Callable[[str, str, str], bool]

@@ -25,6 +25,7 @@ from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, Swe
 from eagle_fsd.evaluation.methods import EXACT, fsd_series
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.sets import balanced_subset
+from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import Loaded
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.sweep import screen, slow_methods, sweep
@@ -93,6 +94,16 @@ def test_conclusions_fall_back_to_exact_decoding(other: dict[str, Any]) -> None:
     (found,) = conclusions([ROWS[1], other], margins=(0.05,))
     assert "for the setting): exact decoding; 100 questions without any difference show" in found
     assert found.endswith("a loss of at most 3.0 points.")
+
+
+def test_dropped_settings_count_in_the_bounds() -> None:
+    rows = [row("exact", 100, 0.9), row("a", 120, 0.89, 2, 1), row("b", 110, 0.88, 2, 0)]
+    for dropped, level in ((0, 1 - 0.05 / 2), (6, 1 - 0.05 / 8)):
+        limit_losses(rows, dropped)
+        assert rows[1]["against_exact"]["loss_limit"] == loss_bound(2, 1, 100, level)
+        (sentence,) = conclusions(rows, margins=(0.5,), dropped=dropped)
+        assert f"for all {2 + dropped} settings" in sentence
+        assert f"at most {100 * loss_bound(2, 1, 100, level):.1f} points" in sentence
 
 
 def test_fewer_questions_never_recommend_a_worse_setting() -> None:

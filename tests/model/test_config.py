@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import aligned_pair, batch
 
 from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
@@ -117,8 +118,30 @@ def test_a_threshold_and_another_rule_replace_each_other() -> None:
     assert other.updated(threshold=0.0).lossless
     assert (fuzzy.label, other.label) == ("threshold 0.1", "rule margin")
     assert rule_for(other) == LimitedRule(MarginRule(), 3.0)
+    assert fuzzy.updated(rule="margin", threshold=None) == other
     with pytest.raises(OptionsError, match=r"rule 'margin' takes no threshold; got 0\.2"):
         other.updated(rule="margin", threshold=0.2)
+
+
+@pytest.mark.parametrize("selection", ["longest", "priced", "target", "sample"])
+@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("name", RULES)
+def test_named_rules_decode_or_are_rejected(name: str, limit: float | None, selection: str) -> None:
+    """No valid configuration fails in the middle of decoding, where it would end a whole batch."""
+    pair = aligned_pair()
+    values = {"rule": name, "max_fuzzy_nats": limit, "selection": selection}
+    impossible = selection in ("target", "sample") or (
+        limit is not None and RULES[name].replaces_samples
+    )
+    if impossible:
+        with pytest.raises(OptionsError, match=r"needs selection|has no fuzzy tokens"):
+            AcceptanceConfig.from_dict(values)
+    else:
+        acceptance = AcceptanceConfig.from_dict(values)
+        for temperature in (0.0, 1.0):
+            sampling = SamplingConfig(temperature=temperature, seed=1)
+            out = pair.generate(*batch(), 4, acceptance=acceptance, sampling=sampling)
+            assert out.stats.tokens == 4 * len(batch()[0])
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -24,7 +24,8 @@ def draft_model(seed: int) -> DraftModel:
 
 def test_every_drafter_has_its_own_fingerprint() -> None:
     drafters: list[Drafter] = [
-        *(NoDrafter(), NGramDrafter(), AdaptiveNGramDrafter()),
+        *(NoDrafter(), NGramDrafter(), NGramDrafter(4), AdaptiveNGramDrafter()),
+        AdaptiveNGramDrafter(order=8),
         *(draft_model(seed=1), draft_model(seed=2), untrained_head(tiny_target())),
     ]
     found = [fingerprint(drafter) for drafter in drafters]

@@ -155,12 +155,13 @@ def strip_html(tokens: Sequence[Token], acceptance: AcceptanceConfig, max_thresh
         if acceptance.rule == "fsd":
             below = sum(value < acceptance.threshold for value in values)
             summary += f"; {below} below {_rule(acceptance)}"
+    line = "; the line is at T" if acceptance.rule == "fsd" else ""
     lowest = f"{max_threshold / 10**SCALE_DECADES:.9f}".rstrip("0").rstrip(".")
     return (
         f'<figure class="fsd-strip" data-threshold="{acceptance.threshold}"'
         f' data-divergence="{acceptance.divergence}" style="--fsd-t:{acceptance.threshold}">'
         f"<figcaption>Divergence of each token ({acceptance.divergence}, logarithmic,"
-        f" {lowest} to {max_threshold:g}); the line is at T</figcaption>"
+        f" {lowest} to {max_threshold:g}){line}</figcaption>"
         '<div class="fsd-scroll"><div class="fsd-bars" role="img"'
         f' style="--n:{len(shown)}"'
         f' aria-label="{escape(summary, quote=True)}">{bars}</div></div>'

@@ -15,7 +15,7 @@ LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 30)
 #: Trees that are measured: the best by prediction, and the best of every other width.
 SHORTLIST = 8
 #: Nodes and children of the recorded trees where there are many methods.
-QUICK = ((64, 1), (12, 2), (64, 2), (24, 4))
+QUICK = ((64, 1), (6, 2), (12, 2), (64, 2), (24, 4))
 #: A tree that consists of its root: plain decoding.
 PLAIN_TREE = TreeConfig(total_tokens=1, depth=1, top_k=1)
 
@@ -55,7 +55,7 @@ def recorded_trees(quick: bool = False) -> list[TreeConfig]:
     """Return the trees that accepted lengths are recorded with.
 
     Args:
-        quick: Only a chain, two trees with two children and one with four, for many methods.
+        quick: Only a chain, three trees with two children and one with four, for many methods.
     """
     return [
         TreeConfig(total_tokens=nodes, depth=depth, top_k=width)

@@ -266,12 +266,13 @@ class TreePlan:
         with progress("measuring steps") as advance:
             costs = measure_costs(workload, advance)
         predicted = predict_trees(recorder, costs, [EXACT], recorded_trees(), progress)
-        quick = recorded_trees(quick=True)
-        predicted |= predict_trees(recorder, costs, methods, quick, progress)
         plain = Runner(PLAIN, workload)
         exact = TreeRace(EXACT, predicted[EXACT.name], {"plain": plain})
         with progress("racing trees of exact") as advance:
             exact.run(workload, shortlist(exact.predicted, workload.model.exact_tree), advance)
+        # Every method may take the tree of exact decoding.
+        trees = dict.fromkeys([*recorded_trees(quick=True), exact.tree])
+        predicted |= predict_trees(recorder, costs, methods, trees, progress)
         plan = cls(exact.tree, predicted).timed(workload, progress)
         if compiles is not None and compiles(plan.with_trees([EXACT, *methods])):
             plan = plan.timed(workload, progress)

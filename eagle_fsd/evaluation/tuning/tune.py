@@ -175,8 +175,8 @@ def tune(
             :data:`DEFAULT_COUNT` prompts are used.
         config: How answers are decoded; default: ``EvaluationConfig()``.
         settings: Tree and acceptance options that override the head's ``fsd.json``.
-        install: Also write ``fsd.json`` beside the head, where every command reads it. A bound on
-            the loss that was certified for another tree is removed.
+        install: Also write ``fsd.json`` beside the drafter, where every command reads it. A bound
+            on the loss that was certified for another tree is removed.
         progress: Reports progress.
         on_result: Called with the result; with what is known on KeyboardInterrupt.
 

@@ -151,6 +151,9 @@ class Drafter(ABC):
         """The module with the drafter's weights; None if it has none."""
         return None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def fresh(self) -> Drafter:
         """Return a drafter that has learned nothing: itself, unless it learns from its calls."""
         return self

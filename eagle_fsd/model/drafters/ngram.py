@@ -114,6 +114,9 @@ class NGramDrafter(_CountingDrafter):
             )
         self.max_match, self.min_match = max_match, min_match
 
+    def __repr__(self) -> str:
+        return f"NGramDrafter(max_match={self.max_match}, min_match={self.min_match})"
+
     def new_row(self) -> _Row:
         return _Occurrences(self.max_match, self.min_match)
 
@@ -216,6 +219,10 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         #: For each context, the tokens that followed, in the order of their last occurrence, and
         #: how often.
         self.table: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def __repr__(self) -> str:
+        values = f"order={self.order}, min_order={self.min_order}, capacity={self.capacity}"
+        return f"AdaptiveNGramDrafter({values})"
 
     def fresh(self) -> AdaptiveNGramDrafter:
         return AdaptiveNGramDrafter(self.order, self.min_order, self.capacity)

@@ -184,8 +184,9 @@ def _count_parameters(folder: Path) -> int:
 
 def _format_results(rows: dict[str, dict[str, Any]]) -> str:
     exact, fuzzy = rows["exact"], rows["fsd"]
-    names = ("threshold", "divergence", "min_ratio")
-    shown = ", ".join(f"{name} {fuzzy['settings'][name]}" for name in names)
+    settings, names = fuzzy["settings"], ("threshold", "divergence", "min_ratio")
+    shown = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    shown = shown or settings["method"]
     trees = [
         "/".join(str(row["settings"][name]) for name in ("total_tokens", "depth", "tree_top_k"))
         for row in (exact, fuzzy)
