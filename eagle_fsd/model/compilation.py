@@ -34,6 +34,8 @@ RECOMPILE_LIMIT = 128
 GRAPH_DEVICES = ("cuda",)
 #: CUDA graphs that an engine keeps, those used last, and shapes of eager steps that it remembers.
 MAX_GRAPHS, MAX_SEEN = 64, 256
+#: Steps with the same shapes that run before one is captured.
+EAGER_STEPS = 3
 #: Measurements of a trial, each of both kinds of decoding.
 TRIAL_BLOCKS = 3
 #: Smallest gain of a trial, as a factor, with which compiled passes are used.
@@ -131,8 +133,9 @@ def has_graphs(device: torch.device) -> bool:
 class StepGraphs:
     """CUDA graphs of decoding steps, one for each combination of shapes.
 
-    The first step with new shapes runs eagerly, which also allocates what libraries need; the
-    second one is captured, and all others are replayed. Where a step cannot be captured, a warning
+    The first :data:`EAGER_STEPS` with new shapes run eagerly, because a capture takes as long as
+    several steps and many shapes of a batch whose rows end one by one do not recur. The next one is
+    captured, and all others are replayed. Where a step cannot be captured, a warning
     is logged, and from then on all steps of that target run eagerly.
 
     Args:
@@ -142,7 +145,7 @@ class StepGraphs:
     def __init__(self, target: nn.Module) -> None:
         self._target = target
         self._graphs: dict[Hashable, tuple[Any, Any]] = {}  # the last ones were used last
-        self._seen: dict[Hashable, None] = {}
+        self._seen: dict[Hashable, int] = {}  # number of eager steps
         self._pool: Any = None  # the memory that all graphs share; only one of them runs at a time
         self._failed = False
 
@@ -169,14 +172,14 @@ class StepGraphs:
             return step()
         found = self._graphs.pop(shapes, None)
         if found is None:
-            if shapes not in self._seen:
-                self._seen[shapes] = None
+            count = self._seen.pop(shapes, 0)
+            if count < EAGER_STEPS:
+                self._seen[shapes] = count + 1
                 _drop_first(self._seen, MAX_SEEN)
                 return step()
             found = self._capture(step)
             if found is None:
                 return step()
-            del self._seen[shapes]
         self._graphs[shapes] = found
         _drop_first(self._graphs, MAX_GRAPHS)
         graph, result = found

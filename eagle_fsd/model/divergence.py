@@ -127,7 +127,7 @@ def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     index = top_k(rank, count)[1]
 
     def bucketed(log_x: Tensor) -> Tensor:
-        rest = log_x.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
+        rest = _log_mass(log_x.scatter(-1, index, -torch.inf))
         return torch.cat([log_x.gather(-1, index), rest], -1).clamp_min(LOG_FLOOR)
 
     return bucketed(log_p), bucketed(log_q)
@@ -140,10 +140,16 @@ def _top_p_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     outside = below < -top_p_radius(flat, exp(flat), TOP_P).view(*below.shape[:-1], 1)
 
     def bucketed(log_x: Tensor) -> Tensor:
-        rest = log_x.masked_fill(~outside, -torch.inf).logsumexp(-1, keepdim=True)
+        rest = _log_mass(log_x.masked_fill(~outside, -torch.inf))
         return torch.cat([log_x.masked_fill(outside, -torch.inf), rest], -1).clamp_min(LOG_FLOOR)
 
     return bucketed(log_p), bucketed(log_q)
+
+
+def _log_mass(log_probs: Tensor) -> Tensor:
+    """Return ``[..., 1]``: the log of the sum of probabilities, without denormal numbers."""
+    peak = log_probs.amax(-1, keepdim=True).clamp_min(LOG_FLOOR)
+    return exp(log_probs - peak).sum(-1, keepdim=True).log() + peak
 
 
 def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +167,7 @@ def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tupl
     Returns:
         Two tensors ``[..., D + 1]``; the last entry is the bucket.
     """
-    rest = log_p.index_fill(-1, token_ids, -torch.inf).logsumexp(-1, keepdim=True)
+    rest = _log_mass(log_p.index_fill(-1, token_ids, -torch.inf))
     log_p = torch.cat([log_p.index_select(-1, token_ids), rest], -1)
     return log_p, torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
 

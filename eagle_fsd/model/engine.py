@@ -369,6 +369,7 @@ class Engine:
     roots: Tensor  # [B] the last token of each row, not in the target's cache
     lengths: Tensor  # [B] tokens in the target's cache
     rule_state: Tensor  # [B, W] the state of the rows' acceptance rules
+    read_state: Tensor  # [B, W] the state after the last step whose tokens have been read
     keys: Tensor  # [B] keys of the rows' random numbers
 
     def __init__(
@@ -517,17 +518,17 @@ class Engine:
             else:
                 groups.append(_Prompts(place, [row], start))
         self._prompts += groups
-        roots, lengths, states, keys = (tensor[first:] for tensor in self._state)
+        roots, lengths, states, keys, read = (tensor[first:] for tensor in self._state)
         count = len(rows)
         roots[:count] = torch.tensor([row.root for row in rows])
         lengths[:count] = torch.tensor([row.length for row in rows])
         keys[:count] = torch.tensor([row.key for row in rows])
-        for state, row in zip(states, rows, strict=False):
+        for state, same, row in zip(states, read, rows, strict=False):
             own = row.rule_state
             if own is None:
                 prompt = torch.tensor(row.ids, device=state.device)
                 own = row.decision.rule.start([prompt])[0]
-            state[: len(own)] = own
+            state[: len(own)] = same[: len(own)] = own
         self.draft.admit(first, [row.ids for row in rows])
 
     @on_target_device
@@ -711,7 +712,7 @@ class Engine:
             self._captured = self._decisions.index(decision)
 
     def _show(self) -> None:
-        self.roots, self.lengths, self.rule_state, self.keys = (
+        self.roots, self.lengths, self.rule_state, self.keys, self.read_state = (
             tensor[: len(self.rows)] for tensor in self._state
         )
 
@@ -730,10 +731,14 @@ class Engine:
         Returns:
             The tokens of each of :attr:`rows`.
         """
-        launched = self._ahead or self._launch()
+        launched, self._ahead = self._ahead or self._launch(), None
+        state = self.rule_state.clone()
         # The device runs the next step while the host reads the tokens of this one.
-        self._ahead = self._launch(unread=1) if self._overlaps else None
-        return self._read(launched)
+        if self._overlaps and not all(row.max_length - row.length <= 2 for row in self.rows):
+            self._ahead = self._launch(unread=1)
+        result = self._read(launched)
+        self.read_state.copy_(state)
+        return result
 
     def _launch(self, unread: int = 0) -> _Launched:
         """Start a step on the device, without waiting for anything.
@@ -958,9 +963,10 @@ def _describe(
 
 
 def _new_state(device: torch.device, rows: int, width: int) -> tuple[Tensor, ...]:
-    """Allocate roots, lengths, rule states and keys."""
-    integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
-    return *integers[:2], torch.zeros(rows, width, device=device), integers[2]
+    """Allocate roots, lengths, rule states, keys, and the rule states that have been read."""
+    roots, lengths, keys = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
+    states = [torch.zeros(rows, width, device=device) for _ in range(2)]
+    return roots, lengths, states[0], keys, states[1]
 
 
 def _token_details(

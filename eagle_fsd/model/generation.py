@@ -484,7 +484,7 @@ class Batch:
             state = row.rule_state
             if row in engine.rows:
                 size = row.decision.rule.state_size
-                state = engine.rule_state[engine.rows.index(row), :size].clone()
+                state = engine.read_state[engine.rows.index(row), :size].clone()
             if state is not None:
                 self._states[place.answer] = state
         self._waiting.extendleft([place.answer for place in self._places.values()][::-1])

@@ -977,6 +977,7 @@ class EagleFSD:
             # Work on other streams could overlap with that of the calls before.
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             kind = request.engine, tuple(self.batch_trees.items()), stream
+            self.target.register(drafter.reads)  # hooks are part of the description
             made_with = self._describe()
             kept = self._idle.take(kind, made_with)
             if kept is not None:

@@ -341,6 +341,16 @@ class Target:
         logits = output.logits.to(self.device).float()
         return TargetPass(logits, self._features(recorded, states))
 
+    def register(self, states: Sequence[int]) -> None:
+        """Register the hooks that :meth:`recording` needs, unless that has been done.
+
+        Args:
+            states: Indices into Hugging Face's ``hidden_states``; :data:`LAST` needs none.
+        """
+        for state in states:
+            if state != LAST:
+                _record_input(self.layers[state], state)
+
     @contextmanager
     def recording(self, states: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Record hidden states during a pass of this thread.
@@ -351,9 +361,7 @@ class Target:
         Returns:
             A context manager with the hidden states by index.
         """
-        for state in states:
-            if state != LAST:
-                _record_input(self.layers[state], state)
+        self.register(states)
         outer = getattr(_recorded, "states", None)  # set if passes are nested
         recorded = _recorded.states = {}
         try:

@@ -343,6 +343,7 @@ class _Recorder:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(compilation, "EAGER_STEPS", 1)
         for name, function in (("endAllocateToPool", end), ("releasePool", release)):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", function, raising=False)
 
@@ -372,6 +373,21 @@ def test_steps_are_captured_once_per_shape_and_replayed(monkeypatch: pytest.Monk
     for _ in range(2):
         graphs.run("a", lambda: None)
     assert +recorder.pools == {2: 1}  # a pool without graphs cannot be used again
+
+
+@pytest.mark.parametrize("eager", [1, 3])
+def test_shapes_are_captured_after_some_eager_steps(
+    eager: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of other shapes between them do not matter."""
+    recorder, runs = _Recorder(monkeypatch), []
+    monkeypatch.setattr(compilation, "EAGER_STEPS", eager)
+    graphs = _graphs()
+    for number in range(6):
+        graphs.run("a", lambda: runs.append("a"))
+        graphs.run(number, lambda: None)
+    assert len(runs) == eager + 1
+    assert recorder.captured == 1
 
 
 def test_the_least_recently_used_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

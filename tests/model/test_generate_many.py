@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLo
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.model import engine, generation, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
-from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.engine import Engine, Row, StepResult
 from eagle_fsd.model.self_check import check_target
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
@@ -201,6 +201,36 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     assert [(found[index].tokens, found[index].origins) for index in range(5)] == expected
     warnings = caplog.text.count("memory ran out")
     assert warnings == 2 or (warnings == 1 and options.keys() & {*SHORT})
+
+
+def test_out_of_memory_with_a_step_in_flight_charges_no_budget_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens of steps that were launched and never read are decoded again."""
+    pair, launch, launches = random_pair(), Engine._launch, [0]
+    set_rows = Engine._set_rows
+    rule = LimitedRule(FuzzyRule(ACCEPT_ALL), 4.0)
+    items = [
+        Prompt(prompt(4 + number, number)[0], max_new_tokens=40, rule=rule) for number in range(4)
+    ]
+    expected = [alone(pair, item) for item in items]
+
+    def overlap(self: Engine, rows: list[Row]) -> None:
+        set_rows(self, rows)
+        self._overlaps = True
+
+    def fail(self: Engine, unread: int = 0) -> object:
+        launches[0] += bool(unread)
+        if launches[0] in (2, 9) and len(self.rows) > 1:
+            launches[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(self, unread)
+
+    monkeypatch.setattr(Engine, "_set_rows", overlap)
+    monkeypatch.setattr(Engine, "_launch", fail)
+    found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
+    assert launches[0] > 9
+    assert [(found[index].tokens, found[index].origins) for index in range(4)] == expected
 
 
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import target_model, untrained_eagle3
 from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -209,6 +210,17 @@ def test_engines_are_dropped_when_something_they_depend_on_changes(
     for _ in range(2):
         pair.generate(prompt(6), max_new_tokens=12)
     assert [item() is not None for item in engines] == [False, True]
+
+
+def test_first_call_with_hidden_states_keeps_its_engine(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
+    """The hooks that record hidden states for an EAGLE-3 head do not count as changes."""
+    model = target_model()
+    pair = EagleFSD(model, untrained_eagle3(model), small_tree())
+    for _ in range(2):
+        pair.generate(prompt(6), max_new_tokens=12)
+    assert len(engines) == 1
 
 
 def test_batch_trees_are_part_of_an_engine(

@@ -25,7 +25,7 @@ from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.lengths import capacity
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.compilation import using_device
+from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
 from eagle_fsd.model.generation import Batch
@@ -41,10 +41,9 @@ LEVEL_NODES, DEPTHS = 16, (14, 46)
 #: Least number of steps and seconds of every measurement, without its first step. Measurements of
 #: equal length are interrupted by other processes equally often, whatever the length of a step.
 STEPS, SECONDS = 5, 0.05
-#: How often the steps of a measurement are taken before it, by type of device. On CUDA, a step runs
-#: eagerly the first time that its shapes occur, is captured the second time, and is replayed from
-#: then on.
-WARM_UPS = {"cuda": 2}
+#: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
+#: eagerly and are captured before they are replayed.
+WARM_UPS = {"cuda": EAGER_STEPS + 1}
 #: Tokens after which a measurement ends in any case.
 MAX_TOKENS = 4096
 #: Every measurement is repeated; the fastest counts, because other processes only add time.
