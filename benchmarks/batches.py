@@ -130,6 +130,9 @@ def _save(
         )
     trees = ", ".join(f"{way.name} {tree_name(way.tree)}" for way in ways if way.tree)
     note = f"{options.count} problems, greedy, at most {new_tokens} new tokens. Trees: {trees}."
+    if others := ways[0].model.batch_trees:
+        least = ", ".join(f"{tree_name(tree)} from {rows} on" for rows, tree in others.items())
+        note += f" Exact decoding of several prompts: {least}."
     if options.compile:
         note += " Only the steps in which all places are taken are compiled."
     figure, (axis,) = new_figure()

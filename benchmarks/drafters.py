@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measurement import progress
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -205,7 +206,7 @@ def _pair(target: torch.nn.Module, drafter: str | Path, tree: tuple[int, int, in
 
 def _answer_all(methods: Sequence[Method], tasks: Sequence[Task]) -> None:
     """Do tasks in turn; the first one is not counted."""
-    for index, (messages, final) in enumerate(tasks):
+    for index, (messages, final) in enumerate(progress(tasks, f"{len(methods)} methods")):
         ids = methods[0].model.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=True,

@@ -80,7 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = random_target(config, options.device, options.dtype, vocab_size=vocab_size)
         return model, random_head(model)
 
-    points = [(name, value) for name, values in ranges.items() for value in values]
+    # A run that is stopped has points of every range. Another vocabulary takes other models.
+    points = [
+        (name, values[at])
+        for at in range(max(map(len, ranges.values())))
+        for name, values in ranges.items()
+        if name != VOCABULARY and at < len(values)
+    ]
+    points += [(VOCABULARY, value) for value in ranges[VOCABULARY]]
     rows: dict[str, list[dict[str, Any]]] = {}
     for number, (name, value) in enumerate(points, 1):
         if time.monotonic() > end:

@@ -24,6 +24,7 @@ REPORTS = (
     "compare",
     "batches",
     "drafters",
+    "depth",
     "step-bundled",
     "step-bundled-compiled",
     "revisions",
