@@ -64,7 +64,7 @@ bundled: $(INSTALLED)
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
 	$(RUN)/eagle-fsd tune --install
-	$(RUN)/eagle-fsd calibrate --seed 3 --install
+	$(RUN)/eagle-fsd calibrate --no-rules --seed 3 --install
 	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
 
 clean:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from sample_report import make_report, make_row
 
+from eagle_fsd.bundled.problems import problems
+from eagle_fsd.evaluation import evaluate
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
+from eagle_fsd.model.config import Settings
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 
@@ -82,3 +86,37 @@ def test_titles_and_ticks_of_the_curve_do_not_overlap(
     for (first, *a), (second, *b) in combinations(boxes, 2):
         apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
         assert apart, (first, second)
+
+
+@pytest.fixture(scope="module")
+def own_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of an evaluation on 30 prompts of the user's, without references."""
+    folder = tmp_path_factory.mktemp("own")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"{problem.question}\n" for problem in problems("test", 30)))
+    config = EvaluationConfig(max_new_tokens=160)
+    request = EvaluationRequest(questions=str(prompts), out=folder / "out")
+    # Accepts much, so that answers change.
+    settings = Settings(threshold=0.5, min_ratio=0.02)
+    assert evaluate(request, config, ["exact", "fsd"], settings=settings) is not None
+    return folder / "out" / "report.html"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_report_on_own_prompts_fits_the_page(driver: Any, own_report: Path, width: int) -> None:
+    """Verdict, curve, tables and changed answers, whose fuzzy tokens are colored."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get(own_report.as_uri())
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    text = driver.execute_script("return document.body.innerText")
+    assert "of 30 answers are exact decoding's" in text
+    assert len(driver.execute_script(BOXES)) >= 6
+    colored = """
+    return [...document.querySelectorAll("mark")].map(item => [
+      item.textContent, getComputedStyle(item).backgroundColor, item.checkVisibility()]);
+    """
+    tokens = driver.execute_script(colored)
+    assert any(visible for _, _, visible in tokens)
+    assert {color for _, color, _ in tokens}.isdisjoint({"rgba(0, 0, 0, 0)"})
