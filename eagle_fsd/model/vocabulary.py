@@ -276,7 +276,7 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
     bins = 2**bits
     ordered = weights.device.type == "cpu"  # the additions to a row's bins
-    mass = weights if ordered else (weights * MASS_UNITS).long()
+    mass = weights.double() if ordered else (weights * MASS_UNITS).long()
     start, goal = torch.zeros_like(below[:, :1]), None
     # All tokens further below together have at most the mass 1 - top_p.
     width = math.log(size / (1.0 - top_p))
@@ -290,9 +290,9 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
         place.unflatten(-1, (-1, spare)).clamp_max_(last)
         index = place.long().clamp_min_(0)  # NaN becomes negative
         masses = mass.new_zeros(len(mass), bins + 1 + spare).scatter_add_(1, index, mass)
-        ends = masses.double().cumsum(1)
+        ends = masses.cumsum(1)
         if goal is None:
-            goal = ends[:, -1:] * top_p
+            goal = ends[:, -1:].double() * top_p
         width /= bins
         start = start + width * ((ends < goal).sum(1, keepdim=True) - 1)
     # One part more than needed, because the edges are rounded.

@@ -60,12 +60,12 @@ async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Ran
 
 @pytest.mark.slow
 def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
-    """After 2,000 mixed requests it is within 2 % of that after 200."""
+    """After 2,200 mixed requests it is within 1 % of that after 800, when all sizes have occurred."""
     queue, dice = DecodeQueue(model, max_waiting=CLIENTS, max_batch=8), random.Random(0)
-    asyncio.run(send(model, queue, 200, dice))
+    asyncio.run(send(model, queue, 800, dice))
     before = resident_memory()
-    asyncio.run(send(model, queue, 1800, dice))
+    asyncio.run(send(model, queue, 1400, dice))
     after = resident_memory()
     queue.close()
     record_property("resident_bytes", [before, after])
-    assert after == pytest.approx(before, rel=0.02)
+    assert after == pytest.approx(before, rel=0.01)

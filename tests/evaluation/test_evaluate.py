@@ -468,9 +468,9 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
         if method.name in RULES:
             assert method.describe(fuzzy)["method"] == repr(RULES[method.name])
             chosen = copy.copy(fuzzy)
-            chosen.acceptance = AcceptanceConfig(rule=method.name, max_fuzzy_nats=2.0)
+            chosen.acceptance = AcceptanceConfig(rule=method.name, fallback="stop")
             chosen.exact_tree = fuzzy.tree
-            assert FSD.describe(chosen) == {**method.describe(fuzzy), "max_fuzzy_nats": 2.0}
+            assert FSD.describe(chosen) == {**method.describe(fuzzy), "fallback": "stop"}
     assert json.dumps([PLAIN.describe(fuzzy), fsd_method(0.1).describe(fuzzy)])
 
 

@@ -146,14 +146,26 @@ SEES_NOTHING = """def check(candidate):
 """
 
 
+def check_gone(name: str) -> None:
+    """Assert that all processes of a name end."""
+    deadline = time.monotonic() + 30
+    while processes_named(name) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_named(name) == []
+
+
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_are_wrong_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an attack starts ends with it."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
-    result = run(ATTACKS[name], seconds=2 if name in ENDLESS else 60)
+    inherited = f"attack{os.getpid()}"
+    named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{inherited}', 0, 0, 0)\n"
+    result = run(named + ATTACKS[name], seconds=2 if name in ENDLESS else 60)
     assert not result.passed
     assert result.reason
     assert result.timed_out is (name in ENDLESS)
+    check_gone(inherited)
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -267,10 +279,7 @@ def test_answers_that_start_processes_are_wrong(start: str) -> None:
     )
     assert not result.passed
     assert result.reason.startswith(("PermissionError", "AssertionError", "AnswerError")), result
-    deadline = time.monotonic() + 30
-    while processes_named(name) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_named(name) == []
+    check_gone(name)
 
 
 @pytest.mark.usefixtures("sandbox")

@@ -535,7 +535,7 @@ def test_sampling_with_every_selection_is_reproducible(name: str, selection: str
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), MODES)
-@pytest.mark.parametrize("name", ["ngram", "adaptive-unigram"])
+@pytest.mark.parametrize("name", ["ngram", "adaptive", "adaptive-unigram"])
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     name: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

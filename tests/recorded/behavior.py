@@ -181,7 +181,7 @@ def observe_evaluation() -> dict[str, Any]:
         command("evaluate", *common, "--method", *METHODS, "--out", evaluated)
         command(
             *("calibrate", "bundled", "--max-drop", "50", "--count", "16"),
-            *("--thresholds", "0.1", "--min-ratio", "0.3", "--out", calibrated),
+            *("--thresholds", "0.1", "--min-ratio", "0.3", "--no-rules", "--out", calibrated),
         )
         files = {file.name: file.read_text() for file in sorted(evaluated.glob("*.jsonl"))}
         answers = {}
