@@ -60,7 +60,7 @@ async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Ran
 
 @pytest.mark.slow
 def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
-    """After 2,200 mixed requests it is within 1 % of that after 800, when all sizes have occurred."""
+    """After 2,200 mixed requests it is within 1 % of that after 800, when all sizes occurred."""
     queue, dice = DecodeQueue(model, max_waiting=CLIENTS, max_batch=8), random.Random(0)
     asyncio.run(send(model, queue, 800, dice))
     before = resident_memory()
