@@ -114,6 +114,7 @@ def test_phases_of_captured_steps_come_from_a_second_run(
     assert "replayed as CUDA graphs" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "saves"),
     [(step, 1), (growth, 8), (shapes, 2), (batches, 6), (vocabulary, 2), (attention, 2)],
@@ -141,6 +142,7 @@ def test_results_are_saved_as_they_come_in(
     assert [count for _, count in found] == sorted(count for _, count in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "sizes"),
     [
@@ -239,6 +241,7 @@ def test_pages_commands_exist() -> None:
     assert set(re.findall(r"`(\w+\.py)`", page)) <= scripts
 
 
+@pytest.mark.slow
 def test_depths_give_the_same_answers(tmp_path: Path) -> None:
     name, tables, _ = run_quick(depth.main, tmp_path)
     assert name == "depth-cpu"

@@ -95,6 +95,7 @@ def test_greedy_output_is_the_target_s_and_tau_the_card_s() -> None:
     assert out.stats.tau == pytest.approx(float(row[1]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_recipe_stores_features_and_trains_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def fields(target: Servers) -> dict[str, list[str]]:
     return fields
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", list(VALID))
 def test_random_bodies(route: str, target: Servers, fields: dict[str, list[str]]) -> None:
     """A few by default; run more with ``--hypothesis-profile explore``."""

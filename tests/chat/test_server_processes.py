@@ -39,6 +39,7 @@ HEARTBEATS = {
 }
 
 
+@pytest.mark.slow
 def test_api_keys_limits_and_ctrl_c() -> None:
     servers = Servers("--max-threshold", "0.1", "--threshold", "0", keys="one,two")
     assert "Authorization: Bearer $KEY" in servers.lines[-1]

@@ -77,6 +77,7 @@ def test_simple_style(start: Start, tmp_path: Path) -> None:
     assert saved["messages"][-2][1] == line
 
 
+@pytest.mark.slow
 def test_pasted_lines_are_one_message(start: Start, tmp_path: Path) -> None:
     child = start("--show-origins")
     child.expect("eagle-fsd-bundled, threshold .*Commands: !!threshold .*!!exit.*Colors: ")

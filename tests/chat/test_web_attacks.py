@@ -81,6 +81,7 @@ def test_unknown_events_reveal_no_traceback(page: httpx.Client) -> None:
         assert reply.status_code == 400
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -169,6 +169,7 @@ def test_target_needs_its_head(words: tuple[object, ...], run: Run) -> None:
 # -- CUDA graphs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_command
 def test_capture_can_be_disabled(
     words: tuple[object, ...], run: Run, monkeypatch: pytest.MonkeyPatch

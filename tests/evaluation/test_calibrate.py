@@ -80,6 +80,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [(0, 0, 400), (2, 1, 400), (0, 0, 16), (9, 7, 200)])
 def test_chances_agree_with_the_certificate(answers: tuple[int, int, int]) -> None:
     """The estimate is the share of 200 draws, whose standard error is below 3.6 points."""
@@ -565,6 +566,7 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     assert settings.drafter.name == str(head)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair decodes by it wherever no threshold is given."""
@@ -591,6 +593,7 @@ def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert int(Origin.FUZZY) not in exact.origins
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_the_next_setting_is_tested_if_the_first_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -627,6 +630,7 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     assert not (tmp_path / "unused.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned", "judge_data")
 def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     stub: StubJudge, tmp_path: Path

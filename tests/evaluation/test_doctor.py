@@ -361,6 +361,7 @@ def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) 
     assert check_template(healthy).level == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_templates")
 def test_draft_model(healthy: Measurements) -> None:
     drafter = DraftModel(copy.deepcopy(healthy.model.model))

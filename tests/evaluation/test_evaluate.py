@@ -157,6 +157,7 @@ def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> N
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "samples": 2}], ids=str)
 def test_the_batch_does_not_change_answers(options: dict[str, Any], tmp_path: Path) -> None:
     """Different lengths, one with a second turn and one too long for the context."""
@@ -528,6 +529,7 @@ def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
     assert len(answer_log_probs(model.target, prompt, answer[:0])[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EXACT, PLAIN, HF], ids=lambda method: method.name)
 def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     method: Method, model: EagleFSD, tmp_path: Path

@@ -136,6 +136,7 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
     assert answers("larger", 4, 4, batch=16) == batched
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_samples_are_reported(tmp_path: Path) -> None:
     """Exact decoding, also with a tree of its own, is not compared with itself."""

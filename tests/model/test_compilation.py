@@ -124,6 +124,7 @@ def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> N
     assert len(graphs) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(40, 96, 1000, 7), (7, 513, 512)], ids=str)
 def test_vocabularies_of_any_size(
     sizes: tuple[int, ...],

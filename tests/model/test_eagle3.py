@@ -325,6 +325,7 @@ def tiny_pair() -> EagleFSD:
     return EagleFSD(model, head, TreeConfig(total_tokens=9, depth=2, top_k=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), MODES)
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     tiny_pair: EagleFSD, temperature: float, top_p: float

@@ -59,6 +59,7 @@ def documented() -> dict[str, Row]:
     return {name: Row(name, *map(str.strip, cells.split("|"))) for name, cells in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "seed"), WINDOWED.items())
 def test_windows_match_generate(
     model_type: str, seed: int, monkeypatch: pytest.MonkeyPatch

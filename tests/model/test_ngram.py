@@ -534,6 +534,7 @@ def test_sampling_with_every_selection_is_reproducible(name: str, selection: str
     assert torch.equal(sample(), sample())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), MODES)
 @pytest.mark.parametrize("name", ["ngram", "adaptive", "adaptive-unigram"])
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(

@@ -487,6 +487,7 @@ def _step_law(inputs: VerificationInputs, threshold: float) -> Array:
     return law / law.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), MODES)
 def test_generate_with_sample_selection_has_the_enumerated_distribution(
     pair: EagleFSD, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
 # -- RoPE ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", FORMATS)
 def test_export_of_a_trained_head_has_the_same_tau_elsewhere(
     engine: ExportFormat, trained: EagleHead, tmp_path: Path

@@ -107,6 +107,7 @@ def test_greedy_answer_is_the_targets_answer_to_the_rewritten_chat(
             assert message["content"] == answer.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_batch_does_not_change_the_result(
     rewrite: Rewriting, temperature: float, tmp_path: Path

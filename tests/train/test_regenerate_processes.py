@@ -75,6 +75,7 @@ def files(out: Path) -> list[str]:
     return sorted(path.name for path in out.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_file_of_one(chats: Path, expected: bytes, tmp_path: Path) -> None:
     out = tmp_path / "chats.jsonl"
     launch(MODULE, chats, out)

@@ -75,6 +75,7 @@ def test_exception_of_the_items_is_raised() -> None:
         list(results)
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_calls_in_progress() -> None:
     over = threading.Event()
 
