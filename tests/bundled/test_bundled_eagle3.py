@@ -84,6 +84,7 @@ def test_head_can_draft_the_tokens_of_answers() -> None:
     assert tokens <= set(token_ids.tolist())
 
 
+@pytest.mark.slow
 def test_greedy_output_is_the_target_s_and_tau_the_card_s() -> None:
     ids, mask = prompts()
     expected = model().generate(ids, mask, max_new_tokens=256, method="ar").sequences

@@ -39,6 +39,7 @@ def test_missing_gradio_fails_with_install_instructions(
     assert "pip install 'eagle_fsd[web]'" in err
 
 
+@pytest.mark.slow
 def test_only_the_app_module_imports_gradio() -> None:
     code = (
         "import sys; sys.modules['gradio'] = None\n"

@@ -257,6 +257,7 @@ def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> No
     assert "had not ended" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{"fallback": "stop"}, {"selection": "target"}])
 def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
     own: dict[str, str], tmp_path: Path

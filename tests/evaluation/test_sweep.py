@@ -248,6 +248,7 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
             assert len(np.unique(np.asarray(picture.convert("L")))) > 20  # not blank
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "judge_data")
 def test_a_sweep_is_judged_in_pairs(
     stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

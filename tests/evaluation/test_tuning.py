@@ -387,6 +387,7 @@ def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
     assert alone.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_a_plan_is_resumed(
     model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

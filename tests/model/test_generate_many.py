@@ -67,6 +67,7 @@ def alone(pair: EagleFSD, item: Prompt) -> tuple[list[int], list[int]]:
     return out.sequences[0, ids.shape[1] :].tolist(), out.origins[0].tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 3)
 @given(requests(), st.integers(1, 5), st.sampled_from([2, 7, 512]), st.booleans())
 def test_every_answer_is_the_one_that_its_prompt_gets_alone(

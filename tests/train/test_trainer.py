@@ -167,6 +167,7 @@ MOMENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_then_resumed_training_gives_the_same_weights(
     train: Train, moment: str, uninterrupted: Path, tmp_path: Path
