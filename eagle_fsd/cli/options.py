@@ -92,7 +92,7 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     return Settings.from_dict(
         {
             **found.model_dump(exclude_unset=True, exclude=excluded),
-            **found.acceptance,
+            **found.acceptance,  # also a rule that dumps omit
             **shape,
             **one_rule(acceptance.given()),
         }

@@ -200,7 +200,7 @@ def calibrate(
         engine: Choose among the settings of another engine's rule instead; no file is written.
         rules: Choose among :data:`CALIBRATED_RULES`, too.
         install: Also save ``fsd.json`` beside the drafter, where every command reads it.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         progress: Reports progress.
 
     Returns:

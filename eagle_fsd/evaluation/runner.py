@@ -354,7 +354,7 @@ def evaluate(
         config: How answers are decoded; default: ``EvaluationConfig()``.
         methods: Methods, or names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`. The
             request's baseline is added.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         command: Part of the default output folder.
         progress: Reports progress.
         on_report: Called with the report as soon as it is complete, or when the judge has failed.
@@ -395,7 +395,7 @@ def run_evaluation(
         config: How answers are decoded.
         methods: The methods, to which the request's baseline is added.
         folder: Folder of the answers and the report.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         hooks: Functions to call.
         loaded: The pair and the questions, in place of those that the request names.
 
@@ -561,7 +561,7 @@ def load_pair(
     Args:
         request: The request.
         device: The target's device; default: the GPU if there is one.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
     """
     model = EagleFSD.from_pretrained(
         request.target,

@@ -82,7 +82,7 @@ def sweep(
         config: How answers are decoded; default: ``EvaluationConfig()``.
         grid: Acceptance settings; default: ``SweepGrid()``.
         rules: Also evaluate the acceptance rules of the literature.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         progress: Reports progress.
         on_report: Called with the report as soon as it is complete, or when the judge has failed.
 

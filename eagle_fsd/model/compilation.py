@@ -135,8 +135,8 @@ class StepGraphs:
 
     The first :data:`EAGER_STEPS` with new shapes run eagerly, because a capture takes as long as
     several steps and many shapes of a batch whose rows end one by one do not recur. The next one is
-    captured, and all others are replayed. Where a step cannot be captured, a warning
-    is logged, and from then on all steps of that target run eagerly.
+    captured, and all others are replayed. Where a step cannot be captured, a warning is logged, and
+    from then on all steps of that target run eagerly.
 
     Args:
         target: The model whose passes the steps contain.

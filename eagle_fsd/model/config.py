@@ -213,7 +213,7 @@ class AcceptanceConfig(_Stored):
     )
 
     @model_validator(mode="after")
-    def _check_selection(self) -> AcceptanceConfig:
+    def _check_combination(self) -> AcceptanceConfig:
         if self.max_fuzzy_nats is not None and self.selection in ("target", "sample"):
             raise ValueError(
                 f"max_fuzzy_nats needs selection longest or priced; got {self.selection}"
@@ -231,10 +231,8 @@ class AcceptanceConfig(_Stored):
 
     def given(self) -> dict[str, Any]:
         """Return the acceptance options that were set explicitly, by name."""
-        names = AcceptanceConfig.model_fields.keys() & self.model_fields_set
-        return {
-            name: getattr(self, name) for name in AcceptanceConfig.model_fields if name in names
-        }
+        names = filter(self.model_fields_set.__contains__, AcceptanceConfig.model_fields)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lossless(self) -> bool:
@@ -267,13 +265,14 @@ class AcceptanceConfig(_Stored):
 
 
 def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Let a threshold replace another rule, or another rule a threshold.
+    """Make a new threshold replace another rule, and another rule replace the threshold.
 
     Args:
         changes: Acceptance options to change, by name.
 
     Returns:
-        The changes, with the one that a given ``threshold`` or ``rule`` implies.
+        The changes, with ``rule="fsd"`` added to a threshold that comes alone, and
+        ``threshold=0.0`` to another rule that comes alone.
     """
     threshold, rule = changes.get("threshold"), changes.get("rule")
     if rule is None and threshold is not None:

@@ -733,8 +733,9 @@ class Engine:
         """
         launched, self._ahead = self._ahead or self._launch(), None
         state = self.rule_state.clone()
-        # The device runs the next step while the host reads the tokens of this one.
-        if self._overlaps and not all(row.max_length - row.length <= 2 for row in self.rows):
+        # The device runs the next step while the host reads the tokens of this one, unless no row
+        # has room for more. The root is not part of a row's length.
+        if self._overlaps and any(row.max_length - row.length > 2 for row in self.rows):
             self._ahead = self._launch(unread=1)
         result = self._read(launched)
         self.read_state.copy_(state)

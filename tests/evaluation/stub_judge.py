@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
+from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.evaluation.judge.client import JudgeEndpoint, judgment_file
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import THREAD_NAME
@@ -84,6 +85,13 @@ def completion(text: str | None) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+
+
+def pairwise_request(stub: StubJudge, count: int, out: Path) -> EvaluationRequest:
+    """Return a request whose answers a judge compares with exact decoding's."""
+    return EvaluationRequest(
+        count=count, out=out, judge_base_url=stub.url, judge_model="a/b", judge_mode="pair"
+    )
 
 
 class StubJudge:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stub_judge import StubJudge
+from stub_judge import StubJudge, pairwise_request
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
@@ -637,13 +637,7 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
 ) -> None:
     """Its lossless tree is for that number of prompts, and what it had for others is kept."""
     stub.reply_with(lambda _: "[[C]]")
-    request = EvaluationRequest(
-        count=8,
-        out=tmp_path / "out",
-        judge_base_url=stub.url,
-        judge_model="a/b",
-        judge_mode="pair",
-    )
+    request = pairwise_request(stub, 8, tmp_path / "out")
     single, eight = TREE.updated(total_tokens=8, depth=6), TREE.updated(total_tokens=4, depth=2)
     settings = Settings(exact=single, batch={"2": single, "8": eight})
     config = CONFIG.updated(batch=2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM, DRIVER, MARKS
 from sample_report import make_report, make_row
 
 from eagle_fsd.bundled.problems import problems
@@ -19,14 +19,7 @@ from eagle_fsd.model.config import Settings
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not on the PATH"
-    ),
-]
+pytestmark = MARKS
 
 #: Returns [text, left, top, right, bottom] of the visible curve and of each title and tick in it.
 BOXES = """

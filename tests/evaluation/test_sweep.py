@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from stub_judge import StubJudge
+from stub_judge import StubJudge, pairwise_request
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
@@ -256,13 +256,7 @@ def test_a_sweep_is_judged_in_pairs(
     """Exact decoding has a tree of its own here, and is what the others are compared with."""
     stub.reply_with(lambda _: "[[C]]")
     monkeypatch.setattr(TreePlan, "make", lambda *_: plan({"exact": 100.0, "T=0.4": 120.0}))
-    request = EvaluationRequest(
-        count=2,
-        out=tmp_path / "out",
-        judge_base_url=stub.url,
-        judge_model="a/b",
-        judge_mode="pair",
-    )
+    request = pairwise_request(stub, 2, tmp_path / "out")
     grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
     report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
     assert report is not None

@@ -174,7 +174,7 @@ def tune(
         request: The pair, the prompts and the output folder. Without a count,
             :data:`DEFAULT_COUNT` prompts are used.
         config: How answers are decoded; default: ``EvaluationConfig()``.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
+        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         install: Also write ``fsd.json`` beside the drafter, where every command reads it. A bound
             on the loss that was certified for another tree is removed.
         progress: Reports progress.

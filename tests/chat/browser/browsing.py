@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
+import chromium
 import pytest
 from processes import QUESTION
 
@@ -21,14 +21,9 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from eagle_fsd.chat.backend import HEARTBEAT_INTERVAL, BackendError, LocalBackend, Token, Update
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
 #: Marks of every module in this package.
 MARKS = [
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not on the PATH"
-    ),
+    *chromium.MARKS,
     # About Gradio 6; the page is pinned to Gradio 5.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -53,9 +53,8 @@ def server() -> Iterator[tuple[ControlledBackend, str]]:
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
     """Selenium's driver of a headless Chromium."""
+    from chromium import CHROMIUM, DRIVER
     from selenium import webdriver
-
-    from .browsing import CHROMIUM, DRIVER
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
