@@ -101,6 +101,10 @@ class Target:
             )
         # A few families do not name their body; the base model is then the model itself.
         self._body: Any = model.base_model if model.base_model is not model else model.model
+        # Looking up a field of a configuration takes longer than multiplying by it.
+        self._logit_scale = getattr(self.config, "logit_scale", None)
+        self._logit_divisor = getattr(self.config, "logits_scaling", None)
+        self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
@@ -177,12 +181,12 @@ class Target:
         features = features.to(self.lm_head.weight.dtype)
         logits: Tensor = self.lm_head(features) if rows is None else F.linear(features, *rows)
         logits = logits.float()
-        if (factor := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * factor
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
+        if self._logit_scale is not None:
+            logits = logits * self._logit_scale
+        if self._logit_divisor is not None:
+            logits = logits / self._logit_divisor
+        if self._soft_cap is not None:
+            logits = self._soft_cap * torch.tanh(logits / self._soft_cap)
         return logits
 
     @cached_property

@@ -179,7 +179,7 @@ class TreeBuilder:
         self.draft_log_probs[:, 0] = log_probs
         scores, tokens = self._children(log_probs, 0)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
-        self.scores = [scores.new_zeros(batch, 1), _ranked(scores)]
+        self.scores = [scores.new_zeros(batch, 1), scores]
         self.tokens = [tokens]
         self.chosen = [tokens.new_zeros(batch, 1)]  # expanded candidates, as indices within a level
 
@@ -200,7 +200,7 @@ class TreeBuilder:
             self.chosen_scores, zero = scores, self.chosen[0]
             self.chosen.append(zero)
             return tokens, zero
-        self.chosen_scores, index = scores.topk(self.width)
+        self.chosen_scores, index = _ranked(scores).topk(self.width)
         self.chosen.append(index)
         return tokens.gather(1, index), index // self.width
 
@@ -213,7 +213,7 @@ class TreeBuilder:
         first = 1 + (len(self.chosen) - 2) * self.width
         self.draft_log_probs[:, first : first + self.width] = log_probs
         scores, tokens = self._children(log_probs, len(self.chosen) - 1)  # [B, K, K]
-        self.scores.append(_ranked(scores + self.chosen_scores[:, :, None]).flatten(1))
+        self.scores.append((scores + self.chosen_scores[:, :, None]).flatten(1))
         self.tokens.append(tokens.flatten(1))
 
     def _children(self, log_probs: Tensor, level: int) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ class TreeBuilder:
         """
         # A stable sort rather than topk: among equal scores the earlier candidate, and so the
         # parent, comes first.
-        scores = torch.cat(self.scores, 1)
+        scores = _ranked(torch.cat(self.scores, 1))
         order = scores.sort(dim=1, descending=True, stable=True).indices
         kept = order[:, : self.total_tokens].sort(1).values  # [B, N] pool indices
         chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] pool indices

@@ -215,9 +215,12 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Two tensors ``[..., k]``, in descending order of the values.
     """
+    if values.shape[-1] <= SMALL_VOCABULARY:
+        found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
+        return found.values, found.indices
     blocks = _in_blocks(values)
     count, size = blocks.shape[-2:]
-    if count * size <= SMALL_VOCABULARY or 4 * k > count:
+    if 4 * k > count:
         found = values.topk(k)
         return found.values, found.indices
     block = blocks.amax(-1).topk(k).indices  # [..., k]

@@ -115,7 +115,7 @@ class DraftHead(nn.Module, LevelDrafter):
         """
         embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
         embedded: Tensor = embedding(tokens)
-        return embedded.to(self.device, self.dtype)
+        return embedded.to(self.fc.weight)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
