@@ -368,7 +368,8 @@ def candidate_methods(
         OptionsError: The engine does not apply its rule at this temperature.
     """
     series = engines.series(engine, temperature) if engine else fsd_series(grid)
-    methods = [method for group in series.values() for method in group]
+    # The highest floor first, see :func:`plan_settings`.
+    methods = [method for group in reversed(series.values()) for method in group]
     if not engine:
         methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
     return methods
@@ -416,9 +417,10 @@ def plan_settings(
 
     Returns:
         The settings that are predicted to be faster than exact decoding, fastest first: each method
-        with its fastest chain and with its fastest bushy tree.
+        with its fastest chain and with its fastest bushy tree. Of methods that accepted the same
+        numbers of tokens, such as FSD with a small threshold under several floors, only the first.
     """
-    settings = []
+    settings: dict[Candidate, Setting] = {}
     exact = engine_trees(plan, EXACT, engine)[0].tokens_per_second
     for method in methods:
         found = engine_trees(plan, method, engine)
@@ -428,8 +430,9 @@ def plan_settings(
             if item.tokens_per_second > exact:
                 name = f"{method.name} tree {shape(item.tree, '-')}"
                 own = replace(method, name=name, tree=item.tree)
-                settings.append(Setting(own, method.name, item.tokens_per_second / exact))
-    return sorted(settings, key=lambda item: -item.speed)
+                setting = Setting(own, method.name, item.tokens_per_second / exact)
+                settings.setdefault(item, setting)
+    return sorted(settings.values(), key=lambda item: -item.speed)
 
 
 def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:

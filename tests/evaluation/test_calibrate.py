@@ -350,6 +350,27 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
     assert settings[0].speed == pytest.approx(1200 / 700)
 
 
+def test_methods_that_accept_the_same_numbers_of_tokens_are_tried_once() -> None:
+    """A floor that changes nothing: the highest one is kept."""
+    exact = TreeConfig(total_tokens=16, depth=8, top_k=2)
+    same, less = (
+        Candidate(TreeConfig(total_tokens=12, depth=10, top_k=1), tau, 100 * tau)
+        for tau in (9.0, 8.0)
+    )
+    grid = CalibrationGrid(thresholds=(0.05, 0.4), min_ratios=(0.1, 0.3))
+    methods = candidate_methods(grid, None, 0.0, False)[:4]
+    found = {"T=0.05 r=0.1": same, "T=0.05 r=0.3": same, "T=0.4 r=0.1": same, "T=0.4 r=0.3": less}
+    plan = TreePlan(
+        exact,
+        {
+            "exact": [Candidate(exact, 6.0, 700.0)],
+            **{method.name: [found[method.name]] for method in methods},
+        },
+    )
+    names = [item.acceptance for item in plan_settings(plan, methods, None)]
+    assert names == ["T=0.05 r=0.3", "T=0.4 r=0.3"]
+
+
 def test_an_engine_without_trees_is_compared_along_chains() -> None:
     """Exact decoding has a chain as well, which others need not beat by as much."""
     bushy, chain, long = (
