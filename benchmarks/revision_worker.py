@@ -44,9 +44,7 @@ def main() -> None:
         model.compiled = request["compile"]  # no effect in revisions that cannot compile
         ids = torch.tensor([request["ids"]])
         begin = time.perf_counter()
-        out = model.generate(
-            ids, torch.ones_like(ids), max_new_tokens=request["max_new_tokens"], threshold=0.0
-        )
+        out = model.generate(ids, torch.ones_like(ids), **request["options"])
         seconds = time.perf_counter() - begin
         result = {
             "tokens": out.sequences[0, ids.shape[1] :].tolist(),

@@ -5,10 +5,12 @@
     python benchmarks/revisions.py --stories ../shared/models/stories260k
 
 Both answer the same prompts greedily with the same weights and the same trees, on the CPU in
-float32 with one thread, prompt by prompt in turn. The older revision is unpacked into a temporary
-folder. There are two pairs: the bundled pair on word problems, and, with ``--stories``, the
-TinyStories model of 260 k parameters with a head that ``eagle_fsd/train/recipes/stories.py`` trains
-into ``--stories-out`` unless it is there.
+float32 with one thread, prompt by prompt in turn: with plain decoding, exact verification, and FSD
+on chains. The older revision is unpacked into a temporary folder.
+
+There are two pairs: the bundled pair on word problems, and, with ``--stories``, the TinyStories
+model of 260 k parameters with a head that ``eagle_fsd/train/recipes/stories.py`` trains into
+``--stories-out`` unless it is there.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ ROOT = Path(__file__).parents[1]
 REVISION = "68e5df3"
 OLD, NEW = "old", "new"
 TREES = ("60/6/10", "16/8/2", "12/4/4")
+#: Trees and options of FSD: a chain that revision 68e5df3 was measured with, and a longer one.
+CHAINS = ("20/18/1", "26/24/1")
+FSD = {"threshold": 0.05, "min_ratio": 0.3}
 COLUMNS = {
-    "tree": "tree",
+    "method": "method",
     "tau": "tau",
     "old": "old (tokens/s)",
     "new": "new (tokens/s)",
@@ -61,14 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("Compare the speed of the working tree with that of an older revision.")
     parser.add_argument("--revision", default=REVISION, help="the older one; default: %(default)s")
     parser.add_argument("--count", type=int, default=40, help="prompts per pair and tree")
-    parser.add_argument("--tree", type=parse_tree, nargs="+", help="total_tokens/depth/top_k")
+    parser.add_argument(
+        "--tree", type=parse_tree, nargs="+", help="trees of exact verification: nodes/depth/top_k"
+    )
     parser.add_argument("--stories", type=Path, help="folder of the TinyStories model")
     parser.add_argument(
         "--stories-out", type=Path, default=Path("runs/stories"), help="folder of its head"
     )
     options = parse(parser, arguments)
     count, new_tokens = (2, 16) if options.quick else (options.count, 192)
-    trees = options.tree or [parse_tree(tree) for tree in TREES[: 1 if options.quick else None]]
+    first = 1 if options.quick else None
+    trees = options.tree or list(map(parse_tree, TREES[:first]))
+    cases: list[tuple[str, TreeConfig, dict[str, Any]]] = [
+        ("plain", trees[0], {"method": "ar"}),
+        *((f"exact {tree_name(tree)}", tree, {"threshold": 0.0}) for tree in trees),
+        *((f"FSD {tree_name(tree)}", tree, FSD) for tree in map(parse_tree, CHAINS[:first])),
+    ]
     bundled = load_tokenizer(BUNDLED_TARGET)
     prompts = [
         bundled.apply_chat_template(
@@ -101,17 +114,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             request = {
                 "target": str(target),
                 "head": str(weights),
-                "max_new_tokens": new_tokens,
                 "compile": options.compile,
             }
             note = (
                 f"{len(prompts)} prompts, greedy, at most {new_tokens} new tokens, whole calls; old"
-                f" is revision {options.revision}."
+                f" is revision {options.revision}, which compiles nothing. FSD:"
+                f" T = {FSD['threshold']}, r = {FSD['min_ratio']}."
             )
             tables.append(Table(name, COLUMNS, [], note))
-            for tree in trees:
-                label = f"{name}, {tree_name(tree)}"
-                tables[-1].rows.append(compare(workers, request, prompts, tree, label))
+            rows = tables[-1].rows
+            for method, tree, chosen in cases:
+                own = {
+                    **request,
+                    "tree": [tree.total_tokens, tree.depth, tree.top_k],
+                    "options": {"max_new_tokens": new_tokens, **chosen},
+                }
+                row = compare(workers, own, prompts, f"{name}, {method}")
+                rows.append({"method": method, **row})
                 save_report(options, "revisions", tables, finished=False)
     save_report(options, "revisions", tables)
 
@@ -202,25 +221,19 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def compare(
-    workers: dict[str, Worker],
-    request: dict[str, Any],
-    prompts: Sequence[list[int]],
-    tree: TreeConfig,
-    label: str,
+    workers: dict[str, Worker], request: dict[str, Any], prompts: Sequence[list[int]], label: str
 ) -> dict[str, Any]:
     """Answer prompts with both revisions in turn, after one that is not counted.
 
     Args:
         workers: The revisions.
-        request: What the requests for all prompts and trees have in common.
+        request: What the requests for all prompts have in common.
         prompts: Token ids of each prompt.
-        tree: The tree of both.
         label: Shown beside the progress bar.
 
     Returns:
         A row of the table. The ratio is the geometric mean over the prompts.
     """
-    request = {**request, "tree": [tree.total_tokens, tree.depth, tree.top_k]}
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for index, ids in enumerate(progress([prompts[0], *prompts], label)):
         for name, worker in workers.items():
@@ -236,7 +249,6 @@ def compare(
     pairs = zip(results[OLD], results[NEW], strict=True)
     tokens = {name: sum(len(item["tokens"]) for item in found) for name, found in results.items()}
     return {
-        "tree": tree_name(tree),
         "tau": tokens[NEW] / sum(item["passes"] for item in results[NEW]),
         **{
             name: tokens[name] / sum(item["seconds"] for item in found)

@@ -227,7 +227,8 @@ class BeamEngine(Engine):
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        tree, scored = self._score_tree(*self._views())
+        with self._folded():
+            tree, scored = self._score_tree(*self._views(), self.clock.enter)
         self.clock.enter("verify")
         best = F.log_softmax(scored.logits, -1).topk(count)
         self.clock.enter("host")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, wraps
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -56,6 +57,8 @@ MIN_SLOTS = 512
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 AnyEngine = TypeVar("AnyEngine", bound="Engine")
+#: Begins a phase of a step, see :meth:`PhaseClock.enter`.
+EnterPhase = Callable[[str], None]
 
 #: Message of the error that NaN or infinite logits raise.
 BROKEN_LOGITS = (
@@ -111,6 +114,7 @@ class Decision:
         warpers: See :class:`Sampler`.
         details: Number of most likely tokens in the :class:`TokenDetail` of every token; None for
             no details.
+        sampler: Processes logits and samples, as the other attributes say.
 
     Raises:
         ValueError: A processor or warper keeps state or combines rows.
@@ -122,6 +126,7 @@ class Decision:
     processors: tuple[LogitsProcessor, ...] = ()
     warpers: tuple[LogitsProcessor, ...] | None = None
     details: int | None = None
+    sampler: Sampler = field(init=False, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -155,13 +160,8 @@ class Decision:
         )
 
     def __post_init__(self) -> None:
-        self.sampler  # noqa: B018 - checks the processors
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """Processes logits and samples."""
         rule, acceptance = self.rule, self.acceptance
-        return Sampler(
+        sampler = Sampler(
             self.sampling,
             self.processors,
             self.warpers,
@@ -171,6 +171,7 @@ class Decision:
             draw_uniform=rule.needs_uniform,
             block=isinstance(rule, ExactRule),
         )
+        object.__setattr__(self, "sampler", sampler)  # the class is frozen
 
     @property
     def on_device(self) -> bool:
@@ -308,6 +309,10 @@ class _Launched:
             self._copied.synchronize()
         packed = self._packed.tolist()
         return [[0, 0] if row is None else packed[row] for row in self.order]
+
+
+def _ignore(_: str) -> None:
+    """Begin no phase."""
 
 
 def on_target_device(
@@ -749,16 +754,15 @@ class Engine:
         """
         shape = self._choose_shape()
         draft_keys, keys = self._views(unread)
-        self.clock.enter("graph" if self._captures else "draft")
-
-        def run() -> tuple[Tensor, Tensor, list[_Details]]:
-            return self._step(draft_keys, keys)
-
-        if self._captures:
-            shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
-            packed, tokens, details = self._graphs.run((*shapes, self._captured, self.tree), run)
-        else:
-            packed, tokens, details = run()
+        with self._folded():
+            if self._captures:
+                self.clock.enter("graph")
+                step = partial(self._step, draft_keys, keys)
+                shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
+                result = self._graphs.run((*shapes, self._captured, self.tree), step)
+            else:
+                result = self._step(draft_keys, keys, self.clock.enter)
+        packed, tokens, details = result
         self.clock.enter("host")
         return _Launched(packed, tokens, details, shape)
 
@@ -774,24 +778,29 @@ class Engine:
         self._use(self._shapes[index])
         return _Shape(self._shapes, index, setting)
 
+    def _folded(self) -> AbstractContextManager[None]:
+        """Select the attention of steps; not a part of :meth:`_step`, because it takes a lock."""
+        return folded_queries(self.target.model, self._folds)
+
     def _step(
-        self, draft_keys: Tensor | None, keys: Tensor
+        self, draft_keys: Tensor | None, keys: Tensor, enter: EnterPhase = _ignore
     ) -> tuple[Tensor, Tensor, list[_Details]]:
-        """Take a step on the device; its state changes in place.
+        """Take a step on the device; its state changes in place. Call it inside :meth:`_folded`.
 
         Args:
             draft_keys: Visible slots of the drafter's cache.
             keys: Visible slots of the target's cache.
+            enter: Called at the beginning of every phase.
 
         Returns:
             What the host reads (``[B, 2 + 2 A + P]``: count, whether the logits are broken, tokens,
             origins, and the probabilities of the best path if the tree is adaptive), the emitted
             tokens, and the results of :func:`_describe`.
         """
-        tree, scored = self._score_tree(draft_keys, keys)
-        self.clock.enter("verify")
+        tree, scored = self._score_tree(draft_keys, keys, enter)
+        enter("verify")
         kept, broken, details = self._judge(tree, scored.logits)
-        self.clock.enter("cache")
+        enter("cache")
         self._commit(tree, scored.features, kept)
         parts = [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins]
         if tree.best_path is not None:
@@ -808,20 +817,20 @@ class Engine:
         keys = self.cache.keys(longest + self._nodes, self.target.device)
         return self.draft.keys(longest), keys
 
-    def _score_tree(self, draft_keys: Tensor | None, keys: Tensor) -> tuple[DraftTree, TargetPass]:
+    def _score_tree(
+        self, draft_keys: Tensor | None, keys: Tensor, enter: EnterPhase
+    ) -> tuple[DraftTree, TargetPass]:
         """Draft a tree for every row, and run the target on it."""
-        self.clock.enter("draft")
+        enter("draft")
         draft, score = self.draft.draft, self.target.forward_tree
         if self._compiles:  # compiled functions are shared by all objects
             if self.draft.on_device:
                 draft = partial(compiled(type(self.draft).draft), self.draft)
             score = partial(compiled(Target.forward_tree), self.target)
         tree = draft(self.roots, draft_keys, RandomNumbers(self.keys, self.lengths))
-        self.clock.enter("target")
-        with folded_queries(self.target.model, self._folds):
-            return tree, score(
-                tree, self.lengths, keys, self.cache, self.drafter.reads, self._folds
-            )
+        enter("target")
+        reads = self.drafter.reads
+        return tree, score(tree, self.lengths, keys, self.cache, reads, self._folds)
 
     def _judge(
         self, tree: DraftTree, logits: Tensor

@@ -43,8 +43,6 @@ class PhaseClock:
         """
         mark: Any
         if self._cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return
             mark = torch.cuda.Event(enable_timing=True)
             mark.record(torch.cuda.current_stream(self._device))
         else:

@@ -172,7 +172,7 @@ def exp(log_probs: Tensor) -> Tensor:
     Args:
         log_probs: Log-probabilities of any shape, or differences of them.
     """
-    return nn.functional.threshold(log_probs.clamp_min(LEAST).exp_(), ZERO, 0.0)
+    return nn.functional.threshold(log_probs.clamp_min(LEAST).exp_(), ZERO, 0.0, inplace=True)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -341,7 +341,8 @@ class Warp:
         """Return peak, log total, radius and sample of ``[R, V]`` logits."""
         values = scaled(logits, self.temperature)
         peak = values.amax(-1)
-        below = values - peak[:, None]
+        # In place where possible: every further tensor takes another part of a core's cache.
+        below = values - peak[:, None] if values is logits else values.sub_(peak[:, None])
         weights = exp(below)
         pool, radius = below, torch.full_like(peak, torch.inf)
         if 0 < self.top_k < below.shape[1]:

@@ -264,10 +264,12 @@ def revision() -> str:
 @pytest.mark.usefixtures("revision")
 def test_revisions_answer_alike(tmp_path: Path) -> None:
     _, tables, _ = run_quick(revisions.main, tmp_path)
-    ((_, (row,)),) = tables.items()
-    assert row["identical"] == 100.0
-    assert row["tau"] > 1.0
-    assert all(math.isfinite(row[key]) and row[key] > 0.0 for key in ("old", "new", "ratio"))
+    ((_, rows),) = tables.items()
+    assert [row["method"] for row in rows] == ["plain", "exact 60/6/10", "FSD 20/18/1"]
+    assert [row["identical"] for row in rows] == [100.0] * 3
+    assert rows[0]["tau"] == 1.0 < rows[1]["tau"] < rows[2]["tau"]
+    values = [row[key] for row in rows for key in ("old", "new", "ratio")]
+    assert all(math.isfinite(value) and value > 0.0 for value in values)
 
 
 def test_limits_of_all_gpu_parts_fit_in_nine_minutes() -> None:

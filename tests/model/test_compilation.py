@@ -29,8 +29,10 @@ from eagle_fsd.model.acceptance import (
     thresholds,
 )
 from eagle_fsd.model.compilation import StepGraphs, compiled
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.engine import Decision, Engine, Row
 from eagle_fsd.model.vocabulary import Warp, arg_max
 
 
@@ -97,6 +99,47 @@ def test_same_tokens(name: str, temperature: float, graphs: list[torch.fx.GraphM
     both(pair, prompt(20), temperature=temperature, top_p=0.9, seed=3, threshold=0.1)
     # An n-gram drafter may find nothing, which is another shape.
     assert len(graphs) == 3 or (name == "ngram" and len(graphs) <= 4)
+
+
+WHOLE_STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("eagle", {}, {}),
+    ("eagle", {"temperature": 0.8, "top_p": 0.9}, {"threshold": 0.2, "max_fuzzy_nats": 3.0}),
+    ("eagle", {"temperature": 0.8}, {"threshold": 0.2, "selection": "sample"}),
+    ("eagle", {}, {"rule": "budget", "selection": "priced"}),
+    ("eagle3", {"temperature": 0.8, "top_k": 5}, {"rule": "cascade"}),
+    ("draft-model", {}, {"threshold": 0.2}),
+    ("draft-model", {"temperature": 0.8}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling", "acceptance"),
+    [
+        pytest.param(*case, marks=() if number == 1 else pytest.mark.slow)
+        for number, case in enumerate(WHOLE_STEPS)
+    ],
+)
+@pytest.mark.usefixtures("graphs")
+def test_a_whole_step_is_a_single_graph(
+    name: str, sampling: dict[str, Any], acceptance: dict[str, Any]
+) -> None:
+    """Nothing in the function that a CUDA graph captures depends on data, or waits for them."""
+    pair = pairs()[name]()
+    decision = Decision.of(SamplingConfig(**sampling), AcceptanceConfig(**acceptance))
+    draw = decision.sampler.draw_draft if pair.drafter.draws_chains and sampling else None
+    results = []
+    for step in (Engine._step, torch.compile(Engine._step, fullgraph=True, backend="eager")):
+        steps = Engine(pair.target, pair.drafter, pair.tree, draw)
+        steps.admit([Row(prompt(length)[0].tolist(), 40, decision, length) for length in (12, 9)])
+        steps.prefill()
+        results.append([])
+        with torch.inference_mode(), steps._folded():
+            for _ in range(3):
+                packed, _, _ = step(steps, *steps._views())
+                results[-1].append(packed.tolist())
+                for row, (count, *_) in zip(steps.rows, packed.tolist(), strict=True):
+                    row.length += count
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,13 +34,12 @@ CUDA = torch.device("cuda:1")
 class _Graph:
     """A graph is the call that was captured; replaying it replaces the result that it gave."""
 
-    def __init__(self, step: Callable[[], Any]) -> None:
-        captured = dict(inspect.getclosurevars(step).nonlocals)
-        self.engine = weakref.ref(captured.pop("self"))  # graphs refer to tensors only
-        self.inputs, self.latest = captured, ()
+    def __init__(self, step: partial[Any]) -> None:
+        self.engine = weakref.ref(step.func.__self__)  # graphs refer to tensors only
+        self.inputs, self.latest = step.args, ()
 
     def replay(self) -> None:
-        self.latest = self.engine()._step(**self.inputs)
+        self.latest = self.engine()._step(*self.inputs)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.latest)
@@ -51,7 +50,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[StepGraphs]:
     """What captured steps during the test, once per graph."""
     found: list[StepGraphs] = []
 
-    def capture(graphs: StepGraphs, step: Callable[[], Any]) -> Any:
+    def capture(graphs: StepGraphs, step: partial[Any]) -> Any:
         found.append(graphs)
         graph = _Graph(step)
         return graph, graph
