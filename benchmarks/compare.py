@@ -29,6 +29,7 @@ from measurement import (
     EXACT,
     Table,
     contenders,
+    mean_ratio,
     new_figure,
     new_parser,
     parse,
@@ -253,8 +254,7 @@ def summarize(
     Returns:
         A row of the table. The speed is the geometric mean over the problems.
     """
-    ratios = [math.log(a / b) for a, b in zip(method.speeds, greedy.speeds, strict=True)]
-    mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
+    speedup, interval = mean_ratio(method.speeds, greedy.speeds)
     texts = [model.tokenizer.decode(new, skip_special_tokens=True) for new in method.answers]
     right = [
         text.rpartition("####")[2].strip() == str(task.final)
@@ -265,8 +265,8 @@ def summarize(
         "method": method.name,
         "setting": method.setting,
         "tokens_per_second": sum(map(len, method.answers)) / sum(method.seconds),
-        "speedup": math.exp(mean),
-        "speedup_interval": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
+        "speedup": speedup,
+        "speedup_interval": interval,
         "identical": 100 * statistics.fmean(same),
         "accuracy": 100 * statistics.fmean(right),
         "seconds": method.seconds,

@@ -15,16 +15,23 @@ versions of themselves), and a mixture of both with small talk.
 
 from __future__ import annotations
 
-import math
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from measurement import Table, new_parser, parse, progress, save_report, synchronize, tree_name
+from measurement import (
+    Table,
+    mean_ratio,
+    new_parser,
+    parse,
+    progress,
+    save_report,
+    synchronize,
+    tree_name,
+)
 from torch import Tensor, nn
 
 from eagle_fsd import EagleFSD
@@ -96,8 +103,7 @@ class Way:
         Args:
             auto: ``"auto"`` on the same prompts.
         """
-        ratios = [math.log(a / b) for a, b in zip(auto.seconds, self.seconds, strict=True)]
-        mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
+        over_auto, interval = mean_ratio(auto.seconds, self.seconds)
         tokens = sum(map(len, self.answers))
         return {
             "drafter": self.drafter,
@@ -105,8 +111,8 @@ class Way:
             "tree": tree_name(self.model.exact_tree),
             "tau": tokens / self.steps,
             "tokens_per_second": tokens / sum(self.seconds),
-            "over_auto": math.exp(mean),
-            "interval": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
+            "over_auto": over_auto,
+            "interval": interval,
             "identical": self.answers == auto.answers,
         }
 

@@ -2,12 +2,11 @@
 
 ::
 
-    python benchmarks/drafters.py --count 100 --out benchmarks/results
+    python benchmarks/drafters.py --count 60 --trial 24
 
-All methods answer the same problems greedily in one process with one thread, problem by problem in
-turn, so that changes of the machine's speed affect all of them alike. A few problems select the
-best tree of every drafter and setting; the table is measured on others. The first answer of every
-method is not counted.
+All methods answer the same problems greedily, problem by problem in turn, so that changes of the
+machine's speed affect all of them alike. A few problems select the best tree of every drafter and
+setting; the table is measured on others. The first answer of every method is not counted.
 
 There are two sets: the bundled word problems, and copies, which are word problems that follow two
 versions of themselves about other people, with answers.
@@ -15,30 +14,34 @@ versions of themselves about other people, with answers.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from measurement import progress
+from measurement import (
+    Table,
+    mean_ratio,
+    new_parser,
+    parse,
+    parse_tree,
+    progress,
+    save_report,
+    synchronize,
+    tree_name,
+)
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.bundled import (
     BUNDLED_DRAFT_MODEL,
     BUNDLED_EAGLE3,
     BUNDLED_HEAD,
 )
 from eagle_fsd.bundled.problems import Message, chat_messages, edited_problems, problems
-from eagle_fsd.utils.files import atomic_write
-from eagle_fsd.utils.provenance import describe_environment
 
 #: The messages of a chat up to a question, and the right result.
 Task = tuple[list[Message], int]
@@ -50,16 +53,23 @@ DRAFTERS = {
     "n-grams of the prompt": "ngram",
     "adaptive n-grams": "adaptive-ngram",
 }
-#: Nodes, depth and children of each node; the depth is that of :class:`TreeConfig`.
 TREES = (
-    *((8, 3, 2), (16, 4, 4), (16, 8, 2), (20, 8, 2)),
-    *((8, 6, 1), (10, 8, 1), (14, 12, 1), (20, 18, 1), (26, 24, 1)),
+    *("8/3/2", "16/4/4", "16/8/2", "20/8/2"),
+    *("8/6/1", "10/8/1", "14/12/1", "20/18/1", "26/24/1"),
 )
 ACCEPTANCE = {
     "exact": AcceptanceConfig(),
     "FSD": AcceptanceConfig(threshold=0.05, min_ratio=0.3),
 }
-MAX_NEW_TOKENS = 256
+COLUMNS = {
+    "drafter": "drafter",
+    "setting": "setting",
+    "tree": "tree",
+    "tau": "tau",
+    "speedup": "speed, plain = 1",
+    "speedup_interval": "95% interval",
+    "accuracy": "accuracy (%)",
+}
 
 
 @dataclass
@@ -70,6 +80,7 @@ class Method:
         drafter: Name of the drafter; empty for plain decoding.
         setting: Key of :data:`ACCEPTANCE`.
         model: The pair, with the tree.
+        new_tokens: Maximum number of new tokens of an answer.
         speeds: Tokens per second of every answer.
         tokens: Number of tokens of all answers.
         steps: Target passes of all answers.
@@ -79,6 +90,7 @@ class Method:
     drafter: str
     setting: str
     model: EagleFSD
+    new_tokens: int
     speeds: list[float] = field(default_factory=list)
     tokens: int = 0
     steps: int = 0
@@ -91,14 +103,16 @@ class Method:
             ids: ``[1, S]`` the prompt.
             final: The right result.
         """
+        synchronize()
         begin = time.perf_counter()
         out = self.model.generate(
             ids,
             torch.ones_like(ids),
-            MAX_NEW_TOKENS,
+            self.new_tokens,
             acceptance=ACCEPTANCE[self.setting],
             method="fsd" if self.drafter else "ar",
         )
+        synchronize()
         seconds = time.perf_counter() - begin
         new = out.sequences[0, ids.shape[1] :]
         self.speeds.append(len(new) / seconds)
@@ -113,44 +127,54 @@ class Method:
         Args:
             plain: Plain decoding of the same problems.
         """
-        ratios = [math.log(a / b) for a, b in zip(self.speeds, plain.speeds, strict=True)]
-        error = statistics.stdev(ratios) / math.sqrt(len(ratios))
-        mean = statistics.fmean(ratios)
-        tree = self.model.tree
+        speedup, interval = mean_ratio(self.speeds, plain.speeds)
         return {
             "drafter": self.drafter or "none",
             "setting": self.setting,
-            "tree": f"{tree.total_tokens}/{tree.depth}/{tree.top_k}" if self.drafter else "",
+            "tree": tree_name(self.model.tree) if self.drafter else "",
             "tau": self.tokens / self.steps,
-            "speedup": math.exp(mean),
-            "speedup_interval": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
-            "tokens_per_second": self.tokens
-            / sum(self.tokens / len(self.speeds) / speed for speed in self.speeds),
+            "speedup": speedup,
+            "speedup_interval": interval,
             "accuracy": 100.0 * self.right / len(self.speeds),
         }
 
 
-def main() -> None:
-    """Measure and print the table, and save it with its provenance."""
-    parser = argparse.ArgumentParser(description="Compare drafters on the bundled target.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the tables and save them.
+
+    Args:
+        arguments: The command line; default: that of the process.
+    """
+    parser = new_parser("Compare drafters on the bundled target.", compiles=False)
     parser.add_argument("--count", type=int, default=100, help="problems in the table")
     parser.add_argument("--trial", type=int, default=12, help="problems that select the trees")
-    parser.add_argument("--out", type=Path, help="folder for drafters.json and drafters.md")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    target = EagleFSD.from_pretrained(device_map="cpu").model
-    report: dict[str, Any] = {"environment": describe_environment(), "tables": {}}
-    lines = []
+    options = parse(parser, arguments)
+    trees, new_tokens = TREES, 256
+    if options.quick:
+        options.count, options.trial, trees, new_tokens = 2, 2, TREES[:2], 12
+    target = EagleFSD.from_pretrained(dtype=options.dtype, device_map=options.device).model
+
+    def method(drafter: str, setting: str, path: str, tree: str) -> Method:
+        pair = EagleFSD.from_pretrained(target, path, tree=parse_tree(tree))
+        return Method(drafter, setting, pair, new_tokens)
+
+    plain = method("", "exact", str(BUNDLED_HEAD), trees[0])
+    candidates = [
+        method(drafter, setting, path, tree)
+        for drafter, path in DRAFTERS.items()
+        for setting in ACCEPTANCE
+        for tree in trees
+    ]
+    tables: list[Table] = []
     for name, tasks in task_sets(options.trial + options.count).items():
-        rows = compare(target, tasks, options.trial)
-        report["tables"][name] = rows
-        lines += [f"## {name}", "", *table(rows), ""]
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            atomic_write(options.out / "drafters.md", "\n".join(lines))
-            atomic_write(options.out / "drafters.json", json.dumps(report, indent=2) + "\n")
-    print("\n".join(lines))
+        rows = compare(plain, candidates, tasks, options.trial)
+        note = (
+            f"{options.count} tasks, greedy, at most {new_tokens} new tokens;"
+            f" {options.trial} others selected each tree among {', '.join(trees)}."
+        )
+        tables.append(Table(f"Drafters on {name}", COLUMNS, rows, note))
+        save_report(options, "drafters", tables, finished=False)
+    save_report(options, "drafters", tables)
 
 
 def task_sets(count: int) -> dict[str, list[Task]]:
@@ -170,49 +194,41 @@ def task_sets(count: int) -> dict[str, list[Task]]:
     return {"problems": single, "copies": copies}
 
 
-def compare(target: torch.nn.Module, tasks: Sequence[Task], trial: int) -> list[dict[str, Any]]:
+def compare(
+    plain: Method, candidates: Sequence[Method], tasks: Sequence[Task], trial: int
+) -> list[dict[str, Any]]:
     """Select the best tree of every drafter and setting, then measure them.
 
     Args:
-        target: The bundled target.
+        plain: Plain decoding.
+        candidates: Drafters, settings and trees.
         tasks: The tasks; the first ``trial`` ones select the trees.
         trial: Number of tasks that select.
     """
-    plain = Method("", "exact", _pair(target, BUNDLED_HEAD, TREES[0]))
-    candidates = [
-        Method(drafter, setting, _pair(target, path, tree))
-        for drafter, path in DRAFTERS.items()
-        if not Path(path).is_absolute() or Path(path).is_dir()
-        for setting in ACCEPTANCE
-        for tree in TREES
-    ]
-    _answer_all([plain, *candidates], tasks[: trial + 1])
+    _answer_all(candidates, tasks[: trial + 1])
     best: dict[tuple[str, str], Method] = {}
     for method in candidates:
         key = method.drafter, method.setting
         if key not in best or _speed(method) > _speed(best[key]):
             best[key] = method
-    plain = Method("", "exact", plain.model)
-    chosen = [Method(item.drafter, item.setting, item.model) for item in best.values()]
-    _answer_all([plain, *chosen], tasks[trial:])
-    return [method.row(plain) for method in (plain, *chosen)]
-
-
-def _pair(target: torch.nn.Module, drafter: str | Path, tree: tuple[int, int, int]) -> EagleFSD:
-    nodes, depth, top_k = tree
-    config = TreeConfig(total_tokens=nodes, depth=depth, top_k=top_k)
-    return EagleFSD.from_pretrained(target, drafter, tree=config)
+    chosen = [plain, *best.values()]
+    _answer_all(chosen, tasks[trial:])
+    return [method.row(plain) for method in chosen]
 
 
 def _answer_all(methods: Sequence[Method], tasks: Sequence[Task]) -> None:
     """Do tasks in turn; the first one is not counted."""
     for index, (messages, final) in enumerate(progress(tasks, f"{len(methods)} methods")):
-        ids = methods[0].model.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"]
+        ids = (
+            methods[0]
+            .model.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )["input_ids"]
+            .to(methods[0].model.target.device)
+        )
         for method in methods:
             method.answer(ids, final)
             if index == 0:
@@ -221,25 +237,6 @@ def _answer_all(methods: Sequence[Method], tasks: Sequence[Task]) -> None:
 
 def _speed(method: Method) -> float:
     return statistics.fmean(map(math.log, method.speeds))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Format rows as a Markdown table.
-
-    Args:
-        rows: Results of :meth:`Method.row`.
-    """
-    lines = [
-        "| drafter | setting | tree | tau | speed, plain = 1 | 95% interval | accuracy |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        low, high = row["speedup_interval"]
-        lines.append(
-            f"| {row['drafter']} | {row['setting']} | {row['tree']} | {row['tau']:.2f} |"
-            f" {row['speedup']:.2f} | {low:.2f} to {high:.2f} | {row['accuracy']:.0f} |"
-        )
-    return lines
 
 
 if __name__ == "__main__":

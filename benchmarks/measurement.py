@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 import time
@@ -400,6 +401,18 @@ def random_prompt(model: EagleFSD, rows: int, length: int) -> Tensor:
 
 
 # -- the floor ---------------------------------------------------------------------------------
+
+
+def mean_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the geometric mean of ratios, and its 95% interval.
+
+    Args:
+        above: Numerators, at least two.
+        below: As many denominators.
+    """
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)]
 
 
 def copy_bandwidth(device: torch.device, quick: bool = False) -> float:

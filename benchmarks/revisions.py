@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import shutil
 import statistics
@@ -30,7 +29,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from measurement import Table, new_parser, parse, parse_tree, progress, save_report, tree_name
+from measurement import (
+    Table,
+    mean_ratio,
+    new_parser,
+    parse,
+    parse_tree,
+    progress,
+    save_report,
+    tree_name,
+)
 
 from eagle_fsd import TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
@@ -244,8 +252,7 @@ def compare(
         name: [len(item["tokens"]) / item["seconds"] for item in found]
         for name, found in results.items()
     }
-    logs = [math.log(new / old) for new, old in zip(speeds[NEW], speeds[OLD], strict=True)]
-    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    ratio, interval = mean_ratio(speeds[NEW], speeds[OLD])
     pairs = zip(results[OLD], results[NEW], strict=True)
     tokens = {name: sum(len(item["tokens"]) for item in found) for name, found in results.items()}
     return {
@@ -254,8 +261,8 @@ def compare(
             name: tokens[name] / sum(item["seconds"] for item in found)
             for name, found in results.items()
         },
-        "ratio": math.exp(mean),
-        "ratio_interval": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
+        "ratio": ratio,
+        "ratio_interval": interval,
         "identical": 100 * statistics.fmean(a["tokens"] == b["tokens"] for a, b in pairs),
         "seconds": {name: [item["seconds"] for item in found] for name, found in results.items()},
     }

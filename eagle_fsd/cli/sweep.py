@@ -13,7 +13,6 @@ from eagle_fsd.cli.options import (
     OtherAcceptanceOptions,
     SettingsFile,
     SettingsOptions,
-    TreeOptions,
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
@@ -36,7 +35,6 @@ def sweep(
     grid: Annotated[SweepGrid, options("Grid")] = SweepGrid(),
     request: RequestOptions = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
-    tree: TreeOptions = TreeConfig(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
@@ -49,7 +47,6 @@ def sweep(
         grid: The thresholds, divergences and floors.
         request: What is evaluated, and where the results go.
         file: An ``fsd.json`` file.
-        tree: Shape of the draft tree.
         acceptance: The other acceptance options.
         config: How answers are decoded.
     """
@@ -69,7 +66,7 @@ def sweep(
             config,
             grid,
             rules=rules,
-            settings=given_settings(file.settings, tree, acceptance),
+            settings=given_settings(file.settings, TreeConfig(), acceptance),
             progress=progress,
             on_report=show,
         )

@@ -39,13 +39,12 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
         other: The method's answers; answers to other questions are ignored.
 
     Returns:
-        ``answers`` (number of compared answers) and ``identical``; ``changed_limit``, an upper 95%
-        confidence limit on the share of changed answers (Clopper and Pearson's, one-sided);
-        ``first_difference``, the quartiles over changed answers of the tokens before the first
-        difference; ``length_change``, the mean difference in tokens; ``repetition`` and
-        ``repetition_change``, see :func:`repetition`, and the mean difference. The changes also
-        have 95% intervals, ``length_change_interval`` and ``repetition_change_interval``. Values
-        that cannot be computed are None.
+        ``answers`` (number of compared answers) and ``identical``; ``first_difference``, the
+        quartiles over changed answers of the tokens before the first difference;
+        ``length_change``, the mean difference in tokens; ``repetition`` and ``repetition_change``,
+        see :func:`repetition`, and the mean difference. The changes also have 95% intervals,
+        ``length_change_interval`` and ``repetition_change_interval``. Values that cannot be
+        computed are None.
     """
     by_id = {record["question_id"]: _turns(record) for record in exact}
     pairs = [
@@ -56,19 +55,34 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
     differences = [_first_difference(*pair) for pair in pairs]
     found = [item for item in differences if item is not None]
     count, changed = len(pairs), len(found)
-    limit = stats.binomtest(changed, count, alternative="less") if count else None
     lengths = Mean.of([sum(map(len, b)) - sum(map(len, a)) for a, b in pairs])
     before, after = ([repetition(pair[side]) for pair in pairs] for side in (0, 1))
     repeated = Mean.of([b - a for a, b in zip(before, after, strict=True)])
     return {
         "answers": count,
         "identical": count - changed,
-        "changed_limit": limit and float(limit.proportion_ci(0.95, method="exact").high),
         "first_difference": np.quantile(found, (0.25, 0.5, 0.75)).tolist() if found else None,
         **lengths.as_dict("length_change"),
         "repetition": float(np.mean(after)) if count else None,
         **repeated.as_dict("repetition_change"),
     }
+
+
+def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
+    """Return an upper limit on the share of changed answers: Clopper and Pearson's, one-sided.
+
+    Args:
+        found: The result of :func:`agreement`.
+        confidence: Probability that the limit holds.
+
+    Returns:
+        None if no answers were compared.
+    """
+    count = found["answers"]
+    if not count:
+        return None
+    test = stats.binomtest(count - found["identical"], count, alternative="less")
+    return float(test.proportion_ci(confidence, method="exact").high)
 
 
 def _turns(record: Record) -> list[list[int]]:

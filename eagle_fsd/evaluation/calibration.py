@@ -102,7 +102,8 @@ RACE_GROUPS = 24
 #: Minimum accuracy of exact decoding, in percent and as a multiple of the allowed loss. Below it
 #: there is little accuracy to lose, usually because answers are cut off or cannot be parsed.
 MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
-#: File with the trees of all settings, and with the ids of the questions of both stages.
+#: File with the trees of all settings, and with the ids of the questions of both stages and the
+#: names of the settings to choose from.
 TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
 #: File with the bounds and the settings to test, fixed before a fresh question is answered.
 TESTS_FILE = "tests.json"
@@ -211,7 +212,7 @@ def calibrate(
             the engine does not apply its rule at this temperature or with this tokenizer; or the
             request asks for compiled passes.
         ValueError: The questions or answers cannot support the bound; or the output folder holds a
-            calibration on other questions.
+            calibration on other questions or with other settings.
         LoadError, QuestionSetError, JudgeError: As in
             :func:`~eagle_fsd.evaluation.runner.evaluate`.
     """
@@ -245,7 +246,7 @@ def calibrate(
     if warning and state.is_main_process:
         log.warning("%s", warning)
     with state.main_process_first():
-        check_folder(folder, used, fresh)
+        check_folder(folder, used, fresh, [method.name for method in candidates])
 
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
@@ -367,16 +368,18 @@ def candidate_methods(
     Raises:
         OptionsError: The engine does not apply its rule at this temperature.
     """
-    series = engines.series(engine, temperature) if engine else fsd_series(grid)
-    # The highest floor first, see :func:`plan_settings`.
-    methods = [method for group in reversed(series.values()) for method in group]
+    if engine:
+        groups = list(engines.series(engine, temperature).values())
+    else:  # the highest floor first, see :func:`plan_settings`
+        groups = list(reversed(fsd_series(grid).values()))
+    methods = [method for group in groups for method in group]
     if not engine:
         methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
     return methods
 
 
 def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:
-    """Return the trees of a method that an engine can draft, fastest first.
+    """Return the trees with which an engine decodes as we do, fastest first.
 
     Args:
         plan: The trees of every method.
@@ -384,7 +387,7 @@ def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> l
         engine: The engine that will decode; None: our own.
     """
     found = plan.candidates[method.name]
-    if engine in engines.CHAINS_ONLY:
+    if engine in (engines.CHAINS_ONLY if method.name == EXACT.name else engines.CHAIN_RULES):
         return [item for item in found if item.tree.top_k == 1]
     return list(found)
 
@@ -413,7 +416,7 @@ def plan_settings(
     Args:
         plan: The trees of exact decoding and of the methods.
         methods: The methods.
-        engine: The engine that will decode; see :data:`~eagle_fsd.evaluation.engines.CHAINS_ONLY`.
+        engine: The engine that will decode; see :data:`~eagle_fsd.evaluation.engines.CHAIN_RULES`.
 
     Returns:
         The settings that are predicted to be faster than exact decoding, fastest first: each method
@@ -567,31 +570,37 @@ def count_unscored_as_wrong(question: Question) -> Question:
     return replace(question, grade=lambda answer, asked: bool(grade(answer, asked)))
 
 
-def check_folder(folder: Path, used: Sequence[Question], fresh: Sequence[Question]) -> None:
-    """Check that a folder holds no calibration on other questions, and record the questions there.
+def check_folder(
+    folder: Path, used: Sequence[Question], fresh: Sequence[Question], settings: Sequence[str]
+) -> None:
+    """Check that a folder holds no other calibration, and record what this one chooses from.
 
-    A calibration cannot grow: with more questions, some that certified settings would select them.
+    A calibration cannot grow: with more questions, some that certified settings would select them,
+    and with more settings, the tests that were fixed would not be those of the best ones.
 
     Args:
         folder: The output folder, created if missing.
         used: The questions that select settings.
         fresh: The questions that certify settings.
+        settings: Names of the acceptance settings to choose from.
 
     Raises:
-        ValueError: The folder holds a calibration on other questions.
+        ValueError: The folder holds a calibration on other questions or with other settings.
     """
     stages = {"selection": used, "certificate": fresh}
-    ids = {name: [question.question_id for question in part] for name, part in stages.items()}
+    plan = {name: [question.question_id for question in part] for name, part in stages.items()}
+    plan["settings"] = list(settings)
     file = folder / QUESTIONS_FILE
     if file.exists() and (folder / TREES_FILE).exists():
-        if json.loads(file.read_text(encoding="utf-8")) != ids:
+        if json.loads(file.read_text(encoding="utf-8")) != plan:
             raise ValueError(
-                f"{folder} holds a calibration on other questions, or with another --count: choose"
-                " another output folder, or delete this one"
+                f"{folder} holds a calibration on other questions (or with another --count), or"
+                " with other settings to choose from: choose another output folder, or delete this"
+                " one"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, json.dumps(ids) + "\n")
+    atomic_write(file, json.dumps(plan) + "\n")
 
 
 def fix_tests(

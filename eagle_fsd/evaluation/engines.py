@@ -7,7 +7,7 @@ method for the engine.
 engine        rule                                            applies
 ============  ==============================================  =====================================
 SGLang        :class:`~eagle_fsd.model.acceptance.TargetRule`  when sampling; greedy requests ignore
-                                                              the thresholds
+                                                              the thresholds; as here along chains
 TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding, between
                                                               ``<think>`` and ``</think>``, along
                                                               chains
@@ -34,8 +34,11 @@ THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)
 TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
 #: Markers of TensorRT-LLM's thinking phase.
 THINKING = ("<think>", "</think>")
+#: Engines whose rule is ours along chains only. In a tree, SGLang follows the first sibling that it
+#: accepts; we follow the longest of all accepted paths.
+CHAIN_RULES: tuple[EngineName, ...] = ("sglang", "tensorrt-llm")
 #: Engines that draft chains only, also for lossless decoding.
-CHAINS_ONLY = ("tensorrt-llm",)
+CHAINS_ONLY: tuple[EngineName, ...] = ("tensorrt-llm",)
 
 
 def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:

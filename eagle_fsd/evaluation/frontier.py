@@ -95,6 +95,12 @@ def _quality(row: Row, exact: Row) -> tuple[float, Interval]:
     """Return a method's quality and its interval."""
     against, scale = row.get("against_exact", {}), 100 if exact["accuracy"] is not None else 1
     level = scale * quality(exact)
+    samples = row.get("samples", {})
+    if "accuracy_change" in samples:  # over several samples of each answer
+        change = samples["accuracy_change"]
+        low, high = samples["accuracy_change_interval"] or (change, change)
+        low, high = (min(max(quality(exact) + limit, 0.0), 1.0) for limit in (low, high))
+        return level + scale * change, (scale * low, scale * high)
     if "lost" in against:
         lost, gained, paired = (against[name] for name in ("lost", "gained", "paired"))
         level += scale * (gained - lost) / paired

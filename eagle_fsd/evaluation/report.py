@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_fsd.evaluation.agreement import agreement, regret_summary
+from eagle_fsd.evaluation.agreement import agreement, changed_limit, regret_summary
 from eagle_fsd.evaluation.answer_store import Record, all_turns
 from eagle_fsd.evaluation.code_execution.execution import RunResult
 from eagle_fsd.evaluation.code_execution.programs import Program
@@ -238,8 +238,7 @@ def summarize(
         scores: Whether each answer is correct, by method and question.
 
     Returns:
-        A row per method. ``against_exact`` holds ``loss_limit``, an exact upper limit on the loss
-        of accuracy; with 95% confidence, the limits of all methods hold at once (Bonferroni).
+        A row per method, with the limits of :func:`limit_losses`.
     """
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", "exact", "hf")]
@@ -249,7 +248,11 @@ def summarize(
 
 
 def limit_losses(rows: Sequence[dict[str, Any]], dropped: int = 0) -> None:
-    """Set ``loss_limit``, an exact upper limit on the loss of accuracy, of all methods at once.
+    """Bound the difference of every method from exact decoding, of all methods at once.
+
+    ``against_exact`` gets ``loss_limit``, an exact upper limit on the loss of accuracy, and its
+    ``agreement`` gets ``changed_limit``, one on the share of changed answers. With 95% confidence,
+    the limits of a kind hold for all methods (Bonferroni).
 
     Args:
         rows: Rows of a report.
@@ -258,12 +261,14 @@ def limit_losses(rows: Sequence[dict[str, Any]], dropped: int = 0) -> None:
     compared = [
         row["against_exact"]
         for row in rows
-        if "lost" in row.get("against_exact", {}) and row["method"] not in BASELINES
+        if "against_exact" in row and row["method"] not in BASELINES
     ]
     for against in compared:
-        counts = (against[name] for name in ("lost", "gained", "paired"))
         level = 1 - LIMIT_ERROR / (len(compared) + dropped)
-        against["loss_limit"] = loss_bound(*counts, level)
+        if "lost" in against:
+            counts = (against[name] for name in ("lost", "gained", "paired"))
+            against["loss_limit"] = loss_bound(*counts, level)
+        against["agreement"]["changed_limit"] = changed_limit(against["agreement"], level)
 
 
 def score_records(

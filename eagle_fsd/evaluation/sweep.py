@@ -117,7 +117,9 @@ def sweep(
         return request.compiled
 
     plan = on_first_process(
-        lambda: TreePlan.make(workload, methods, folder / TREES_FILE, progress, compiles)
+        lambda: TreePlan.make(
+            workload, methods, folder / TREES_FILE, progress, compiles, request.compiled
+        )
     )
     request = request.updated(compiled=plan.compiled)
     exact, *planned = plan.with_trees([EXACT, *methods])

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from eagle_fsd.model.compilation import using_device
+
 #: Smallest difference between the numbers of slots that passes read, see :meth:`TreeCache.keys`; on
 #: CUDA, where every number takes a graph of its own and slots cost less than there.
 VIEW_STEP, CUDA_VIEW_STEP = 64, 256
@@ -63,7 +65,8 @@ def _separate(plane: Tensor) -> Tensor:
     """
     if plane.device.type not in ("cpu", "cuda"):
         return plane
-    separate: Tensor = torch.from_dlpack(plane)
+    with using_device(plane.device):  # torch exports tensors of the current device only
+        separate: Tensor = torch.from_dlpack(plane)
     torch._dynamo.maybe_mark_dynamic(separate, 1)
     return separate
 

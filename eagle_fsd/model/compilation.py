@@ -158,28 +158,35 @@ class StepGraphs:
         self._graphs.clear()
         self._seen.clear()
 
-    def run(self, shapes: Hashable, step: Callable[[], Result]) -> Result:
+    def run(
+        self,
+        shapes: Hashable,
+        step: Callable[[], Result],
+        eager: Callable[[], Result] | None = None,
+    ) -> Result:
         """Run a step on torch's current device.
 
         Args:
             shapes: Everything that the shapes in the step depend on.
-            step: The step; it keeps its state in tensors that it updates in place.
+            step: The step to capture; it keeps its state in tensors that it updates in place.
+            eager: The same step for eager runs, which may do more on the host; default: ``step``.
 
         Returns:
             The result of the step. A replayed step overwrites the tensors that it returned before.
         """
+        eager = eager or step
         if self._failed or self._target in _not_capturable:
-            return step()
+            return eager()
         found = self._graphs.pop(shapes, None)
         if found is None:
             count = self._seen.pop(shapes, 0)
             if count < EAGER_STEPS:
                 self._seen[shapes] = count + 1
                 _drop_first(self._seen, MAX_SEEN)
-                return step()
+                return eager()
             found = self._capture(step)
             if found is None:
-                return step()
+                return eager()
         self._graphs[shapes] = found
         _drop_first(self._graphs, MAX_GRAPHS)
         graph, result = found

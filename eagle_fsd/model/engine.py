@@ -755,13 +755,14 @@ class Engine:
         shape = self._choose_shape()
         draft_keys, keys = self._views(unread)
         with self._folded():
+            eager = partial(self._step, draft_keys, keys, self.clock.enter)
             if self._captures:
                 self.clock.enter("graph")
                 step = partial(self._step, draft_keys, keys)
                 shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
-                result = self._graphs.run((*shapes, self._captured, self.tree), step)
+                result = self._graphs.run((*shapes, self._captured, self.tree), step, eager)
             else:
-                result = self._step(draft_keys, keys, self.clock.enter)
+                result = eager()
         packed, tokens, details = result
         self.clock.enter("host")
         return _Launched(packed, tokens, details, shape)

@@ -69,6 +69,10 @@ class Target:
         ValueError: The model has no output projection or no limit of its context length, its
             attention implementation accepts no tree mask, or it has layers other than full,
             sliding-window and chunked attention.
+
+    Attributes:
+        stable_rope_length: Sequence length up to which attention does not depend on the length of
+            the sequence.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -105,6 +109,7 @@ class Target:
         self._logit_scale = getattr(self.config, "logit_scale", None)
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
+        self.stable_rope_length = self._stable_length()
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
@@ -178,7 +183,8 @@ class Target:
         Returns:
             ``[..., V]`` or ``[..., D]`` float32 logits.
         """
-        features = features.to(self.lm_head.weight.dtype)
+        weight = self.lm_head.weight if rows is None else rows[0]
+        features = features.to(weight.dtype)
         logits: Tensor = self.lm_head(features) if rows is None else F.linear(features, *rows)
         logits = logits.float()
         if self._logit_scale is not None:
@@ -189,9 +195,8 @@ class Target:
             logits = self._soft_cap * torch.tanh(logits / self._soft_cap)
         return logits
 
-    @cached_property
-    def stable_rope_length(self) -> int:
-        """Sequence length up to which attention does not depend on the length of the sequence.
+    def _stable_length(self) -> int:
+        """Return :attr:`stable_rope_length`.
 
         Beyond it some kinds of RoPE change keys that are already cached, Llama 4 scales queries by
         positions that it counts itself, and Doge selects keys by a rule that leaves ties open.

@@ -16,6 +16,7 @@ import attention
 import batches
 import compare
 import depth
+import drafters
 import growth
 import pytest
 import revisions
@@ -249,6 +250,17 @@ def test_depths_give_the_same_answers(tmp_path: Path) -> None:
     for rows in tables.values():
         assert all(row["identical"] for row in rows)
         assert {row["depth"] for row in rows} > {depth.AUTO}
+
+
+@pytest.mark.slow
+def test_every_drafter_has_a_row(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(drafters.main, tmp_path)
+    assert name == "drafters-cpu"
+    assert set(tables) == {"Drafters on problems", "Drafters on copies"}
+    for plain, *rows in tables.values():
+        assert (plain["drafter"], plain["tau"], plain["speedup"]) == ("none", 1.0, 1.0)
+        names = [(row["drafter"], row["setting"]) for row in rows]
+        assert names == [(item, how) for item in drafters.DRAFTERS for how in drafters.ACCEPTANCE]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.agreement import (
     MAX_SHOWN_ANSWERS,
     agreement,
+    changed_limit,
     compare_answers,
     fuzzy_divergences,
     regret_summary,
@@ -52,19 +53,20 @@ def test_agreement_of_known_answers() -> None:
     low, high = found["length_change_interval"]
     assert low == pytest.approx(-high)
     # With two of three changed, the limit solves P(at most two changes) = 0.05: 1 - p^3 = 0.05.
-    assert found["changed_limit"] == pytest.approx(0.95 ** (1 / 3))
+    assert changed_limit(found, 0.95) == pytest.approx(0.95 ** (1 / 3))
 
 
 def test_agreement_without_a_change_still_has_a_limit() -> None:
     answers = [record_of(number, [1, 2]) for number in range(30)]
     found = agreement(answers, answers)
     assert (found["identical"], found["first_difference"]) == (30, None)
-    assert found["changed_limit"] == pytest.approx(1 - 0.05 ** (1 / 30))
+    assert changed_limit(found, 0.95) == pytest.approx(1 - 0.05 ** (1 / 30))
+    assert changed_limit(found, 0.99) == pytest.approx(1 - 0.01 ** (1 / 30))
 
 
 def test_agreement_ignores_questions_that_exact_decoding_could_not_answer() -> None:
     found = agreement([record_of(0, [])], [record_of(0, [])])
-    assert (found["answers"], found["changed_limit"], found["length_change"]) == (0, None, None)
+    assert (found["answers"], changed_limit(found, 0.95), found["length_change"]) == (0, None, None)
 
 
 @pytest.mark.parametrize(

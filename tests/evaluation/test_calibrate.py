@@ -388,6 +388,7 @@ def test_an_engine_without_trees_is_compared_along_chains() -> None:
     assert (setting.name, setting.speed) == ("a tree 28-26-1", pytest.approx(650 / 600))
     assert exact_tree(plan, "tensorrt-llm") == chain
     assert exact_tree(plan, "sglang") == exact_tree(plan, None) == bushy
+    assert plan_settings(plan, [Method("a")], "sglang") == []  # its bushy trees verify otherwise
     assert [item.name for item in plan_settings(plan, [Method("a")], None)] == ["a tree 16-8-2"]
 
 
@@ -477,12 +478,14 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     """More questions would move some from one stage to the other."""
     questions = [Question(at, "c", (f"{at}?",)) for at in range(40)]
     folder = tmp_path / "out"
-    check_folder(folder, *split_questions(questions[:8]))
-    check_folder(folder, *split_questions(questions[:20]))  # nothing was measured so far
+    names = ["T=0.1", "acc 0.5"]
+    check_folder(folder, *split_questions(questions[:8]), names)
+    check_folder(folder, *split_questions(questions[:20]), names)  # nothing was measured so far
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(questions[:20]))
-    with pytest.raises(ValueError, match="with another --count: choose another output folder"):
-        check_folder(folder, *split_questions(questions))
+    check_folder(folder, *split_questions(questions[:20]), names)
+    for count, settings in ((40, names), (20, names[:1])):
+        with pytest.raises(ValueError, match=r"another --count.* choose another output folder"):
+            check_folder(folder, *split_questions(questions[:count]), settings)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,15 @@ def test_points_are_relative_to_exact_decoding() -> None:
     assert points([lossy]) == []
 
 
+def test_points_count_all_samples_of_each_answer() -> None:
+    """The first samples lose 8 and gain 2 of 100, all of them together gain half a point."""
+    exact, row = make_row("exact", 1.0), make_row("a", 1.5, lost=8, gained=2)
+    row["samples"] = {"accuracy_change": 0.005, "accuracy_change_interval": (-0.02, 0.2)}
+    _, point = points([exact, row])
+    assert point.quality == pytest.approx(90.5)
+    assert point.quality_interval == pytest.approx((88.0, 100.0))
+
+
 def test_points_without_accuracies_are_log_probabilities() -> None:
     rows = [make_row("exact", 1.0, scored=False), make_row("a", 1.5, scored=False)]
     exact, other = points(rows)
@@ -134,7 +143,19 @@ def test_tradeoff_highlights_at_most_eight_series(tmp_path: Path) -> None:
     used = set(re.findall(r"#[0-9a-f]{6}", text))
     highlighted = used & {color.lower() for color in COLORS}
     assert {color.lower() for color in COLORS[:2]} <= highlighted
-    assert len(COLORS) + 1 <= 8  # and exact decoding
+
+
+def test_tradeoff_with_many_series_is_gray_beyond_eight(tmp_path: Path) -> None:
+    """Ten series and exact decoding: at most eight colors that are no shade of gray."""
+    names = [f"T=0.1 r={at}" for at in range(10)]
+    rows = [make_row("plain", 0.4), make_row("exact", 1.0)]
+    rows += [make_row(name, 1.2 + at / 20, lost=at) for at, name in enumerate(names)]
+    series = {name: [name] for name in names}
+    draw_tradeoff(make_report(rows), series, tmp_path / "tradeoff.png")
+    text = (tmp_path / "tradeoff.svg").read_text().lower()
+    colors = {item[1:] for item in re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", text)}
+    channels = {tuple(bytes.fromhex(item[-6:])) for item in colors}
+    assert 2 <= len([item for item in channels if max(item) - min(item) > 24]) <= 8
 
 
 def test_tradeoff_of_a_report_without_comparisons(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from stub_judge import StubJudge, pairwise_request
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
+from eagle_fsd.evaluation.agreement import changed_limit
 from eagle_fsd.evaluation.analysis import (
     NodeDivergences,
     conclusions,
@@ -98,9 +99,13 @@ def test_conclusions_fall_back_to_exact_decoding(other: dict[str, Any]) -> None:
 
 def test_dropped_settings_count_in_the_bounds() -> None:
     rows = [row("exact", 100, 0.9), row("a", 120, 0.89, 2, 1), row("b", 110, 0.88, 2, 0)]
+    for item in rows[1:]:
+        item["against_exact"]["agreement"] = {"answers": 100, "identical": 97}
     for dropped, level in ((0, 1 - 0.05 / 2), (6, 1 - 0.05 / 8)):
         limit_losses(rows, dropped)
         assert rows[1]["against_exact"]["loss_limit"] == loss_bound(2, 1, 100, level)
+        found = rows[1]["against_exact"]["agreement"]
+        assert found["changed_limit"] == changed_limit(found, level)
         (sentence,) = conclusions(rows, margins=(0.5,), dropped=dropped)
         assert f"for all {2 + dropped} settings" in sentence
         assert f"at most {100 * loss_bound(2, 1, 100, level):.1f} points" in sentence

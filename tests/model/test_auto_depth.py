@@ -362,8 +362,8 @@ class _Graphs:
     def __init__(self) -> None:
         self.shapes: dict[Hashable, list[tuple[int, ...]]] = {}
 
-    def run(self, key: Hashable, step: Callable[[], Any]) -> Any:
-        packed, tokens, details = step()
+    def run(self, key: Hashable, step: Callable[[], Any], eager: Callable[[], Any]) -> Any:
+        packed, tokens, details = eager()
         shapes = [tuple(packed.shape), tuple(tokens.shape)]
         assert self.shapes.setdefault(key, shapes) == shapes
         return packed, tokens, details

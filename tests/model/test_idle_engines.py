@@ -119,6 +119,20 @@ def test_calls_share_graphs_and_nothing_else(
     assert len(captured) == before > 0
 
 
+def test_only_replayed_steps_are_a_single_phase(
+    captured: list[StepGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps before a capture have phases, and so have all of a target that has no graphs."""
+    monkeypatch.setattr(compilation, "EAGER_STEPS", 10**6)
+    seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
+    assert not captured
+    assert seconds["target"] > 10 * seconds["graph"]
+    monkeypatch.setattr(compilation, "EAGER_STEPS", 0)
+    seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
+    assert captured
+    assert seconds["target"] == 0.0 < seconds["graph"]
+
+
 def test_seconds_are_those_of_the_call(captured: list[StepGraphs]) -> None:
     pair = fresh()
     for _ in range(5):

@@ -80,7 +80,7 @@ def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[Tree
 
 
 def rank(costs: StepCosts, lengths: Lengths) -> list[Candidate]:
-    """Predict the speed of every tree that the recordings cover.
+    """Predict the speed of every candidate that the recordings cover, and of the recorded trees.
 
     Args:
         costs: The time of a step.
@@ -90,7 +90,8 @@ def rank(costs: StepCosts, lengths: Lengths) -> list[Candidate]:
         The candidates, fastest first.
     """
     found = []
-    for tree in candidate_trees():
+    recorded = [tree for tree in lengths.recorded if tree.total_tokens > 1]
+    for tree in dict.fromkeys([*candidate_trees(), *recorded]):
         tau = lengths.tau(tree)
         if tau is not None:
             found.append(Candidate(tree, tau, tau / costs.seconds(tree)))

@@ -113,7 +113,7 @@ class StepCosts:
         """Predict the seconds of a step.
 
         Args:
-            tree: The tree; its ``top_k`` is one of :data:`WIDTHS`.
+            tree: The tree. The costs of other widths than :data:`WIDTHS` are interpolated.
         """
         sizes = sorted(self.nodes)
         count = capacity(tree)
@@ -122,7 +122,11 @@ class StepCosts:
             last, before = sizes[-1], sizes[-2]
             slope = (self.nodes[last] - self.nodes[before]) / (last - before)
             seconds += max(0.0, slope) * (count - last)
-        return seconds + self.draft[tree.top_k] + tree.depth * self.level[tree.top_k]
+        draft, level = (
+            float(np.interp(tree.top_k, WIDTHS, [costs[width] for width in WIDTHS]))
+            for costs in (self.draft, self.level)
+        )
+        return seconds + draft + tree.depth * level
 
 
 def measured_trees() -> list[TreeConfig]:

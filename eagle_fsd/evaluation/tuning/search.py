@@ -243,6 +243,7 @@ class TreePlan:
         file: Path,
         progress: ProgressFactory,
         compiles: Callable[[Sequence[Method]], bool] | None = None,
+        compiled: bool | None = False,
     ) -> TreePlan:
         """Predict the trees of all methods, and race those of exact decoding.
 
@@ -255,10 +256,13 @@ class TreePlan:
             compiles: Compiles the passes of the workload's pair, if the methods with the trees
                 chosen so far take long enough, and returns whether it has. The steps of the best
                 trees are then timed again, because other trees are faster with compiled passes.
+            compiled: What ``compiles`` was asked for; None if a trial decides. A plan for another
+                request is not resumed.
         """
         few = workload.subset(PREDICTION_PROMPTS)
         recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
-        key = [recorder.digest, [method.describe(workload.model) for method in methods]]
+        described = [method.describe(workload.model) for method in methods]
+        key = [recorder.digest, described, compiled]
         if file.exists():
             found = json.loads(file.read_text(encoding="utf-8"))
             if found["key"] == key:
@@ -270,9 +274,10 @@ class TreePlan:
         exact = TreeRace(EXACT, predicted[EXACT.name], {"plain": plain})
         with progress("racing trees of exact") as advance:
             exact.run(workload, shortlist(exact.predicted, workload.model.exact_tree), advance)
-        # Every method may take the tree of exact decoding.
-        trees = dict.fromkeys([*recorded_trees(quick=True), exact.tree])
-        predicted |= predict_trees(recorder, costs, methods, trees, progress)
+        # Every method may take the tree of exact decoding, which may be none of the candidates.
+        for group, quick in (([EXACT], False), (methods, True)):
+            trees = dict.fromkeys([*recorded_trees(quick), exact.tree])
+            predicted |= predict_trees(recorder, costs, group, trees, progress)
         plan = cls(exact.tree, predicted).timed(workload, progress)
         if compiles is not None and compiles(plan.with_trees([EXACT, *methods])):
             plan = plan.timed(workload, progress)

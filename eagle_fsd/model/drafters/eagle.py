@@ -45,12 +45,17 @@ class EagleHead(DraftHead):
 
     reads = (LAST,)
     projects = True
-    _rows: tuple[Tensor, Tensor | None] | None = None  # of the output projection
+    # The rows of the output projection that belong to token_ids. They are buffers, because CUDA
+    # graphs, which read them, are valid as long as a module's parameters and buffers stay in place.
+    _row_weights: Tensor | None
+    _row_bias: Tensor | None
 
     def __init__(
         self, config: PreTrainedConfig, bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(config)
+        self.register_buffer("_row_weights", None, persistent=False)
+        self.register_buffer("_row_bias", None, persistent=False)
         try:
             self._build(bias, dtype)
             if self.groups > 1:
@@ -97,15 +102,17 @@ class EagleHead(DraftHead):
         Args:
             token_ids: ``[D]`` distinct tokens in ascending order; None for all.
         """
-        self.token_ids, self._rows = None, None
+        weights, bias = None, None
         if token_ids is not None:
+            token_ids = token_ids.to(self.target.device)
             projection = self.target.lm_head
-            self.token_ids = token_ids = token_ids.to(self.target.device)
-            bias = getattr(projection, "bias", None)
-            self._rows = (
-                whole(projection.weight)[token_ids],
-                None if bias is None else whole(bias)[token_ids],
+            weights, bias = projection.weight, getattr(projection, "bias", None)
+            weights, bias = (
+                None if part is None else whole(part)[token_ids] for part in (weights, bias)
             )
+        new, old = (token_ids, weights, bias), (self.token_ids, self._row_weights, self._row_bias)
+        if not all(map(_equal, new, old)):  # graphs that read the old tensors stay valid
+            self.token_ids, self._row_weights, self._row_bias = new
 
     def attach(self, target: Target) -> Self:
         super().attach(target)
@@ -121,7 +128,8 @@ class EagleHead(DraftHead):
         Returns:
             ``[..., D]`` float32 log-probabilities.
         """
-        return F.log_softmax(self.target.project(hidden, self._rows), dim=-1)
+        rows = None if self._row_weights is None else (self._row_weights, self._row_bias)
+        return F.log_softmax(self.target.project(hidden, rows), dim=-1)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -169,3 +177,9 @@ class EagleHead(DraftHead):
             position_embeddings=rotary if len(rotary) > 1 else rotary[0],
         )
         return predicted
+
+
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return (first.device, first.dtype) == (second.device, second.dtype) and first.equal(second)
