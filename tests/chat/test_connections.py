@@ -15,9 +15,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
 from eagle_fsd.chat.serve import connections
-from eagle_fsd.chat.serve.asgi import Message, Receive, Send, send_json
+from eagle_fsd.chat.serve.asgi import Message, Receive, Send
 from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
 from eagle_fsd.chat.serve.guard import Guard
 
@@ -28,7 +29,7 @@ HEAD_TIMEOUT = 0.5
 
 
 async def answer(scope: Message, receive: Receive, send: Send) -> None:
-    await send_json(send, 200, {"path": scope["path"]})
+    await JSONResponse({"path": scope["path"]})(scope, receive, send)
 
 
 @pytest.fixture

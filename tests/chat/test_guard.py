@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from eagle_fsd.chat import request_body
-from eagle_fsd.chat.serve.asgi import Message, Receive, Send, body_chunks, send_json
+from eagle_fsd.chat.serve.asgi import Message, Receive, Send
 from eagle_fsd.chat.serve.guard import (
     CLUSTER_KEY_VARIABLE,
     Access,
@@ -34,11 +36,9 @@ async def echo(scope: Message, receive: Receive, send: Send) -> None:
     """Answer with the request's path, and the body of a POST request."""
     if scope["path"] == "/fail":
         raise RuntimeError("/home/somebody/secret.py")
-    body = b""
-    if scope["method"] == "POST":
-        async for chunk in body_chunks(receive):
-            body += chunk
-    await send_json(send, 200, {"path": scope["path"], "body": body.decode()})
+    body = await Request(scope, receive).body() if scope["method"] == "POST" else b""
+    response = JSONResponse({"path": scope["path"], "body": body.decode()})
+    await response(scope, receive, send)
 
 
 def call(guard: Guard, method: str = "GET", path: str = "/", **options: Any) -> httpx.Response:
@@ -199,3 +199,25 @@ def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert api_keys() == ("one", "two")
     monkeypatch.delenv("EAGLE_FSD_API_KEYS")
     assert api_keys() == ()
+
+
+def test_disconnect_during_the_body_sends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/"}
+    scope["headers"] = [*headers, (b"content-length", b"9")]
+    messages = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(echo)(scope, receive, send))
+    assert not sent
+    assert not messages
+    assert not caplog.records

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -23,10 +14,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection before its request was complete."""
 
 
 class ClosingStream(StreamingResponse):
@@ -48,45 +35,6 @@ class ClosingStream(StreamingResponse):
         """Send the body; see the ASGI specification for the arguments."""
         async with aclosing(self.source):
             await super().__call__(scope, receive, send)
-
-
-async def send_json(
-    send: Send,
-    status: int,
-    body: dict[str, Any],
-    extra_headers: Sequence[tuple[bytes, bytes]] = (),
-) -> None:
-    """Send a complete JSON response.
-
-    Args:
-        send: The ASGI ``send`` of the request.
-        status: HTTP status.
-        body: The response.
-        extra_headers: Headers beside the content's type and length.
-    """
-    data = json.dumps(body, ensure_ascii=False).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    headers += extra_headers
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
-
-
-async def body_chunks(receive: Receive) -> AsyncIterator[bytes]:
-    """Iterate over a request body as it arrives.
-
-    Args:
-        receive: The ASGI ``receive`` of the request.
-
-    Raises:
-        ClientDisconnectedError: The client disconnected before the end of the body.
-    """
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

@@ -23,17 +23,11 @@ from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+
 from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
-from eagle_fsd.chat.serve.asgi import (
-    App,
-    ClientDisconnectedError,
-    Message,
-    Receive,
-    Send,
-    body_chunks,
-    replay_body,
-    send_json,
-)
+from eagle_fsd.chat.serve.asgi import App, Message, Receive, Send, replay_body
 
 log = logging.getLogger(__name__)
 
@@ -169,18 +163,19 @@ class Guard:
             receive = await self._read(scope, receive)
             await self.app(scope, receive, tracked_send)
         except RefusedError as error:
-            headers = []
+            headers = {}
             if error.status == 401:
                 challenge = f'{self.access.scheme} realm="eagle-fsd", charset="UTF-8"'
-                headers = [(b"www-authenticate", challenge.encode())]
+                headers = {"WWW-Authenticate": challenge}
             body = self.error_body(str(error), error.status)
-            await send_json(send, error.status, body, headers)
-        except ClientDisconnectedError:
+            await JSONResponse(body, error.status, headers)(scope, receive, send)
+        except ClientDisconnect:
             pass
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
-                await send_json(send, 500, self.error_body("the request failed", 500))
+                body = self.error_body("the request failed", 500)
+                await JSONResponse(body, 500)(scope, receive, send)
 
     def _check(self, scope: Message) -> None:
         """Raise RefusedError unless the request's head is acceptable."""
@@ -235,7 +230,7 @@ class Guard:
             return receive
         length = headers.get(b"content-length", b"").decode("latin-1")
         try:
-            body = await read_body(body_chunks(receive), length, self.max_body)
+            body = await read_body(Request(scope, receive).stream(), length, self.max_body)
         except BodyTooLargeError as error:
             raise RefusedError(413, str(error)) from error
         except BodyTimeoutError as error:
