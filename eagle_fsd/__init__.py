@@ -13,22 +13,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle_fsd.model.beam_search import BeamSearchOutput
-    from eagle_fsd.model.checkpoint import CheckpointError
-    from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
-    from eagle_fsd.model.drafters.draft_model import DraftModel
-    from eagle_fsd.model.drafters.eagle import EagleHead
-    from eagle_fsd.model.drafters.eagle3 import Eagle3Head
-    from eagle_fsd.model.drafters.interface import Drafter
-    from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
-    from eagle_fsd.model.engine import TokenDetail
-    from eagle_fsd.model.generation import Batch, GenerateOutput, Generation, StreamChunk
-    from eagle_fsd.model.loading import LoadError
-    from eagle_fsd.model.pipeline import Completion, DecodeOptions, EagleFSD, Prompt
-    from eagle_fsd.model.prefix_cache import PrefixCache
-    from eagle_fsd.model.stats import DecodeStats
-    from eagle_fsd.model.verify import AcceptanceRule, Origin
-    from eagle_fsd.utils.options import OptionsError
+    from eagle_fsd.model.beam_search import BeamSearchOutput as BeamSearchOutput
+    from eagle_fsd.model.checkpoint import CheckpointError as CheckpointError
+    from eagle_fsd.model.config import AcceptanceConfig as AcceptanceConfig
+    from eagle_fsd.model.config import SamplingConfig as SamplingConfig
+    from eagle_fsd.model.config import TreeConfig as TreeConfig
+    from eagle_fsd.model.drafters.draft_model import DraftModel as DraftModel
+    from eagle_fsd.model.drafters.eagle import EagleHead as EagleHead
+    from eagle_fsd.model.drafters.eagle3 import Eagle3Head as Eagle3Head
+    from eagle_fsd.model.drafters.interface import Drafter as Drafter
+    from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter as AdaptiveNGramDrafter
+    from eagle_fsd.model.drafters.ngram import NGramDrafter as NGramDrafter
+    from eagle_fsd.model.engine import TokenDetail as TokenDetail
+    from eagle_fsd.model.generation import Batch as Batch
+    from eagle_fsd.model.generation import GenerateOutput as GenerateOutput
+    from eagle_fsd.model.generation import Generation as Generation
+    from eagle_fsd.model.generation import StreamChunk as StreamChunk
+    from eagle_fsd.model.loading import LoadError as LoadError
+    from eagle_fsd.model.pipeline import Completion as Completion
+    from eagle_fsd.model.pipeline import DecodeOptions as DecodeOptions
+    from eagle_fsd.model.pipeline import EagleFSD as EagleFSD
+    from eagle_fsd.model.pipeline import Prompt as Prompt
+    from eagle_fsd.model.prefix_cache import PrefixCache as PrefixCache
+    from eagle_fsd.model.stats import DecodeStats as DecodeStats
+    from eagle_fsd.model.verify import AcceptanceRule as AcceptanceRule
+    from eagle_fsd.model.verify import Origin as Origin
+    from eagle_fsd.utils.options import OptionsError as OptionsError
 
 __version__ = "0.2.0"
 
@@ -62,34 +72,7 @@ _MODULES = {
     "TokenDetail": "model.engine",
     "TreeConfig": "model.config",
 }
-__all__ = [
-    "AcceptanceConfig",
-    "AcceptanceRule",
-    "AdaptiveNGramDrafter",
-    "Batch",
-    "BeamSearchOutput",
-    "CheckpointError",
-    "Completion",
-    "DecodeOptions",
-    "DecodeStats",
-    "DraftModel",
-    "Drafter",
-    "Eagle3Head",
-    "EagleFSD",
-    "EagleHead",
-    "GenerateOutput",
-    "Generation",
-    "LoadError",
-    "NGramDrafter",
-    "OptionsError",
-    "Origin",
-    "PrefixCache",
-    "Prompt",
-    "SamplingConfig",
-    "StreamChunk",
-    "TokenDetail",
-    "TreeConfig",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
