@@ -31,7 +31,6 @@ from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sand
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
@@ -51,6 +50,7 @@ from eagle_fsd.model.config import PairOptions, Settings, TreeConfig, settings_d
 from eagle_fsd.model.depth import shapes_of
 from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.chat_templates import encode_prompt
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -581,7 +581,7 @@ def _add_judgments(
     request: EvaluationRequest, evaluation: Evaluation, report: Report, factory: ProgressFactory
 ) -> None:
     """Have the answers rated, and add the ratings to the report."""
-    endpoint = JudgeEndpoint(request.judge_base_url or "", request.judge_model)
+    endpoint = Endpoint(request.judge_base_url or "", request.judge_model)
     records, folder = evaluation.merge(), evaluation.folder
     with factory("judging") as progress:
         arguments = endpoint, evaluation.questions, records, folder, request.judge_parallel

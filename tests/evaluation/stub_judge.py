@@ -12,9 +12,9 @@ from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.config import EvaluationRequest
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint, judgment_file
+from eagle_fsd.evaluation.judge.client import judgment_file
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.utils.chat_api import THREAD_NAME
+from eagle_fsd.utils.chat_api import THREAD_NAME, Endpoint
 from eagle_fsd.utils.files import read_jsonl
 
 #: Seconds until a wait for an event fails.
@@ -149,8 +149,8 @@ class StubJudge:
         """Let the judge answer every user message with a text."""
         self.intercept = lambda prompt: (200, completion(text(prompt)))
 
-    def endpoint(self, **options: Any) -> JudgeEndpoint:
-        return JudgeEndpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})
+    def endpoint(self, **options: Any) -> Endpoint:
+        return Endpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})
 
 
 def request_threads() -> list[threading.Thread]:

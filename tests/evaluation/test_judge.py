@@ -26,13 +26,14 @@ from stub_judge import (
 
 from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint, Reply
+from eagle_fsd.evaluation.judge.client import Reply
 from eagle_fsd.evaluation.judge.grading import Judgment, judge_answers
 from eagle_fsd.evaluation.judge.pairwise import judge_pairs
 from eagle_fsd.evaluation.judge.prompts import JudgeError, Prompt
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("judge_data")
@@ -184,7 +185,7 @@ def test_a_finished_file_needs_no_requests(
     """The endpoint may be down."""
     first = judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     before = single_file(tmp_path).read_bytes()
-    gone = JudgeEndpoint("http://127.0.0.1:1/v1", "a/b", retries=0)
+    gone = Endpoint("http://127.0.0.1:1/v1", "a/b", retries=0)
     assert judge_answers(gone, QUESTIONS, records, tmp_path) == first
     assert single_file(tmp_path).read_bytes() == before
     assert [path.name for path in (tmp_path / "model_judgment").iterdir()] == ["a_b_single.jsonl"]

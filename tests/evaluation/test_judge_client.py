@@ -23,10 +23,10 @@ from stub_judge import (
 )
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("judge_data")
@@ -74,7 +74,7 @@ def test_an_unreachable_endpoint_gives_one_line(
     url: str, message: str, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     with pytest.raises(JudgeError) as error:
-        judge_answers(JudgeEndpoint(url, "m", retries=0), QUESTIONS, records, tmp_path)
+        judge_answers(Endpoint(url, "m", retries=0), QUESTIONS, records, tmp_path)
     assert message in str(error.value)
     assert f"the judge m at {url} failed (" in str(error.value)
     assert str(error.value).isprintable()
@@ -107,13 +107,8 @@ def test_a_missing_client_package_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(JudgeError, match="requires the package openai: install it"):
         judge_answers(
-            JudgeEndpoint("http://x", "m"), QUESTIONS[3:], {"exact": records_of("exact")}, tmp_path
+            Endpoint("http://x", "m"), QUESTIONS[3:], {"exact": records_of("exact")}, tmp_path
         )
-
-
-def test_parallel_is_validated(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="parallel must be at least 1; got 0"):
-        judge_answers(JudgeEndpoint("http://x", "m"), QUESTIONS, {}, tmp_path, parallel=0)
 
 
 def test_an_interrupt_stops_the_requests(
@@ -144,12 +139,12 @@ _PROGRAM = """
 import json, sys
 
 from eagle_fsd.evaluation.judge.grading import judge_answers
-from eagle_fsd.evaluation.judge.client import JudgeEndpoint
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import Endpoint
 
 url, out, answers = sys.argv[1:]
 questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
-judge_answers(JudgeEndpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
+judge_answers(Endpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
 """
 
 
@@ -195,6 +190,6 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 def test_a_password_in_the_url_is_redacted() -> None:
-    redacted = JudgeEndpoint("http://user:secret@host:1/v1", "a").redacted_url
+    redacted = Endpoint("http://user:secret@host:1/v1", "a").redacted_url
     assert redacted == "http://host:1/v1"
-    assert JudgeEndpoint("http://host:1/v1", "a").redacted_url == "http://host:1/v1"
+    assert Endpoint("http://host:1/v1", "a").redacted_url == "http://host:1/v1"

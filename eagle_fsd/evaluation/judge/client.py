@@ -26,9 +26,6 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 #: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
 
-#: The judge's endpoint.
-JudgeEndpoint = Endpoint
-
 
 @dataclass(frozen=True)
 class Reply:
@@ -131,7 +128,7 @@ def judged_turns(
 
 
 def ask(
-    endpoint: JudgeEndpoint,
+    endpoint: Endpoint,
     wanted: Sequence[Result],
     path: Path,
     parallel: int = 4,
@@ -155,10 +152,7 @@ def ask(
     Raises:
         JudgeError: The endpoint cannot be reached or rejects a request, or the package ``openai``
             is not installed; the judgments so far are saved.
-        ValueError: ``parallel`` is below 1.
     """
-    if parallel < 1:
-        raise ValueError(f"parallel must be at least 1; got {parallel}")
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.client import (
     Judged,
-    JudgeEndpoint,
     Reply,
     ask,
     judged_turns,
@@ -20,6 +19,7 @@ from eagle_fsd.evaluation.judge.client import (
 )
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_rating
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import Endpoint
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Judgment(Judged):
 
 
 def judge_answers(
-    endpoint: JudgeEndpoint,
+    endpoint: Endpoint,
     questions: Sequence[Question],
     records: Mapping[str, Sequence[Record]],
     out: str | Path,
@@ -89,7 +89,6 @@ def judge_answers(
         JudgeError: The endpoint cannot be reached or rejects a request; the judgments so far are
             saved.
         QuestionSetError: The prompts or reference answers cannot be downloaded.
-        ValueError: ``parallel`` is below 1.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     wanted = []

@@ -17,16 +17,16 @@ from typing import Any
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.client import (
     Judged,
-    JudgeEndpoint,
     Reply,
     ask,
     judged_turns,
     judgment_file,
 )
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
-from eagle_fsd.evaluation.methods import BASELINES
+from eagle_fsd.evaluation.methods import BASELINES, EXACT
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import loss_bound
+from eagle_fsd.utils.chat_api import Endpoint
 
 #: The reply recorded for identical answers, about which the judge is not asked.
 IDENTICAL = "The answers are identical. [[C]]"
@@ -36,22 +36,17 @@ LIMIT_ERROR = 0.05
 
 @dataclass(frozen=True)
 class Comparison(Judged):
-    """A method's answer to one turn, compared with the baseline's in both orders.
+    """A method's answer to one turn, compared with exact decoding's in both orders.
 
-    The first request has the method's answer first, the second one the baseline's.
-
-    Attributes:
-        baseline: The method to compare with.
+    The first request has the method's answer first, the second one exact decoding's.
     """
-
-    baseline: str = "exact"
 
     KEYS = ("model_1", "model_2", "question_id", "turn")
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """See :attr:`Judged.key`."""
-        return self.model, self.baseline, self.question_id, self.turn
+        return self.model, EXACT.name, self.question_id, self.turn
 
     @property
     def winners(self) -> tuple[str, str]:
@@ -77,7 +72,7 @@ class Comparison(Judged):
         return {
             "question_id": self.question_id,
             "model_1": self.model,
-            "model_2": self.baseline,
+            "model_2": EXACT.name,
             "g1_winner": self.winners[0],
             "g2_winner": self.winners[1],
             "judge": [self.judge, first.name],
@@ -96,15 +91,14 @@ class Comparison(Judged):
 
 
 def judge_pairs(
-    endpoint: JudgeEndpoint,
+    endpoint: Endpoint,
     questions: Sequence[Question],
     records: Mapping[str, Sequence[Record]],
     out: str | Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
-    baseline: str = "exact",
 ) -> list[Comparison]:
-    """Compare all answers that have no comparison yet with the baseline's, in both orders.
+    """Compare all answers that have no comparison yet with exact decoding's, in both orders.
 
     The first two turns of an answer are compared separately; FastChat has no prompt for further
     turns. Identical answers are ties without asking. A saved comparison is discarded if an answer
@@ -113,11 +107,10 @@ def judge_pairs(
     Args:
         endpoint: The judge.
         questions: The questions that were answered.
-        records: The answers of each method, as in its answer file, the baseline's included.
+        records: The answers of each method, as in its answer file, exact decoding's included.
         out: The folder of the evaluation; the comparisons are in its folder ``model_judgment``.
         parallel: Maximum number of concurrent requests.
         progress: Called after each comparison with the number so far and the total.
-        baseline: The method to compare with.
 
     Returns:
         The comparisons by method, question and turn, in the order of the arguments.
@@ -126,14 +119,13 @@ def judge_pairs(
         JudgeError: The endpoint cannot be reached or rejects a request; the comparisons so far are
             saved.
         QuestionSetError: The prompts or reference answers cannot be downloaded.
-        ValueError: ``parallel`` is below 1.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     wanted = []
     for model in records:
-        if model == baseline:
+        if model == EXACT.name:
             continue
-        pairs = judged_turns(questions, records[model], records[baseline])
+        pairs = judged_turns(questions, records[model], records[EXACT.name])
         for question, turn, (own, other), ids in pairs:
             both = (
                 prompts.fill(question, turn, own, other),
@@ -142,7 +134,7 @@ def judge_pairs(
             same = own[:turn] == other[:turn]
             replies = (Reply(IDENTICAL, 0.0),) * 2 if same else ()
             place = question.question_id, question.category, model, turn
-            wanted.append(Comparison(*place, judge, ids, both, replies, baseline))
+            wanted.append(Comparison(*place, judge, ids, both, replies))
     return ask(endpoint, wanted, judgment_file(out, judge, "pair"), parallel, progress)
 
 

@@ -1,4 +1,4 @@
-"""Summarize judgments: scores by method, turn and category, and the change from a baseline."""
+"""Summarize judgments: scores by method, turn and category, and the change from exact decoding."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import Any
 
 from eagle_fsd.evaluation.judge.grading import Judgment
 from eagle_fsd.evaluation.judge.prompts import NO_RATING
+from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.statistics import Mean
 
 #: Scores by question id and turn.
 _Scores = dict[tuple[int | str, int], float]
 
 
-def judge_summary(
-    judgments: Sequence[Judgment], baseline: str = "exact"
-) -> dict[str, dict[str, Any]]:
+def judge_summary(judgments: Sequence[Judgment]) -> dict[str, dict[str, Any]]:
     """Summarize the judgments of each method.
 
     Args:
         judgments: The judgments of all methods.
-        baseline: The method that the others are compared with.
 
     Returns:
         For each method ``score`` (the mean), ``score_interval`` (95%), ``rated`` and ``unrated``
         (numbers of turns), ``by_turn`` and ``by_category`` (the same four values for each part).
-        If the baseline was judged, the other methods also have ``against_{baseline}``:
+        If exact decoding was judged, the other methods also have ``against_exact``:
         ``score_change`` (the mean difference over the turns for which both have a rating),
         ``score_change_interval`` and ``turns`` (their number). Values that cannot be computed are
         None. Intervals treat questions, but not the turns of a question, as independent.
     """
     by_method = _group(judgments, lambda judgment: judgment.model)
-    baseline_scores = _scores(by_method.get(baseline, []))
+    exact_scores = _scores(by_method.get(EXACT.name, []))
     summary = {}
     for method, group in by_method.items():
         row = _summarize(group)
@@ -40,12 +38,12 @@ def judge_summary(
         row["by_turn"] = {turn: _summarize(part) for turn, part in by_turn.items()}
         by_category = _group(group, lambda judgment: judgment.category)
         row["by_category"] = {category: _summarize(part) for category, part in by_category.items()}
-        if baseline in by_method and method != baseline:
+        if EXACT.name in by_method and method != EXACT.name:
             scores = _scores(group)
             change = {
-                key: scores[key] - score for key, score in baseline_scores.items() if key in scores
+                key: scores[key] - score for key, score in exact_scores.items() if key in scores
             }
-            row[f"against_{baseline}"] = {**_mean(change, "score_change"), "turns": len(change)}
+            row["against_exact"] = {**_mean(change, "score_change"), "turns": len(change)}
         summary[method] = row
     return summary
 
