@@ -307,14 +307,12 @@ class Hooks:
 
     Attributes:
         progress: Reports progress.
-        on_questions: Called on the first process with the questions, before the model is loaded.
         on_report: Called on the first process with the evaluation and the scored report, which it
             may extend.
         on_finish: Called on the first process with the final report, even if the judge failed.
     """
 
     progress: ProgressFactory = no_progress
-    on_questions: Callable[[Sequence[Question]], None] = ignore
     on_report: Callable[[Evaluation, Report], None] = ignore
     on_finish: Callable[[Report], None] = ignore
 
@@ -338,7 +336,6 @@ def evaluate(
     methods: Sequence[str | Method] = DEFAULT_METHODS,
     *,
     settings: Settings | None = None,
-    command: str = "evaluate",
     progress: ProgressFactory = no_progress,
     on_report: Callable[[Report], None] | None = None,
 ) -> Report | None:
@@ -355,7 +352,6 @@ def evaluate(
         methods: Methods, or names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`. The
             request's baseline is added.
         settings: Tree and acceptance options that override the drafter's ``fsd.json``.
-        command: Part of the default output folder.
         progress: Reports progress.
         on_report: Called with the report as soon as it is complete, or when the judge has failed.
 
@@ -370,7 +366,7 @@ def evaluate(
         ValueError: The output folder is in use, damaged or holds answers with other settings.
     """
     chosen = find_methods(methods)
-    folder = request.output_folder(command)
+    folder = request.output_folder("evaluate")
 
     def draw(_: Evaluation, report: Report) -> None:
         add_tradeoff(report, folder)
@@ -411,8 +407,6 @@ def run_evaluation(
             else requested_questions(request, config.seed, progress)
         )
         check_request(request, config, methods, questions)
-    if is_first:
-        hooks.on_questions(questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compiled = config.batch if request.compiled else 0
     if request.compiled is None:

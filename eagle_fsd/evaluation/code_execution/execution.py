@@ -21,6 +21,8 @@ from eagle_fsd.utils.text import escape_control_chars, one_line
 
 log = logging.getLogger(__name__)
 
+#: Maximum address space of each process in MiB.
+_MAX_MEGABYTES = 512
 #: Number of bytes of a verdict that are read; ``child.py`` writes fewer.
 _VERDICT_BYTES = 8192
 
@@ -70,9 +72,7 @@ def use_sandbox(unsafe: bool) -> bool:
     return True
 
 
-def run_program(
-    program: Program, sandboxed: bool = True, seconds: float = 10.0, megabytes: int = 512
-) -> RunResult:
+def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0) -> RunResult:
     """Run an answer and its tests in two processes, each in a sandbox of its own.
 
     The process of the answer receives its code and the arguments of each call, which are copies,
@@ -82,10 +82,9 @@ def run_program(
 
     Args:
         program: The program.
-        sandboxed: Whether to use a sandbox. Without one, only the limits below apply.
+        sandboxed: Whether to use a sandbox. Without one, only the limits on time and memory apply.
         seconds: Limit on wall-clock time and, rounded to seconds, on CPU time. When it is exceeded,
             all processes are killed.
-        megabytes: Limit on the address space of each process in MiB.
 
     Returns:
         The outcome.
@@ -93,7 +92,7 @@ def run_program(
     Raises:
         OSError: A process cannot be started; :class:`SandboxError` if the sandbox is the cause.
     """
-    limits = max(1, round(seconds)), megabytes
+    limits = max(1, round(seconds)), _MAX_MEGABYTES
     with (
         tempfile.TemporaryFile() as job,
         tempfile.TemporaryFile() as verdict,  # not a pipe, because the size of files is limited
