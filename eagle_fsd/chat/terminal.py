@@ -36,7 +36,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
 from eagle_fsd.utils.options import Options, OptionsError, validation_message
-from eagle_fsd.utils.terminal import origin_legend, origin_text
+from eagle_fsd.utils.terminal import ORIGIN_STYLES, origin_legend
 from eagle_fsd.utils.text import escape_control_chars
 
 STYLES = ("simple", "rich", "programmatic")
@@ -406,10 +406,8 @@ def _display(session: ChatSession, style: str, multiline: bool, mouse: bool) -> 
 def _styled(pieces: Sequence[Piece], show_origins: bool) -> Text:
     text = Text()
     for piece in pieces:
-        if show_origins:
-            text.append_text(origin_text(piece.text, piece.origin.name.lower()))
-        else:
-            text.append(escape_control_chars(piece.text))
+        style = ORIGIN_STYLES[piece.origin.name.lower()] if show_origins else ""
+        text.append(escape_control_chars(piece.text), style)
     return text
 
 
