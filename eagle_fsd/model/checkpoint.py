@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
@@ -163,32 +162,25 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
     return fields
 
 
-def settings_file(path: str | Path, token: str | None = None) -> Path | None:
-    """Return the path of the ``fsd.json`` beside a drafter, or None if there is none.
+def drafter_file(path: str | Path, name: str, token: str | None = None) -> str | None:
+    """Return the local path of a drafter's file, or None if there is none.
 
     Args:
         path: The drafter's folder or Hub name.
+        name: Name of the file.
         token: A Hugging Face token for gated repositories.
 
     Raises:
         CheckpointError: ``path`` is neither a folder nor an accessible repository.
     """
-    found = _file(path, SETTINGS_FILE, token)
-    return Path(found) if found else None
-
-
-def ranks_file(path: str | Path, token: str | None = None) -> Path | None:
-    """Return the path of the ranking of tokens beside a drafter, or None if there is none.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: ``path`` is neither a folder nor an accessible repository.
-    """
-    found = _file(path, RANKS_FILE, token)
-    return Path(found) if found else None
+    if Path(path).is_file():
+        raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
+    try:
+        return find_file(path, name, token)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is neither a folder nor an accessible model: {one_line(error)}"
+        ) from error
 
 
 def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
@@ -201,7 +193,7 @@ def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, or it is not a JSON object.
     """
-    found = _file(path, CONFIG_FILE, token)
+    found = drafter_file(path, CONFIG_FILE, token)
     if found is None:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
     return _read_json(found)
@@ -273,7 +265,7 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
     if shards:
         files = []
         for name in sorted(set(shards.values())):
-            found = _file(path, name, token)
+            found = drafter_file(path, name, token)
             if found is None:
                 raise CheckpointError(f"{path} has no {name}, which {Path(file).name} lists")
             files.append(found)
@@ -368,17 +360,6 @@ def save_weights(path: Path, state: Mapping[str, Tensor], binary: bool) -> None:
             save_file(dict(state), temporary, metadata={"format": "pt"})
 
 
-def _file(path: str | Path, name: str, token: str | None) -> str | None:
-    if Path(path).is_file():
-        raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
-    try:
-        return find_file(path, name, token)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is neither a folder nor an accessible model: {one_line(error)}"
-        ) from error
-
-
 def _read_json(file: str) -> dict[str, Any]:
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -392,9 +373,9 @@ def _read_json(file: str) -> dict[str, Any]:
 def _find_weights(path: str | Path, token: str | None) -> tuple[str, dict[str, str]]:
     """Return the file of the weights, or else their index and its map from tensors to shards."""
     for name in WEIGHT_FILES:
-        if found := _file(path, name, token):
+        if found := drafter_file(path, name, token):
             return found, {}
-        if found := _file(path, name + INDEX, token):
+        if found := drafter_file(path, name + INDEX, token):
             shards = _read_json(found).get("weight_map")
             if not isinstance(shards, dict) or not all(
                 isinstance(file, str) for file in shards.values()

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_fsd.model.checkpoint import CheckpointError, ranks_file
+from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, drafter_file
 from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
@@ -55,12 +55,12 @@ def select_tokens(
         ValueError: The number is out of bounds.
     """
     if isinstance(vocabulary, int):
-        found = ranks_file(drafter, token)
+        found = drafter_file(drafter, RANKS_FILE, token)
         if found is None:
             raise CheckpointError(
                 f"{drafter} has no ranking of tokens; write one with eagle-fsd train ranks"
             )
-        tokens = _read_ranks(found, vocab_size)
+        tokens = _read_ranks(Path(found), vocab_size)
         if not 1 <= vocabulary <= len(tokens):
             raise ValueError(
                 f"draft_vocabulary must be an integer in [1, {len(tokens)}]; got {vocabulary}"

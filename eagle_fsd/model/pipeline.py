@@ -40,9 +40,10 @@ from eagle_fsd.model.beam_search import (
     BeamSearchOutput,
     beam_search,
 )
-from eagle_fsd.model.checkpoint import settings_file
+from eagle_fsd.model.checkpoint import drafter_file
 from eagle_fsd.model.compilation import has_graphs, is_compilation_faster, using_device
 from eagle_fsd.model.config import (
+    SETTINGS_FILE,
     AcceptanceConfig,
     BeamSearchConfig,
     SamplingConfig,
@@ -345,7 +346,8 @@ class EagleFSD:
         target = unwrap_model(target)
         wrapped = Target(target)
         if settings is None and not isinstance(drafter, Drafter):
-            settings = None if str(drafter) in WITHOUT_FILES else settings_file(drafter, token)
+            has_files = str(drafter) not in WITHOUT_FILES
+            settings = drafter_file(drafter, SETTINGS_FILE, token) if has_files else None
         from_file = read_settings(settings) if settings is not None else Settings()
         if not isinstance(drafter, Drafter):
             drafter = load_drafter(drafter, wrapped, token, draft_vocabulary)
