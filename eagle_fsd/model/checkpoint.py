@@ -341,23 +341,12 @@ def write_head(
         .contiguous()
         for name, tensor in weights.items()
     }
-    save_weights(path, state, binary)
-
-
-def save_weights(path: Path, state: Mapping[str, Tensor], binary: bool) -> None:
-    """Write the weights of a checkpoint.
-
-    Args:
-        path: The folder.
-        state: Contiguous tensors in the CPU's memory, by name.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
-    """
     file = WEIGHT_FILES[1] if binary else WEIGHT_FILES[0]
     with atomic_path(path / file) as temporary:
         if binary:
-            torch.save(dict(state), temporary)
+            torch.save(state, temporary)
         else:
-            save_file(dict(state), temporary, metadata={"format": "pt"})
+            save_file(state, temporary, metadata={"format": "pt"})
 
 
 def _read_json(file: str) -> dict[str, Any]:

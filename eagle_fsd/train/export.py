@@ -25,7 +25,6 @@ Sources: EAGLE's ``cnets.py``, ``cnets1.py`` and ``configs.py``; SGLang's ``mode
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -36,16 +35,15 @@ from torch import Tensor
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.checkpoint import (
-    CONFIG_FILE,
     EMBEDDING,
     FC_BIAS,
     head_config,
     load_head,
     read_config,
     read_weights,
-    save_weights,
     tensor_names,
     transformers4_fields,
+    write_head,
 )
 from eagle_fsd.model.eagle3_checkpoint import (
     Layout,
@@ -127,9 +125,8 @@ def convert_head(
     loaded = load_head(head, target, dtype=_stored_dtype(head))
     config = head_config(loaded, loaded.dtype)
     state: dict[str, Tensor] = dict(loaded.state_dict())
-    own_embedding = loaded.embed_tokens
-    embedding = target.embed.weight if own_embedding is None else own_embedding.weight
-    state[EMBEDDING] = embedding.detach().to(dtype=loaded.dtype)
+    if loaded.embed_tokens is None:
+        state[EMBEDDING] = target.embed.weight
     if export_format == "eagle":
         config.update(_eagle_fields(config, state))
     else:
@@ -142,10 +139,7 @@ def convert_head(
         raise ValueError(
             "the head was trained with a bias in fc, which vLLM ignores; train it with --no-bias"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    state = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-    save_weights(out, state, binary=export_format == "eagle")
+    write_head(out, config, state, loaded.dtype, binary=export_format == "eagle")
     return out
 
 
