@@ -16,8 +16,6 @@ TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding
 
 from __future__ import annotations
 
-from typing import get_args
-
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.evaluation.config import EngineName
@@ -25,8 +23,6 @@ from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.options import OptionsError
-
-ENGINES: tuple[str, ...] = get_args(EngineName)
 
 #: SGLang's thresholds, in the order in which they accept more.
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -32,6 +32,7 @@ SETTINGS_FILE = "fsd.json"
 #: are far apart, and much lower ones would overflow when logits are divided by them.
 MIN_TEMPERATURE = 1e-5
 
+#: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
 DivergenceName = Literal[
     "js",
     "js_reference",
@@ -49,8 +50,6 @@ DivergenceName = Literal[
     "top_p_kl_reversed",
     "top_p_tv",
 ]
-#: Keys of :data:`eagle_fsd.model.divergence.DIVERGENCES`.
-DIVERGENCE_NAMES: tuple[str, ...] = get_args(DivergenceName)
 #: FSD's rule, and the keys of :data:`eagle_fsd.model.acceptance.RULES`.
 RuleName = Literal[
     "fsd",

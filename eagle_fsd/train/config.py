@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
@@ -33,7 +33,6 @@ DRAFT_VOCAB_SIZE = 32_000
 
 #: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
 DivergenceLoss = Literal["js", "tv", "kl", "kl_reversed"]
-DIVERGENCE_LOSSES: tuple[str, ...] = get_args(DivergenceLoss)
 
 
 def _check_exists(path: Path, info: ValidationInfo) -> Path:
@@ -58,7 +57,6 @@ DeviceMap = Annotated[
 ]
 
 ExportFormat = Literal["eagle", "sglang", "vllm", "speculators"]
-EXPORT_FORMATS: tuple[str, ...] = get_args(ExportFormat)
 
 
 class TrainConfig(Options):

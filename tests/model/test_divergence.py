@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle_fsd.model.config import DIVERGENCE_NAMES
+from eagle_fsd.model.config import DivergenceName
 from eagle_fsd.model.divergence import DIVERGENCES, TOP_K, TOP_P
 
 Array = NDArray[np.float64]
@@ -111,7 +112,7 @@ def _measure(name: str, p_logits: Array, q_logits: Array) -> float:
 
 def test_divergence_names_match_the_configuration() -> None:
     """Five divergences, each plain and in two bucketed variants."""
-    assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
+    assert tuple(DIVERGENCES) == get_args(DivergenceName)
     assert set(DIVERGENCES) == {
         prefix + name for prefix in ("", "top_k_", "top_p_") for name in BASE
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,7 +33,6 @@ from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import (
     EAGLE3_DEFAULTS,
-    EXPORT_FORMATS,
     ExportFormat,
     FeaturesRequest,
     TrainConfig,
@@ -351,7 +350,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     return train_here(data, out, target, **options)
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", get_args(ExportFormat))
 def test_export_computes_what_the_head_computes(
     engine: ExportFormat, target: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -373,7 +372,7 @@ def test_eagle_export_warns_of_variants(
     assert "its RoPE scaling is llama3" in caplog.text
 
 
-@pytest.mark.parametrize("engine", EXPORT_FORMATS)
+@pytest.mark.parametrize("engine", get_args(ExportFormat))
 def test_export_keeps_a_declared_rule_where_the_layout_has_one(
     engine: ExportFormat,
     target: Path,
