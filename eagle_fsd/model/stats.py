@@ -121,15 +121,6 @@ class DecodeStats:
         spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         return self.tokens / spent if spent else 0.0
 
-    def share(self, origin: Origin) -> float:
-        """Return the fraction of tokens with an origin.
-
-        Args:
-            origin: The origin to count.
-        """
-        found = sum(row[origin.name.lower()] for row in self.origins)
-        return found / self.tokens if self.tokens else 0.0
-
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-serializable values."""
         total: Counter[str] = sum(self.origins, Counter())

@@ -83,20 +83,6 @@ class DraftTree:
         found = torch.zeros_like(self.tokens, dtype=torch.bool)
         return found.scatter_(1, self.parents[:, 1:], True)
 
-    def at_nodes(self, draft: Tensor) -> Tensor:
-        """Look up the draft's distribution at every node.
-
-        Args:
-            draft: ``[B, M, D]``, such as ``draft_log_probs``; ``M`` is at least 1.
-
-        Returns:
-            ``[B, N, D]``; meaningless where ``draft_rows`` is -1.
-        """
-        # Select whole rows: an elementwise gather costs several times as much.
-        row = torch.arange(draft.shape[0], device=draft.device)[:, None] * draft.shape[1]
-        index = (self.draft_rows.clamp_min(0) + row).flatten()
-        return draft.flatten(0, 1).index_select(0, index).view(*self.tokens.shape, -1)
-
     def to_expanded(self, values: Tensor) -> Tensor:
         """Look up the values of the nodes that were expanded.
 

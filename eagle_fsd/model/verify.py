@@ -81,26 +81,6 @@ class VerificationInputs:
     state: Tensor | None = None
 
     @property
-    def raw_log_probs(self) -> Tensor:
-        """``[B, N, V]`` log-probabilities of :attr:`raw`, computed by every access."""
-        return self.raw.dense()
-
-    @property
-    def log_probs(self) -> Tensor:
-        """``[B, N, V]`` log-probabilities of :attr:`processed`, computed by every access."""
-        return self.processed.dense()
-
-    @property
-    def warped_log_probs(self) -> Tensor:
-        """``[B, N, V]`` log-probabilities of :attr:`warped`, computed by every access."""
-        return self.warped.dense()
-
-    @property
-    def warped_draft_log_probs(self) -> Tensor | None:
-        """``[B, M, D]`` log-probabilities of :attr:`warped_draft`, computed by every access."""
-        return None if self.warped_draft is None else self.warped_draft.dense()
-
-    @property
     def broken(self) -> Tensor:
         """``[B]`` bool: whether a row's logits contain NaN or ``+inf``, or a node has no token."""
         return (self.raw.log_total + self.warped.log_total).isnan().any(1)

@@ -119,7 +119,7 @@ def test_margin_rule_compares_the_two_largest_logits(
 ) -> None:
     """C is almost as likely as B, but third: it is never accepted."""
     inputs = _star(torch.tensor(LOGITS).softmax(0).tolist(), [C, B], A)
-    logits = inputs.log_probs
+    logits = inputs.processed.dense()
     logits[0, 0] = torch.tensor(LOGITS) + shift
     inputs = replace(inputs, processed=Distributions.of(logits))
     assert outcome(verify(inputs, MarginRule(ratio)))[0] == kept
@@ -255,7 +255,7 @@ def _repeated(one: VerificationInputs, uniform: Tensor) -> VerificationInputs:
         },
         draft_log_probs=one.tree.draft_log_probs.expand(DRAWS, -1, -1),
     )
-    wide = Distributions.of(one.raw_log_probs.expand(DRAWS, -1, -1))
+    wide = Distributions.of(one.raw.dense().expand(DRAWS, -1, -1))
     sampled = one.sampled.repeat(DRAWS, 1)
     return VerificationInputs(tree, wide, wide, wide, None, sampled, None, uniform)
 
@@ -509,7 +509,7 @@ def test_typical_rule_bound_is_capped_by_epsilon(epsilon: float, accepted: bool)
 def test_typical_rule_looks_at_the_warped_distribution() -> None:
     """D has .04 of the raw mass, above its bound, but .001 after the temperature."""
     inputs = _star([0.5, 0.25, 0.2, 0.04, 0.01], [D], B)
-    warped = inputs.warped_log_probs
+    warped = inputs.warped.dense()
     warped[0, 0] = torch.tensor([0.9, 0.05, 0.048, 0.001, 0.001]).log()
     inputs = replace(inputs, warped=Distributions.of(warped))
     assert not verify(inputs, TypicalRule()).accepted[0, 1]

@@ -192,16 +192,16 @@ def test_custom_generate_warps_target_and_draft_like_generate(
     assert torch.equal(found, own.sequences)
     assert len(steps) == 2 * count
     for first, second in zip(steps[:count], steps[count:], strict=True):
-        assert torch.equal(first.log_probs, second.log_probs)
-        assert torch.equal(first.warped_log_probs, second.warped_log_probs)
+        assert torch.equal(first.processed.dense(), second.processed.dense())
+        assert torch.equal(first.warped.dense(), second.warped.dense())
         if threshold == 0.0 or (divergence_on, selection) == ("raw", "longest"):
             continue  # the draft's distributions are not warped
         draft = second.tree.draft_log_probs.flatten(0, 1)
         expected = TopPLogitsWarper(0.8)(None, TemperatureLogitsWarper(0.5)(None, draft))
-        expected = expected.log_softmax(-1).view_as(second.warped_draft_log_probs)
+        expected = expected.log_softmax(-1).view_as(second.warped_draft.dense())
         assert (expected == -torch.inf).any()
-        torch.testing.assert_close(second.warped_draft_log_probs, expected)
-        assert torch.equal(first.warped_draft_log_probs, second.warped_draft_log_probs)
+        torch.testing.assert_close(second.warped_draft.dense(), expected)
+        assert torch.equal(first.warped_draft.dense(), second.warped_draft.dense())
 
 
 def test_custom_generate_with_eos_token_none_runs_to_max_new_tokens() -> None:

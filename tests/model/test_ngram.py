@@ -407,7 +407,7 @@ def test_padding_changes_nothing(
                 value = getattr(inputs, name)
                 own[name] = None if value is None else value[row : row + 1, nodes]
             if inputs.warped_draft is not None:
-                warped = inputs.warped_draft_log_probs[row : row + 1]
+                warped = inputs.warped_draft.dense()[row : row + 1]
                 own["warped_draft"] = Distributions.normalized(warped)
             expected = verify(type(inputs)(**own), rule, fallback, selection, 0.5)
             count = int(expected.count)

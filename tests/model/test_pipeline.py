@@ -63,7 +63,7 @@ def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
             logits, features = plain_logits(pair.model, torch.cat([prefix, path]))
             expected = logits[-1].log_softmax(-1)
             torch.testing.assert_close(
-                inputs.raw_log_probs[row, node], expected, atol=1e-3, rtol=1e-3
+                inputs.raw.dense()[row, node], expected, atol=1e-3, rtol=1e-3
             )
             if tree.draft_rows[row, node] >= 0:
                 drafted = tree.draft_log_probs[row, tree.draft_rows[row, node]]
@@ -171,7 +171,7 @@ def test_custom_rule_gets_the_inputs_it_declares() -> None:
     for rule, wanted in ((Rule(), True), (RecordingRule(), False)):
         aligned_pair().generate(prompt(6, 3), rule=rule, **options)
         assert all((inputs.uniform is not None) == wanted for inputs in rule.steps)
-        assert all((inputs.warped_draft_log_probs is not None) == wanted for inputs in rule.steps)
+        assert all((inputs.warped_draft is not None) == wanted for inputs in rule.steps)
     rule = Rule()
     aligned_pair().generate(prompt(6, 3), rule=rule, max_new_tokens=6)
     assert all(inputs.uniform is None for inputs in rule.steps)  # greedy
@@ -191,7 +191,6 @@ def test_statistics_agree_with_the_emitted_tokens(threshold: float) -> None:
     for origin in (Origin.EXACT, Origin.FUZZY, Origin.TARGET):
         count = int((out.origins == origin).sum())
         assert stats["origins"][origin.name.lower()] == count
-        assert out.stats.share(origin) == pytest.approx(count / stats["tokens"])
     assert [sum(row) for row in out.stats.accepted] == emitted.sum(1).tolist()
     assert stats["steps"] == sum(len(row) for row in out.stats.accepted)
     assert stats["passes"] == max(len(row) for row in out.stats.accepted)

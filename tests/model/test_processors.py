@@ -168,8 +168,8 @@ def test_every_tree_node_is_processed_with_its_own_prefix() -> None:
     for row, node in itertools.product(range(2), range(8)):
         text = prefixes[row].ids.tolist() + path_to(tree, row, node)[1:]
         expected = HashProcessor()(torch.tensor([text]), logits[row, node][None])[0].log_softmax(-1)
-        torch.testing.assert_close(inputs.log_probs[row, node], expected)
-    torch.testing.assert_close(inputs.raw_log_probs, logits.log_softmax(-1))
+        torch.testing.assert_close(inputs.processed.dense()[row, node], expected)
+    torch.testing.assert_close(inputs.raw.dense(), logits.log_softmax(-1))
 
 
 PROMPT = prompt(5, 1)
@@ -205,16 +205,17 @@ def test_hugging_face_processor_gives_every_node_its_own_scores(
     processors = made if isinstance(made, list) else [made]
     inputs = Sampler(processors=processors)(tree, logits, prefixes=[Prefix(prefix, 6)])
     changed = 0
+    processed = inputs.processed.dense()
     forbidden: set[int] = set()
     for node in range(8):
         parent, token = int(tree.parents[0, node]), int(tree.tokens[0, node])
-        if node and (parent in forbidden or inputs.log_probs[0, parent, token] == -torch.inf):
+        if node and (parent in forbidden or processed[0, parent, token] == -torch.inf):
             forbidden.add(node)
             continue
         path = torch.tensor(path_to(tree, 0, node)[1:], dtype=torch.long)
         expected = make()(torch.cat([prefix, path])[None], logits[0, node][None].clone())[0]
         changed += not torch.equal(expected, logits[0, node])
-        torch.testing.assert_close(inputs.log_probs[0, node], expected.log_softmax(-1))
+        torch.testing.assert_close(processed[0, node], expected.log_softmax(-1))
     assert changed
 
 

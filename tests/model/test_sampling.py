@@ -32,7 +32,7 @@ def test_distribution_equals_that_of_hugging_faces_warpers(options: dict[str, An
     logits = 3 * torch.randn(400, 1, 96, generator=torch.Generator().manual_seed(0))
     sampling = SamplingConfig(**{"temperature": 1.0, **options})
     tree = single_node(torch.zeros(400, dtype=torch.long))
-    found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped_log_probs[:, 0]
+    found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped.dense()[:, 0]
     config = GenerationConfig(do_sample=True, **options)
     scores = logits[:, 0].log_softmax(-1)
     for warper in model._get_logits_processor(config, input_ids_seq_length=1):

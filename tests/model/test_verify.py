@@ -195,7 +195,7 @@ def test_divergence_on_warped_compares_the_warped_distributions() -> None:
     peaked = torch.tensor([[[0.6, 0.4, 0.0, 0.0, 0.0]]]).log()
     inputs = replace(
         inputs,
-        warped=Distributions.of(torch.cat([peaked, inputs.raw_log_probs[:, 1:]], 1)),
+        warped=Distributions.of(torch.cat([peaked, inputs.raw.dense()[:, 1:]], 1)),
         warped_draft=Distributions.of(peaked),
     )
     assert outcome(verify(inputs, FuzzyRule(0.1)))[0] == [B]
@@ -238,7 +238,7 @@ def test_masked_token_blocks_the_whole_branch_below_it() -> None:
 
 def test_token_outside_the_warped_support_is_masked() -> None:
     inputs = _inputs([B, A, A, A, E, D, E], INNER)
-    warped = inputs.log_probs
+    warped = inputs.processed.dense()
     warped[0, 0, [A, C, D, E]] = -torch.inf
     kept = verify(replace(inputs, warped=Distributions.of(warped)), FuzzyRule(ALWAYS))
     assert outcome(kept) == ([B, A, D], [EXACT, EXACT, TARGET], [0, 2, 5])

@@ -36,13 +36,8 @@ TREE_FIELDS = [
     for field in fields(DraftTree)
     if field.name not in ("max_depth", "token_ids", "sampled", "best_path")
 ]
-#: Distributions of the inputs, and their log-probabilities.
-LAWS = {
-    "raw": "raw_log_probs",
-    "processed": "log_probs",
-    "warped": "warped_log_probs",
-    "warped_draft": "warped_draft_log_probs",
-}
+#: Distributions of the inputs.
+LAWS = ("raw", "processed", "warped", "warped_draft")
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,9 @@ def _stack(rows: Sequence[VerificationInputs]) -> VerificationInputs:
 
     def join(name: str, objects: Sequence[object]) -> Tensor:
         values = [getattr(item, name) for item in objects]
-        if "draft_log_probs" in name:
+        if name in LAWS:
+            values = [value.dense() for value in values]
+        if name in ("draft_log_probs", "warped_draft"):
             values = [
                 torch.cat([v, v.new_full((1, most - v.shape[1], VOCAB_SIZE), torch.nan)], 1)
                 for v in values
@@ -133,7 +130,7 @@ def _stack(rows: Sequence[VerificationInputs]) -> VerificationInputs:
     tree = DraftTree(
         **{name: join(name, trees) for name in TREE_FIELDS}, max_depth=trees[0].max_depth
     )
-    laws = {name: Distributions.of(join(field, rows)) for name, field in LAWS.items()}
+    laws = {name: Distributions.of(join(name, rows)) for name in LAWS}
     drawn = {name: join(name, rows) for name in ("sampled", "drawn")}
     return VerificationInputs(tree, **laws, **drawn)
 
@@ -142,7 +139,7 @@ def _row(inputs: VerificationInputs, row: int) -> VerificationInputs:
     """One row of a batch."""
     here = slice(row, row + 1)
     tree = replace(inputs.tree, **{name: getattr(inputs.tree, name)[here] for name in TREE_FIELDS})
-    laws = {name: Distributions.of(getattr(inputs, field)[here]) for name, field in LAWS.items()}
+    laws = {name: Distributions.of(getattr(inputs, name).dense()[here]) for name in LAWS}
     return VerificationInputs(tree, **laws, sampled=inputs.sampled[here], drawn=inputs.drawn[here])
 
 
@@ -183,7 +180,7 @@ def _reference(
     tree = inputs.tree
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     sampled, drawn = inputs.sampled[row].tolist(), inputs.drawn[row].tolist()
-    log_p, warped = inputs.log_probs[row].tolist(), inputs.warped_log_probs[row].tolist()
+    log_p, warped = inputs.processed.dense()[row].tolist(), inputs.warped.dense()[row].tolist()
     children = {
         node: {tokens[c]: c for c in range(1, tree.size) if parents[c] == node}
         for node in range(tree.size)
@@ -194,8 +191,8 @@ def _reference(
         if index < 0 or not children[node]:
             return False
         on_warped = rule.divergence_on == "warped"
-        p = (inputs.warped_log_probs if on_warped else inputs.raw_log_probs)[row, node]
-        q = (inputs.warped_draft_log_probs if on_warped else tree.draft_log_probs)[row, index]
+        p = (inputs.warped.dense() if on_warped else inputs.raw.dense())[row, node]
+        q = (inputs.warped_draft.dense() if on_warped else tree.draft_log_probs)[row, index]
         divergence = _js(p, q)
         assume(abs(divergence - rule.threshold) > 1e-6)  # float32 may round across the threshold
         return divergence < rule.threshold
@@ -303,7 +300,7 @@ def test_infinite_threshold_keeps_the_deepest_supported_path(case: Case) -> None
         depth = {0: 0}
         for node in range(1, tree.size):
             parent, token = tree.parents[row, node].item(), tree.tokens[row, node].item()
-            if parent in depth and inputs.warped_log_probs[row, parent, token] > -math.inf:
+            if parent in depth and inputs.warped.dense()[row, parent, token] > -math.inf:
                 depth[node] = depth[parent] + 1
         assert kept.count[row] == max(depth.values()) + 1
 
@@ -328,7 +325,7 @@ def test_masked_tokens_are_never_emitted(
     for row in range(case.tree.tokens.shape[0]):
         tokens, _, path = outcome(kept, row)
         for node, token in zip(path, tokens, strict=True):
-            assert inputs.warped_log_probs[row, node, token] > -math.inf
+            assert inputs.warped.dense()[row, node, token] > -math.inf
 
 
 @given(cases, thresholds, ratios, fallbacks, st.none() | prices)
@@ -361,7 +358,7 @@ def _for_rule(case: Case, rule: AcceptanceRule, greedy: bool) -> VerificationInp
     inputs = case.inputs
     prompts = [torch.tensor([1])] * inputs.sampled.shape[0]
     uniform = torch.rand(inputs.sampled.shape, generator=torch.Generator().manual_seed(case.seed))
-    processed = Distributions.of(inputs.log_probs + 5.0)  # a rule may read the logits
+    processed = Distributions.of(inputs.processed.dense() + 5.0)  # a rule may read the logits
     sampled, warped = inputs.sampled, inputs.warped
     if greedy:  # top-k and top-p do not apply
         sampled, warped = processed.logits.argmax(-1), processed
@@ -414,10 +411,11 @@ def test_limited_rule_stays_within_the_budget(
     inputs = _for_rule(case, rule, greedy)
     inputs.state = torch.full_like(inputs.state, spent)
     kept = verify(inputs, rule, selection="priced", price=price)
+    log_p = inputs.processed.dense()
     for row, after in enumerate(rule.advance(inputs, kept)[:, 0].tolist()):
         tokens, origins, path = outcome(kept, row)
         cost = sum(
-            (inputs.log_probs[row, node].max() - inputs.log_probs[row, node, token]).item()
+            (log_p[row, node].max() - log_p[row, node, token]).item()
             for node, token, origin in zip(path, tokens, origins, strict=True)
             if origin == FUZZY
         )
@@ -459,7 +457,7 @@ def test_broken_logits_give_valid_indices(
         bad = torch.tensor(random.choice(values, clean.shape), dtype=torch.float32)
         return torch.where(hit, bad, clean)
 
-    tree, logits = case.tree, case.inputs.raw_log_probs
+    tree, logits = case.tree, case.inputs.raw.dense()
     if where != "q":
         logits = damaged(logits)
     if where != "p":

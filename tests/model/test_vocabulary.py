@@ -309,7 +309,9 @@ def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.Mo
     """Only nodes with children have one, computed a row at a time or all together."""
     tree, logits = _tree(300, rows=3), _random(3, 60, 300, seed=4)
     inputs = Sampler()(tree, logits)
-    dense = DIVERGENCES["js"](inputs.raw_log_probs, tree.at_nodes(tree.draft_log_probs))
+    rows = torch.arange(3)[:, None]
+    draft = tree.draft_log_probs[rows, tree.draft_rows.clamp_min(0)]  # [B, N, V]
+    dense = DIVERGENCES["js"](inputs.raw.dense(), draft)
     expected = torch.where(tree.has_children(), dense, torch.inf)
     for chunk in (1, 10_000, 10**9):
         monkeypatch.setattr(vocabulary, "CHUNK", chunk)
