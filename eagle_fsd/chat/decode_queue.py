@@ -15,7 +15,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from eagle_fsd.chat.session import Answer, AnswerRequest
@@ -169,49 +171,26 @@ class Job:
             self.cancel()
 
 
+@dataclass(eq=False)
 class Call:
     """Other work that needs the model and waits in the same queue.
 
-    Args:
-        work: The function to run.
-        loop: The event loop that awaits the result.
-
     Attributes:
-        result: The future of the result.
-        cancelled: Whether the call was cancelled.
+        work: The function to run.
+        result: The future of its result.
     """
 
-    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop) -> None:
-        self._work, self._loop = work, loop
-        self.result: asyncio.Future[Any] = loop.create_future()
-        self.cancelled = False
+    work: Work
+    result: Future[Any] = field(default_factory=Future)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the call was cancelled."""
+        return self.result.cancelled()
 
     def cancel(self) -> None:
-        """Cancel the call and its future."""
-        self.cancelled = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.result.cancel)
-
-    def run(self) -> Callable[[], None]:
-        """Do the work in the decoding thread; return a function that publishes its outcome."""
-        try:
-            value, error = self._work(lambda: self.cancelled), None
-        except Exception as caught:  # reported to the caller; the queue continues
-            value, error = None, caught
-
-        def resolve() -> None:
-            if self.result.cancelled():
-                return
-            if error is None:
-                self.result.set_result(value)
-            else:
-                self.result.set_exception(error)
-
-        def publish() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(resolve)
-
-        return publish
+        """Cancel the call."""
+        self.result.cancel()
 
 
 @dataclass
@@ -312,15 +291,15 @@ class DecodeQueue:
         Raises:
             QueueFullError: The queue is full or closed.
         """
-        call = Call(work, asyncio.get_running_loop())
+        call = Call(work)
         with self._changed:
             self._admit()
             self._calls.append(call)
             self._changed.notify()
         try:
-            return await call.result
+            return await asyncio.wrap_future(call.result)
         finally:
-            call.cancelled = True
+            call.cancel()
 
     def check_room(self) -> None:
         """Check that the queue has room for one more request.
@@ -415,9 +394,13 @@ class DecodeQueue:
                 return
             call = self._calls.pop(0)
             self._active.add(call)
-        publish = call.run()
+        try:
+            publish = partial(call.result.set_result, call.work(call.result.cancelled))
+        except Exception as error:  # reported to the caller; the queue continues
+            publish = partial(call.result.set_exception, error)
         self._release(call)
-        publish()  # only now, so that a client that sees the end can submit again
+        with contextlib.suppress(InvalidStateError):  # the call was cancelled
+            publish()  # only now, so that a client that sees the end can submit again
 
     def _start(self, job: Job) -> None:
         """Add a request to the batch."""
