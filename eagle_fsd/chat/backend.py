@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError
+from eagle_fsd.chat.decode_queue import DecodeObserver, DecodeQueue, DecodingError, QueueFullError
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.requests import read_request
 from eagle_fsd.chat.session import AnswerRequest
@@ -152,8 +152,12 @@ class LocalBackend:
         chat_template: How chats become prompts.
         limits: Limits of requests.
         name: Name of the pair on the page.
-        queue: Queue to decode in; default: a new one.
-        read: Reads and validates request parameters; default: in a thread of this backend.
+        observer: Receives the events of the queue; default: events are ignored.
+
+    Attributes:
+        queue: The queue that decodes the requests.
+        reader: The thread that tokenizes: a tokenizer is not thread-safe, and a long prompt takes
+            seconds, while other answers must continue to stream.
     """
 
     def __init__(
@@ -162,15 +166,12 @@ class LocalBackend:
         chat_template: ChatTemplate,
         limits: Limits,
         name: str,
-        queue: DecodeQueue | None = None,
-        read: Callable[[dict[str, Any]], Awaitable[AnswerRequest]] | None = None,
+        observer: DecodeObserver | None = None,
     ) -> None:
         self.model, self.chat_template = model, chat_template
         self.about = About(name, model.acceptance, limits)
-        self.queue = DecodeQueue(model, limits.queue, limits.max_batch) if queue is None else queue
-        self._read = read or self._read_in_thread
-        # A tokenizer is not thread-safe, and a long prompt would block the event loop.
-        self._reader = ThreadPoolExecutor(1, "read")
+        self.queue = DecodeQueue(model, limits.queue, limits.max_batch, observer)
+        self.reader = ThreadPoolExecutor(1, "read")
 
     async def stream(
         self, params: Mapping[str, Any], method: str = "fsd"
@@ -180,7 +181,7 @@ class LocalBackend:
         sent = -math.inf
         try:
             self.queue.check_room()
-            request = replace(await self._read(dict(params)), method=method)
+            request = replace(await self.read(dict(params)), method=method)
             updates = self.queue.submit(request).updates(heartbeat=HEARTBEAT_INTERVAL)
             async with contextlib.aclosing(updates):
                 async for update in updates:
@@ -202,9 +203,17 @@ class LocalBackend:
         except (RequestError, QueueFullError, DecodingError) as error:
             raise BackendError(str(error)) from error
 
-    async def _read_in_thread(self, params: dict[str, Any]) -> AnswerRequest:
+    async def read(self, params: dict[str, Any]) -> AnswerRequest:
+        """Validate and tokenize a request, one at a time.
+
+        Args:
+            params: The request.
+
+        Raises:
+            RequestError: The request is invalid.
+        """
         return await asyncio.get_running_loop().run_in_executor(
-            self._reader, read_request, params, self.model, self.chat_template, self.about.limits
+            self.reader, read_request, params, self.model, self.chat_template, self.about.limits
         )
 
     def _token(self, piece: Piece) -> Token:
@@ -235,6 +244,6 @@ class LocalBackend:
         asyncio.run(decode())
 
     def close(self) -> None:
-        """Stop decoding."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        """Stop the decoding thread and the tokenizing thread."""
+        self.reader.shutdown(wait=False, cancel_futures=True)
         self.queue.close()

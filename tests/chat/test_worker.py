@@ -19,6 +19,7 @@ from fastchat.serve.base_model_worker import BaseModelWorker
 from prompts import ENCODED_HELLO, GREEDY, reference, tokenize
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.chat import backend as backend_module
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import Job
 from eagle_fsd.chat.serve import worker as worker_module
@@ -329,13 +330,13 @@ def test_clients_are_told_apart_by_their_addresses(
 def test_slow_tokenization_does_not_block_other_requests(
     worker: FSDWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, read = threading.Event(), worker_module.read_request
+    release, read = threading.Event(), backend_module.read_request
 
     def blocked(*args: Any) -> Any:
         assert release.wait(60)
         return read(*args)
 
-    monkeypatch.setattr(worker_module, "read_request", blocked)
+    monkeypatch.setattr(backend_module, "read_request", blocked)
 
     async def work() -> dict[str, Any]:
         transport = httpx.ASGITransport(worker_app(worker))
@@ -358,7 +359,7 @@ def test_unexpected_errors_are_not_revealed(
     def fail(*_: Any) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr(worker_module, "read_request", fail)
+    monkeypatch.setattr(backend_module, "read_request", fail)
     (output,) = stream(client)
     assert output == {"text": "the request could not be processed", "error_code": 50001}
     response = client.post("/count_token", json=GREEDY)

@@ -12,7 +12,6 @@ import json
 import logging
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -28,10 +27,9 @@ from starlette.requests import ClientDisconnect
 
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.chat.decode_queue import DecodeQueue, DecodingError, QueueFullError
+from eagle_fsd.chat.decode_queue import DecodingError, QueueFullError
 from eagle_fsd.chat.remote_backend import add_page_routes
 from eagle_fsd.chat.request_body import RequestError, read_body, read_json, shorten
-from eagle_fsd.chat.requests import read_request
 from eagle_fsd.chat.serve.asgi import ClosingStream, until_disconnected
 from eagle_fsd.chat.serve.guard import cluster_headers
 from eagle_fsd.chat.serve.metrics import WorkerMetrics
@@ -71,6 +69,7 @@ class FSDWorker(BaseModelWorker):
         worker_id: Name of this worker in log messages.
 
     Attributes:
+        backend: Tokenizes and decodes, for FastChat's routes and for the page's.
         ready: Whether the worker has tried to register or need not; the health check reports it.
     """
 
@@ -85,13 +84,11 @@ class FSDWorker(BaseModelWorker):
         worker_id: str,
     ) -> None:
         super().__init__(controller or "", address, worker_id, names[0], names, 1)
-        self.model, self.chat_template, self.limits = model, chat_template, limits
+        self.model, self.limits = model, limits
         self.tokenizer, self.context_len = model.tokenizer, model.target.context_length
         self.metrics = WorkerMetrics()
-        self.queue = DecodeQueue(model, limits.queue, limits.max_batch, self.metrics)
-        # Tokenize in a separate thread: a long prompt takes seconds, while other answers must
-        # continue to stream.
-        self._reader = ThreadPoolExecutor(1, "read")
+        self.backend = LocalBackend(model, chat_template, limits, names[0], self.metrics)
+        self.queue = self.backend.queue
         self.ready = controller is None
 
     def make_conv_template(self, *_: Any, **__: Any) -> Conversation:
@@ -156,24 +153,11 @@ class FSDWorker(BaseModelWorker):
         """
         names = ("prompt", "prompt_token_ids")
         try:
-            request = await self.read({name: params.get(name) for name in names})
+            request = await self.backend.read({name: params.get(name) for name in names})
         except RequestError as error:
             count = self.context_len if error.code == RequestError.CONTEXT else 0
             return {**error_output(str(error), error.code), "count": count}
         return {"count": request.ids.shape[1], "error_code": 0}
-
-    async def read(self, params: dict[str, Any]) -> AnswerRequest:
-        """Validate and tokenize a request, one at a time.
-
-        Args:
-            params: The request.
-
-        Raises:
-            RequestError: The request is invalid.
-        """
-        return await asyncio.get_running_loop().run_in_executor(
-            self._reader, read_request, params, self.model, self.chat_template, self.limits
-        )
 
     async def answers(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Stream the outputs of a request.
@@ -189,7 +173,7 @@ class FSDWorker(BaseModelWorker):
         self.call_ct += 1
         try:
             self.queue.check_room()
-            request = await self.read(params)
+            request = await self.backend.read(params)
             if request.echo_texts:
                 yield await self._echo(request)
             if request.prompt_only:
@@ -237,7 +221,7 @@ class FSDWorker(BaseModelWorker):
             # In the tokenizing thread: a long prompt has many alternatives to decode.
             tokens = zip(request.ids[0].tolist(), request.echo_texts, [None, *details], strict=True)
             logprobs = await asyncio.get_running_loop().run_in_executor(
-                self._reader, self._logprobs, tokens, 0
+                self.backend.reader, self._logprobs, tokens, 0
             )
         if request.prompt_only:
             self.metrics.requests.labels("ended").inc()
@@ -322,8 +306,7 @@ class FSDWorker(BaseModelWorker):
 
     def close(self) -> None:
         """Stop the decoding thread and the tokenizing thread."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        self.queue.close()
+        self.backend.close()
 
 
 def error_output(message: str, code: int) -> dict[str, Any]:
@@ -465,13 +448,5 @@ def worker_app(worker: FSDWorker) -> FastAPI:
         body = {"status": status, "queue": len(worker.queue)}
         return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
-    backend = LocalBackend(
-        worker.model,
-        worker.chat_template,
-        worker.limits,
-        worker.model_names[0],
-        worker.queue,
-        worker.read,
-    )
-    add_page_routes(app, backend, json_body)
+    add_page_routes(app, worker.backend, json_body)
     return app
