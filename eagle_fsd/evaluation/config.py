@@ -205,7 +205,7 @@ class CalibrationGrid(GridConfig):
         (0.003, 0.01, 0.03, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
     )
     min_ratios: tuple[float, ...] = Field(
-        (0.1, 0.3, 0.5), min_length=1, description="Floors (min_ratio) to combine with each T."
+        (0.1, 0.3), min_length=1, description="Floors (min_ratio) to combine with each T."
     )
 
     @model_validator(mode="after")
