@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for tree in trees
     ]
     tables: list[Table] = []
-    for name, tasks in task_sets(options.trial + options.count).items():
+    for name, tasks in task_sets(1 + options.trial + options.count).items():
         rows = compare(plain, candidates, tasks, options.trial)
         note = (
             f"{options.count} tasks, greedy, at most {new_tokens} new tokens;"
@@ -202,7 +202,7 @@ def compare(
     Args:
         plain: Plain decoding.
         candidates: Drafters, settings and trees.
-        tasks: The tasks; the first ``trial`` ones select the trees.
+        tasks: The tasks: one that is not counted, those that select the trees, the others.
         trial: Number of tasks that select.
     """
     _answer_all(candidates, tasks[: trial + 1])
@@ -212,7 +212,7 @@ def compare(
         if key not in best or _speed(method) > _speed(best[key]):
             best[key] = method
     chosen = [plain, *best.values()]
-    _answer_all(chosen, tasks[trial:])
+    _answer_all(chosen, [tasks[0], *tasks[trial + 1 :]])
     return [method.row(plain) for method in chosen]
 
 
