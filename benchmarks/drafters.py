@@ -219,18 +219,12 @@ def compare(
 def _answer_all(methods: Sequence[Method], tasks: Sequence[Task]) -> None:
     """Do tasks in turn; the first one is not counted."""
     for index, (messages, final) in enumerate(progress(tasks, f"{len(methods)} methods")):
-        ids = (
-            methods[0]
-            .model.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )["input_ids"]
-            .to(methods[0].model.target.device)
-        )
+        model = methods[0].model
+        ids = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
         for method in methods:
-            method.answer(ids, final)
+            method.answer(ids.to(model.target.device), final)
             if index == 0:
                 method.speeds, method.tokens, method.steps, method.right = [], 0, 0, 0
 

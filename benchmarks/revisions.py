@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             note = (
                 f"{len(prompts)} prompts, greedy, at most {new_tokens} new tokens, whole calls; old"
-                f" is revision {options.revision}, which compiles nothing. FSD:"
-                f" T = {FSD['threshold']}, r = {FSD['min_ratio']}."
+                f" is revision {options.revision}. FSD: T = {FSD['threshold']},"
+                f" r = {FSD['min_ratio']}."
             )
             tables.append(Table(name, COLUMNS, [], note))
             rows = tables[-1].rows
