@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from eagle_fsd import EagleFSD, EagleHead, GenerateOutput, TreeConfig
+from eagle_fsd.model import compilation
 from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import VerificationInputs
@@ -285,6 +286,13 @@ def hand_made_tree(
         draft_log_probs=torch.empty(rows, 0, VOCAB_SIZE, device=device),
         max_depth=max(depths),
     )
+
+
+def forget_compiled() -> None:
+    """Drop all compiled functions."""
+    compilation._versions.clear()
+    compilation._compile_once.cache_clear()
+    torch._dynamo.reset()
 
 
 def path_to(tree: DraftTree, row: int, node: int) -> list[int]:

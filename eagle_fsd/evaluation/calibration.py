@@ -65,6 +65,7 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     check_request,
+    compile_passes,
     load_share,
     on_first_process,
     run_evaluation,
@@ -102,8 +103,8 @@ RACE_GROUPS = 24
 #: Minimum accuracy of exact decoding, in percent and as a multiple of the allowed loss. Below it
 #: there is little accuracy to lose, usually because answers are cut off or cannot be parsed.
 MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
-#: File with the trees of all settings, and with the ids of the questions of both stages and the
-#: names of the settings to choose from.
+#: File with the trees of all settings, and with the ids of the questions of both stages, the names
+#: of the settings to choose from, and whether passes are compiled.
 TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
 #: File with the bounds and the settings to test, fixed before a fresh question is answered.
 TESTS_FILE = "tests.json"
@@ -209,8 +210,7 @@ def calibrate(
 
     Raises:
         OptionsError: ``install`` is set, but the head is not a local folder or an engine is named;
-            the engine does not apply its rule at this temperature or with this tokenizer; or the
-            request asks for compiled passes.
+            or the engine does not apply its rule at this temperature or with this tokenizer.
         ValueError: The questions or answers cannot support the bound; or the output folder holds a
             calibration on other questions or with other settings.
         LoadError, QuestionSetError, JudgeError: As in
@@ -224,15 +224,10 @@ def calibrate(
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
     if install and not drafter.is_dir():
         raise OptionsError(f"--install requires a drafter in a local folder; got {drafter}")
-    if request.compiled:
-        raise OptionsError(
-            "--compile is not supported by calibrate: every tree that it tries would be compiled"
-        )
     if request.assistant and config.answer_batch > 1:
         raise OptionsError(
             "--assistant requires --answer-batch 1: assisted generation has no batches"
         )
-    request = request.updated(compiled=False)
     if request.questions == "bundled":
         request = request.updated(count=request.count or DEFAULT_COUNT)
     answering = config.updated(batch=config.answer_batch)
@@ -246,7 +241,8 @@ def calibrate(
     if warning and state.is_main_process:
         log.warning("%s", warning)
     with state.main_process_first():
-        check_folder(folder, used, fresh, [method.name for method in candidates])
+        names = [method.name for method in candidates]
+        check_folder(folder, used, fresh, names, request.compiled)
 
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
@@ -257,9 +253,18 @@ def calibrate(
         )
     if engine == "tensorrt-llm":
         engines.thinking_tokens(model.tokenizer)  # raises an exception before hours of decoding
-    workload = open_workload(model, used[: RACE_GROUPS * config.batch], request, config)
+    raced = used[: RACE_GROUPS * config.batch]
+    workload = open_workload(model, raced, request, config)
+
+    def compiles(planned: Sequence[Method]) -> bool:
+        """Only the speeds of the last settings are measured with compiled passes."""
+        last = [PLAIN, *planned[: 1 + ROUNDS[-1][1]]]
+        return compile_passes(request, model, raced, config, last, progress)
+
     trees = on_first_process(
-        lambda: TreePlan.make(workload, candidates, folder / TREES_FILE, progress)
+        lambda: TreePlan.make(
+            workload, candidates, folder / TREES_FILE, progress, compiles, request.compiled
+        )
     )
     exact = replace(EXACT, tree=exact_tree(trees, engine))
     plan = plan_settings(trees, candidates, engine)
@@ -276,8 +281,8 @@ def calibrate(
         folder: Path,
         hooks: Hooks,
     ) -> Report | None:
-        loaded = Loaded(model, questions)
-        return run_evaluation(request, answering, [exact, *chosen], folder, None, hooks, loaded)
+        loaded, own = Loaded(model, questions), request.updated(compiled=False)
+        return run_evaluation(own, answering, [exact, *chosen], folder, None, hooks, loaded)
 
     rows: dict[str, Row] = {}
     start = 0
@@ -297,6 +302,7 @@ def calibrate(
         plan = on_first_process(drop)
 
     def choose() -> list[Method]:
+        model.compiled = config.batch if trees.compiled else 0
         measured = race_settings(workload, exact, plan, progress)
         for name, row in rows.items():
             row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
@@ -314,9 +320,9 @@ def calibrate(
     result: list[Calibration] = []
 
     def finish(_: Evaluation, report: Report) -> None:
-        # Answers and speeds were measured with different batches.
+        # Answers were decoded with other batches than those whose speed was measured.
         batches = {"batch": config.batch, "answer_batch": config.answer_batch}
-        report["about"] = {**report["about"], **batches}
+        report["about"] = {**report["about"], **batches, "compiled": trees.compiled}
         for row in report["rows"]:
             own = rows.get(row["method"], {})
             row |= {name: own.get(name) for name in SPEED_FIELDS}
@@ -571,7 +577,11 @@ def count_unscored_as_wrong(question: Question) -> Question:
 
 
 def check_folder(
-    folder: Path, used: Sequence[Question], fresh: Sequence[Question], settings: Sequence[str]
+    folder: Path,
+    used: Sequence[Question],
+    fresh: Sequence[Question],
+    settings: Sequence[str],
+    compiled: bool | None,
 ) -> None:
     """Check that a folder holds no other calibration, and record what this one chooses from.
 
@@ -583,20 +593,23 @@ def check_folder(
         used: The questions that select settings.
         fresh: The questions that certify settings.
         settings: Names of the acceptance settings to choose from.
+        compiled: Whether speeds are measured with compiled passes; None if a trial decides.
 
     Raises:
         ValueError: The folder holds a calibration on other questions or with other settings.
     """
     stages = {"selection": used, "certificate": fresh}
-    plan = {name: [question.question_id for question in part] for name, part in stages.items()}
-    plan["settings"] = list(settings)
+    plan: dict[str, Any] = {
+        name: [question.question_id for question in part] for name, part in stages.items()
+    }
+    plan |= {"settings": list(settings), "compiled": compiled}
     file = folder / QUESTIONS_FILE
     if file.exists() and (folder / TREES_FILE).exists():
         if json.loads(file.read_text(encoding="utf-8")) != plan:
             raise ValueError(
-                f"{folder} holds a calibration on other questions (or with another --count), or"
-                " with other settings to choose from: choose another output folder, or delete this"
-                " one"
+                f"{folder} holds a calibration on other questions (or with another --count), with"
+                " other settings to choose from or another --compile: choose another output folder,"
+                " or delete this one"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -876,7 +889,7 @@ def chosen_settings(
     about, dtype = report["about"], model.target.dtype
     copied = (
         *("questions", "count", "seed", "temperature", "batch", "answer_batch"),
-        *("max_new_tokens", "template"),
+        *("compiled", "max_new_tokens", "template"),
     )
     trees = {1: model.exact_tree, **model.batch_trees, about["batch"]: lossless.tree}
     return {

@@ -408,9 +408,7 @@ def run_evaluation(
         )
         check_request(request, config, methods, questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
-    model.compiled = config.batch if request.compiled else 0
-    if request.compiled is None:
-        compile_if_faster(model, questions, config, find_methods(methods), hooks.progress)
+    compile_passes(request, model, questions, config, find_methods(methods), hooks.progress)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,
@@ -510,19 +508,21 @@ def load_share(request: PairOptions, settings: Settings | None = None) -> EagleF
     return load_pair(request, device, settings)
 
 
-def compile_if_faster(
+def compile_passes(
+    request: PairOptions,
     model: EagleFSD,
     questions: Sequence[Question],
     config: EvaluationConfig,
     methods: Sequence[Method],
     progress: ProgressFactory,
 ) -> bool:
-    """Compile the passes of a pair where that saves time in an evaluation.
+    """Compile the passes of a pair if a request asks for that, or by default if it saves time.
 
     Of a batch, only steps with all rows are compiled, which pays in long evaluations at most, so
-    batches are not compiled.
+    batches are not compiled by default.
 
     Args:
+        request: The request.
         model: The pair.
         questions: The questions.
         config: How answers are decoded.
@@ -532,6 +532,10 @@ def compile_if_faster(
     Returns:
         Whether passes are compiled from now on.
     """
+    if request.compiled is not None:
+        model.compiled = config.batch if request.compiled else 0
+        return request.compiled
+    model.compiled = 0
     if config.batch > 1 or model.target.group is not None:
         return False
     trees: set[TreeConfig | None] = set()

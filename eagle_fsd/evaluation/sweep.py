@@ -37,7 +37,7 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     check_request,
-    compile_if_faster,
+    compile_passes,
     ignore,
     load_share,
     on_first_process,
@@ -111,10 +111,7 @@ def sweep(
     workload = open_workload(model, raced, request, config)
 
     def compiles(planned: Sequence[Method]) -> bool:
-        if request.compiled is None:
-            return compile_if_faster(model, questions, config, [PLAIN, *planned], progress)
-        model.compiled = config.batch if request.compiled else 0
-        return request.compiled
+        return compile_passes(request, model, questions, config, [PLAIN, *planned], progress)
 
     plan = on_first_process(
         lambda: TreePlan.make(

@@ -411,6 +411,8 @@ def measurement(report: dict[str, Any]) -> str:
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     passes = {bool(item.get("compiled")) for item in report["sessions"].values()}
     compiled = (", partly" if False in passes else ",") + " compiled" if True in passes else ""
+    if about.get("compiled"):
+        compiled = ", compiled (answers: not)"
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     return (

@@ -16,11 +16,13 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from eagle_fsd.utils.text import one_line
 
@@ -28,6 +30,13 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+#: Parts of the names of guards on what modules consist of.
+MODULE_PARTS = "_modules[", "_parameters[", "_buffers[", "_hooks"
+#: Kinds of guards on classes, functions and the names of their attributes.
+CODE_GUARDS = (
+    *("BUILTIN_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "DICT_NOT_CONTAINS", "HASATTR"),
+    *("MODULE_MATCH", "NOT_PRESENT_IN_GENERIC_DICT"),
+)
 #: Compiled versions of a function: for one row and for several, and for every tree.
 RECOMPILE_LIMIT = 128
 #: Types of devices on which steps are captured in graphs.
@@ -45,9 +54,10 @@ MIN_GAIN = 1.03
 MIN_SECONDS, MIN_TOKENS = 120.0, 2000
 
 
-@cache
-def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Compile a function into a single graph when it is called.
+def compiled(
+    function: Callable[..., Result], module: nn.Module | None = None
+) -> Callable[..., Result]:
+    """Return the compiled version of a function, a single graph that is made when it is called.
 
     The shapes of its arguments are constants, except for those that
     :class:`~eagle_fsd.model.cache.TreeCache` marks as dynamic: one version serves sequences of any
@@ -55,10 +65,41 @@ def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
 
     Args:
         function: A function without data-dependent control flow.
+        module: The module that the function runs, if any. Its version is for this module only, and
+            does not notice changes inside of it, see :func:`renew_compiled`.
     """
+    if module is None:
+        return _compile_once(function)
+    versions = _versions.setdefault(module, (None, {}))[1]
+    if function not in versions:
+        # torch finds compiled versions by the code of a function.
+        code, names = function.__code__.replace(), function.__globals__
+        own = FunctionType(code, names, function.__name__, function.__defaults__)
+        versions[function] = _compile(own, _is_about_calls)
+    return versions[function]
+
+
+def renew_compiled(*modules: nn.Module) -> None:
+    """Forget what was compiled for modules if they have changed since the last call.
+
+    Checking before every step whether each layer is what it was takes up to a tenth of the step.
+
+    Args:
+        *modules: The modules; the compiled functions of each also run those before it.
+    """
+    described = [describe_modules(module) for module in modules]
+    for count, module in enumerate(modules, 1):
+        if _versions.get(module, (None,))[0] != described[:count]:
+            _versions[module] = described[:count], {}
+
+
+def _compile(
+    function: Callable[..., Result], keeps_guard: Callable[[Any], bool] | None = None
+) -> Callable[..., Result]:
+    """Compile a function; ``keeps_guard`` selects what is checked at every call."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    chosen = compile_graph(function)
+    chosen = compile_graph(function, keeps_guard)
 
     @wraps(function)
     def run(*arguments: Any) -> Result:
@@ -75,13 +116,31 @@ def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def compile_graph(function: Callable[..., Result]) -> Callable[..., Result]:
+_compile_once = cache(_compile)
+
+
+def compile_graph(
+    function: Callable[..., Result],
+    keeps_guard: Callable[[Any], bool] | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+) -> Callable[..., Result]:
     """Call ``torch.compile`` with the options that :func:`compiled` needs.
 
     Args:
         function: A function without data-dependent control flow.
+        keeps_guard: Selects the guards to check at every call; default: all.
+        backend: Compiles the graph.
     """
-    return torch.compile(function, fullgraph=True)
+    options: dict[str, Any] = {}
+    if keeps_guard is not None and hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+        options["guard_filter_fn"] = lambda guards: list(map(keeps_guard, guards))
+    return torch.compile(function, fullgraph=True, backend=backend, options=options or None)
+
+
+def _is_about_calls(guard: Any) -> bool:
+    """Whether a guard is about what differs between calls, not about modules and code."""
+    inside = any(part in guard.name for part in MODULE_PARTS)
+    return not (inside or guard.is_global or guard.guard_type in CODE_GUARDS)
 
 
 def is_compilation_faster(
@@ -110,6 +169,36 @@ def is_compilation_faster(
     ratios = [seconds_per_token(False) / seconds_per_token(True) for _ in range(TRIAL_BLOCKS)]
     gain = statistics.median(ratios)
     return gain >= MIN_GAIN and others <= eager * (1.0 - 1.0 / gain)
+
+
+def describe_modules(*modules: nn.Module) -> tuple[object, ...]:
+    """Describe modules as far as CUDA graphs and compiled functions depend on them.
+
+    Args:
+        *modules: The modules.
+
+    Returns:
+        Values that compare equal as long as the modules are in the same mode and have the same
+        parts, hooks, active adapters, and addresses of weights. Changes in other attributes are not
+        seen.
+    """
+    found: list[object] = []
+    for module in (item for root in modules for item in root.modules()):
+        found.append((type(module), module.training))
+        for tensors in (module._parameters, module._buffers):
+            found += [_addresses(item) for item in tensors.values() if item is not None]
+        found.append((*module._forward_pre_hooks, -1, *module._forward_hooks))
+        names = "_active_adapter", "_disable_adapters", "merged_adapters"  # of PEFT's layers
+        found.append([str(module.__dict__.get(name)) for name in names])
+    return tuple(found)
+
+
+def _addresses(tensor: Tensor) -> tuple[int, ...]:
+    """Return the addresses of a tensor's memory, or of that of its parts if it is quantized."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return tuple(address for part in parts for address in _addresses(part))
+    return (tensor.data_ptr(),)
 
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
@@ -238,6 +327,10 @@ class StepGraphs:
         torch.cuda.set_stream(before)
 
 
+#: What the modules were like that functions have been compiled for, and these, by module.
+_versions: weakref.WeakKeyDictionary[
+    nn.Module, tuple[object, dict[Callable[..., Any], Callable[..., Any]]]
+] = weakref.WeakKeyDictionary()
 #: Models whose steps cannot be captured.
 _not_capturable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Graphs whose capture failed: torch's allocator of pinned memory may refer to them forever.

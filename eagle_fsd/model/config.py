@@ -407,7 +407,8 @@ class PairOptions(TargetOptions):
     compiled: bool | None = Field(
         default=None,
         description="Compile the models' passes with torch.compile; default: in serve, and in long"
-        " runs of evaluate, sweep and bench without batches, if a trial shows that it saves time.",
+        " runs of evaluate, sweep, calibrate and bench without batches, if a trial shows that it"
+        " saves time.",
     )
     capture: bool = Field(
         default=True,

@@ -26,7 +26,13 @@ from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, rule_for
 from eagle_fsd.model.acceptance.thresholds import fused_divergences
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache, cache_slots
-from eagle_fsd.model.compilation import StepGraphs, compiled, has_graphs, using_device
+from eagle_fsd.model.compilation import (
+    StepGraphs,
+    compiled,
+    has_graphs,
+    renew_compiled,
+    using_device,
+)
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.depth import DepthPolicy, levels_of, shapes_of
 from eagle_fsd.model.drafters.interface import Drafter
@@ -413,6 +419,8 @@ class Engine:
         self._decisions: list[Decision] = []  # those that graphs were captured for
         self._captures = self._overlaps = False
         self._ahead: _Launched | None = None
+        if compiled:
+            renew_compiled(*filter(None, (target.model, drafter.network)))
 
     @property
     def _compiles(self) -> bool:
@@ -823,11 +831,11 @@ class Engine:
     ) -> tuple[DraftTree, TargetPass]:
         """Draft a tree for every row, and run the target on it."""
         enter("draft")
-        draft, score = self.draft.draft, self.target.forward_tree
+        draft, score, network = self.draft.draft, self.target.forward_tree, self.drafter.network
         if self._compiles:  # compiled functions are shared by all objects
             if self.draft.on_device:
-                draft = partial(compiled(type(self.draft).draft), self.draft)
-            score = partial(compiled(Target.forward_tree), self.target)
+                draft = partial(compiled(type(self.draft).draft, network), self.draft)
+            score = partial(compiled(Target.forward_tree, self.target.model), self.target)
         tree = draft(self.roots, draft_keys, RandomNumbers(self.keys, self.lengths))
         enter("target")
         reads = self.drafter.reads

@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
 from eagle_fsd.model.engine import Engine
 
 #: Engines that are kept, those used last.
@@ -74,31 +71,3 @@ class IdleEngines:
         with self._lock:
             found, self._engines = self._engines, []
         return bool(found)
-
-
-def describe_modules(*modules: nn.Module) -> tuple[object, ...]:
-    """Describe what a CUDA graph cannot follow: addresses of weights, hooks and active adapters.
-
-    Args:
-        *modules: The modules whose passes are captured.
-
-    Returns:
-        Values that compare equal as long as a graph is valid. Changes in other attributes of the
-        modules are not seen.
-    """
-    found: list[object] = []
-    for module in (item for root in modules for item in root.modules()):
-        for tensors in (module._parameters, module._buffers):
-            found += [_addresses(item) for item in tensors.values() if item is not None]
-        found.append((*module._forward_pre_hooks, -1, *module._forward_hooks))
-        names = "_active_adapter", "_disable_adapters", "merged_adapters"  # of PEFT's layers
-        found.append([str(getattr(module, name, None)) for name in names])
-    return tuple(found)
-
-
-def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    """Return the addresses of a tensor's memory, or of that of its parts if it is quantized."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return tuple(address for part in parts for address in _addresses(part))
-    return (tensor.data_ptr(),)

@@ -41,7 +41,12 @@ from eagle_fsd.model.beam_search import (
     beam_search,
 )
 from eagle_fsd.model.checkpoint import drafter_file
-from eagle_fsd.model.compilation import has_graphs, is_compilation_faster, using_device
+from eagle_fsd.model.compilation import (
+    describe_modules,
+    has_graphs,
+    is_compilation_faster,
+    using_device,
+)
 from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
@@ -57,7 +62,7 @@ from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
 from eagle_fsd.model.identity import differs
-from eagle_fsd.model.idle_engines import IdleEngines, describe_modules
+from eagle_fsd.model.idle_engines import IdleEngines
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import seed_keys

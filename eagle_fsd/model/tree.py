@@ -160,14 +160,13 @@ class TreeBuilder:
             points: ``[B, depth + 1]`` float64 random numbers in ``[0, 1)``, if tokens are sampled.
         """
         self._points = points
-        batch, vocab_size = log_probs.shape
-        self.draft_log_probs = log_probs.new_empty(batch, len(self._draft_rows), vocab_size)
-        self.draft_log_probs[:, 0] = log_probs
         scores, tokens = self._children(log_probs, 0)
         # One entry per level: [B, 1], [B, K], then [B, K * K]. The root has the largest score.
-        self.scores = [scores.new_zeros(batch, 1), scores]
+        self.scores = [scores.new_zeros(len(scores), 1), scores]
         self.tokens = [tokens]
-        self.chosen = [tokens.new_zeros(batch, 1)]  # expanded candidates, as indices within a level
+        # Of the candidates that are expanded: their indices within a level, and [B, K, D].
+        self.chosen = [tokens.new_zeros(len(tokens), 1)]
+        self.log_probs = [log_probs[:, None]]
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Select the newest level's ``K`` best candidates for expansion.
@@ -196,8 +195,7 @@ class TreeBuilder:
         Args:
             log_probs: ``[B, K, D]`` the draft's distributions at the selected candidates.
         """
-        first = 1 + (len(self.chosen) - 2) * self.width
-        self.draft_log_probs[:, first : first + self.width] = log_probs
+        self.log_probs.append(log_probs)
         scores, tokens = self._children(log_probs, len(self.chosen) - 1)  # [B, K, K]
         self.scores.append((scores + self.chosen_scores[:, :, None]).flatten(1))
         self.tokens.append(tokens.flatten(1))
@@ -230,13 +228,14 @@ class TreeBuilder:
         chosen = torch.cat(self.chosen, 1) + self._firsts  # [B, M] pool indices
         parents = torch.searchsorted(kept, chosen.gather(1, self._parents[kept]))
         rows = torch.full_like(order, -1).scatter_(1, chosen, self._draft_rows.expand_as(chosen))
+        levels, self.log_probs = self.log_probs, []
         return DraftTree(
             tokens=torch.cat([root[:, None], *self.tokens], 1).gather(1, kept),
             parents=parents,
             depths=self._depths[kept],
             ancestors=ancestor_matrix(parents),
             draft_rows=rows.gather(1, kept),
-            draft_log_probs=self.draft_log_probs,
+            draft_log_probs=torch.cat(levels, 1),
             max_depth=self.depth + 1,
             token_ids=self.token_ids,
             sampled=self.draw is not None,

@@ -48,9 +48,12 @@ from eagle_fsd.evaluation.config import (
 )
 from eagle_fsd.evaluation.methods import Method, rule_method
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.runner import ANSWER_SHARE
 from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
+from eagle_fsd.evaluation.tables import footnote
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
+from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
@@ -479,13 +482,13 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     questions = [Question(at, "c", (f"{at}?",)) for at in range(40)]
     folder = tmp_path / "out"
     names = ["T=0.1", "acc 0.5"]
-    check_folder(folder, *split_questions(questions[:8]), names)
-    check_folder(folder, *split_questions(questions[:20]), names)  # nothing was measured so far
+    check_folder(folder, *split_questions(questions[:8]), names, None)
+    check_folder(folder, *split_questions(questions[:20]), names, None)  # nothing measured so far
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(questions[:20]), names)
-    for count, settings in ((40, names), (20, names[:1])):
+    check_folder(folder, *split_questions(questions[:20]), names, None)
+    for count, settings, compiled in ((40, names, None), (20, names[:1], None), (20, names, True)):
         with pytest.raises(ValueError, match=r"another --count.* choose another output folder"):
-            check_folder(folder, *split_questions(questions[:count]), settings)
+            check_folder(folder, *split_questions(questions[:count]), settings, compiled)
 
 
 @pytest.mark.parametrize(
@@ -588,6 +591,41 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
     assert settings.drafter is not None
     assert settings.drafter.name == str(head)
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "planned")
+@pytest.mark.parametrize("asked", [True, None])
+def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
+    asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers, which are decoded in batches, are not."""
+    raced: list[int] = []
+
+    def race_settings(workload: Workload, *_: object) -> dict[str, dict[str, Any]]:
+        raced.append(workload.model.compiled)
+        return {}
+
+    def make(*arguments: Any) -> TreePlan:
+        _, methods, *_, compiles, compiled = arguments
+        planned = TreePlan(EXACT_TREE, dict.fromkeys(["exact", *(m.name for m in methods)], ()))
+        assert compiled is asked
+        return replace(planned, compiled=compiles([methods[0], *methods]))
+
+    def trial(model: EagleFSD, tokens: float, trees: int) -> bool:
+        assert (tokens, trees) == (5 * 1 * 200 * ANSWER_SHARE, 2)  # plain decoding and one tree
+        model.compiled = 1
+        return True
+
+    monkeypatch.setattr(calibration, "race_settings", race_settings)
+    monkeypatch.setattr(TreePlan, "make", make)
+    monkeypatch.setattr(EagleFSD, "compile_if_faster", trial)
+    request = EvaluationRequest(count=5, out=tmp_path, compiled=asked)
+    found = calibrate(request, LossBounds(max_drop=50.0), CONFIG, GRID, rules=False)
+    assert found is not None
+    assert raced == [1]
+    assert {item["compiled"] for item in found.report["sessions"].values()} == {False}
+    assert found.report["calibration"]["about"]["compiled"] is True
+    assert ", compiled (answers: not);" in footnote(found.report)
 
 
 @pytest.mark.slow

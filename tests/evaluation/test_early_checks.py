@@ -82,8 +82,3 @@ def test_assisted_generation_without_batches_is_found_early(tmp_path: Path) -> N
     request = EvaluationRequest(count=8, out=tmp_path, baseline="hf", assistant="draft")
     with pytest.raises(OptionsError, match="--assistant requires --answer-batch 1"):
         calibrate(request, LossBounds(), CalibrationConfig())
-
-
-def test_compiled_passes_are_rejected_when_calibrating(tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="--compile is not supported by calibrate"):
-        calibrate(EvaluationRequest(out=tmp_path, compiled=True), LossBounds())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ import torch
 from eagle3_heads import target_model, untrained_eagle3
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import VOCAB_SIZE, aligned_pair, left_padded, prompt, tiny_target
+from pairs import VOCAB_SIZE, aligned_pair, forget_compiled, left_padded, prompt, tiny_target
 from torch import Tensor
 
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.cli.options import given_settings
 from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.model import compilation
-from eagle_fsd.model.compilation import compiled
+from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import Settings, settings_dict
 from eagle_fsd.model.depth import (
     EXPLORE_EVERY,
@@ -401,11 +402,8 @@ def test_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs.append(graph)
         return graph.forward
 
-    def compile_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, backend=backend)
-
-    monkeypatch.setattr(compilation, "compile_graph", compile_graph)
-    compiled.cache_clear()
+    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    forget_compiled()
     try:
         pair = adaptive_pair(aligned_pair())
         expected = pair.generate(prompt(20), max_new_tokens=120).sequences
@@ -414,8 +412,7 @@ def test_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             out = pair.generate(prompt(20), max_new_tokens=120)
             assert torch.equal(out.sequences, expected)
     finally:
-        compiled.cache_clear()
-        torch._dynamo.reset()
+        forget_compiled()
     assert set(policy_of(pair).chosen) == set(shapes_of(SMALL))
     assert len(graphs) <= 3 * len(shapes_of(SMALL))
 

@@ -7,16 +7,26 @@ and guards, comes before the code generator. CUDA graphs are replaced by a recor
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
-from pairs import aligned_pair, batch, left_padded, prompt, small_tree, tiny_target
+from pairs import (
+    aligned_pair,
+    batch,
+    forget_compiled,
+    left_padded,
+    prompt,
+    small_tree,
+    tiny_target,
+)
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
@@ -28,7 +38,7 @@ from eagle_fsd.model.acceptance import (
     TypicalRule,
     thresholds,
 )
-from eagle_fsd.model.compilation import StepGraphs, compiled
+from eagle_fsd.model.compilation import StepGraphs, compile_graph, compiled
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
@@ -50,14 +60,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         found.append(graph)
         return graph.forward
 
-    def compile_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, backend=backend)
-
-    monkeypatch.setattr(compilation, "compile_graph", compile_graph)
-    compiled.cache_clear()
+    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    forget_compiled()
     yield found
-    compiled.cache_clear()
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 def pairs() -> dict[str, Callable[[], EagleFSD]]:
@@ -159,6 +165,64 @@ def test_selections(selection: str, graphs: list[torch.fx.GraphModule]) -> None:
     assert len(graphs) == 3
 
 
+class Louder(torch.nn.Module):
+    """A layer that a user puts in the place of another one."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 3.0 * self.layer(hidden)
+
+
+@pytest.mark.parametrize("part", ["target", "head"])
+def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.GraphModule]) -> None:
+    """What is inside of them is not checked at every step, but between calls."""
+    pair = copy.deepcopy(aligned_pair())
+    both(pair, prompt(20))
+    assert len(graphs) == 3
+    both(pair, prompt(20, seed=1))
+    assert len(graphs) == 3
+    layers = pair.model.model.layers if part == "target" else pair.drafter.layers
+    layers[0].mlp.down_proj = Louder(layers[0].mlp.down_proj)
+    both(pair, prompt(20))
+    assert len(graphs) == (5 if part == "target" else 4)  # the head runs modules of the target
+    handle = layers[0].mlp.register_forward_hook(lambda *_: _[2] * 0.5)
+    both(pair, prompt(20))
+    handle.remove()
+    assert len(graphs) == (7 if part == "target" else 5)
+    with torch.no_grad():
+        pair.model.lm_head.weight.mul_(-1.0)
+    both(pair, prompt(20))
+
+
+def test_versions_belong_to_one_model(graphs: list[torch.fx.GraphModule]) -> None:
+    """Of two models, nothing else tells apart the arguments of their passes."""
+    for layers in (1, 3, 2):
+        target = tiny_target(num_hidden_layers=layers)
+        both(EagleFSD(target, DraftModel(tiny_target(seed=layers)), small_tree()), prompt(20))
+    del target
+    gc.collect()
+    assert not compilation._versions  # they have ended with their models
+
+
+def test_only_what_differs_between_calls_is_checked_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[torch.fx.GraphModule]
+) -> None:
+    counts: Counter[bool] = Counter()
+    decide = compilation._is_about_calls
+
+    def is_about_calls(guard: Any) -> bool:
+        counts[decide(guard)] += 1
+        return decide(guard)
+
+    monkeypatch.setattr(compilation, "_is_about_calls", is_about_calls)
+    both(aligned_pair(), prompt(20))
+    assert len(graphs) == 3
+    assert 0 < counts[True] < 0.2 * counts[False]
+
+
 def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> None:
     """Prompts of different lengths, and answers that cross several numbers of visible slots."""
     pair = aligned_pair()
@@ -223,20 +287,16 @@ def test_a_missing_compiler_is_reported_once(
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(
-        compilation,
-        "compile_graph",
-        lambda function: torch.compile(function, fullgraph=True, backend=backend),
-    )
-    compiled.cache_clear()
+    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    forget_compiled()
+    pair = aligned_pair()
     with caplog.at_level(logging.WARNING):
-        both(aligned_pair(), prompt(20))
-        both(aligned_pair(), prompt(9))
+        both(pair, prompt(20))
+        both(pair, prompt(9))
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3  # drafter, target, verification
     assert all("no C++ compiler" in message and "\n" not in message for message in messages)
-    compiled.cache_clear()
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 def test_errors_of_the_model_are_raised(
@@ -248,7 +308,7 @@ def test_errors_of_the_model_are_raised(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("broken on purpose")
 
-    monkeypatch.setattr(engine, "compiled", lambda _: broken)
+    monkeypatch.setattr(engine, "compiled", lambda *_: broken)
     pair.compiled = 1
     try:
         with pytest.raises(ZeroDivisionError):

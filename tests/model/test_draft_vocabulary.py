@@ -12,10 +12,10 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, SamplingConfig
 from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, save_head
+from eagle_fsd.model.compilation import describe_modules
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.draft_vocabulary import select_tokens, write_ranks
 from eagle_fsd.model.drafters.eagle import EagleHead
-from eagle_fsd.model.idle_engines import describe_modules
 
 
 @pytest.fixture

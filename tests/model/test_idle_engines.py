@@ -21,10 +21,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation, engine, generation, memory, pipeline
 from eagle_fsd.model.cache import CUDA_VIEW_STEP, VIEW_STEP, cache_slots, view_step
-from eagle_fsd.model.compilation import StepGraphs
+from eagle_fsd.model.compilation import StepGraphs, describe_modules
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine, Row
-from eagle_fsd.model.idle_engines import MAX_ENGINES, describe_modules
+from eagle_fsd.model.idle_engines import MAX_ENGINES
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
 

@@ -43,7 +43,7 @@ def operations(tree: TreeConfig, acceptance: AcceptanceConfig) -> Counter[str]:
     return counted.counts
 
 
-@pytest.mark.parametrize(("threshold", "most"), [(0.0, 1890), (0.1, 1960)])
+@pytest.mark.parametrize(("threshold", "most"), [(0.0, 1870), (0.1, 1940)])
 def test_step(threshold: float, most: int) -> None:
     """Revision 68e5df3 dispatched 1,985 operations with this tree at ``T = 0``."""
     acceptance = AcceptanceConfig(threshold=threshold, min_ratio=0.3 if threshold else 0.0)
@@ -57,4 +57,4 @@ def test_level() -> None:
         operations(TreeConfig(total_tokens=16, depth=depth, top_k=2), AcceptanceConfig()).total()
         for depth in (8, 12)
     ]
-    assert (totals[1] - totals[0]) / 4 < 87, totals
+    assert (totals[1] - totals[0]) / 4 < 85, totals

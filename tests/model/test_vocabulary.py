@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import random_pair
+from pairs import forget_compiled, random_pair
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -22,7 +22,6 @@ from transformers import GenerationConfig
 
 from eagle_fsd.model import vocabulary
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule, rule_for, thresholds
-from eagle_fsd.model.compilation import compiled
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import RandomNumbers
@@ -330,8 +329,7 @@ def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.Mo
     expected = rule.divergences(inputs)
     monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    torch._dynamo.reset()
-    compiled.cache_clear()
+    forget_compiled()
     with thresholds.fused_divergences(True):
         found, codes = run_and_get_code(rule.divergences, inputs)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
