@@ -10,10 +10,12 @@ acceptance matters.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -77,6 +79,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral-no-window": lambda: MistralConfig(**MODEL_SIZES, sliding_window=None),
     "mistral-wide-window": lambda: MistralConfig(**MODEL_SIZES, sliding_window=128),
 }
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 #: The architecture of tests that are not about architectures.
 DEFAULT_ARCHITECTURE = "llama-grouped-llama3-rope"
 #: With these seeds greedy decoding of the test prompts never falls into repeating one token.

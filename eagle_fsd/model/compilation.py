@@ -75,7 +75,7 @@ def compiled(
         # torch finds compiled versions by the code of a function.
         code, names = function.__code__.replace(), function.__globals__
         own = FunctionType(code, names, function.__name__, function.__defaults__)
-        versions[function] = _compile(own, _is_about_calls)
+        versions[function] = _compile(own, _module_options(module))
     return versions[function]
 
 
@@ -94,12 +94,12 @@ def renew_compiled(*modules: nn.Module) -> None:
 
 
 def _compile(
-    function: Callable[..., Result], keeps_guard: Callable[[Any], bool] | None = None
+    function: Callable[..., Result], options: dict[str, Any] | None = None
 ) -> Callable[..., Result]:
-    """Compile a function; ``keeps_guard`` selects what is checked at every call."""
+    """Compile a function with options of ``torch.compile``."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    chosen = compile_graph(function, keeps_guard)
+    chosen = compile_graph(function, options)
 
     @wraps(function)
     def run(*arguments: Any) -> Result:
@@ -121,20 +121,28 @@ _compile_once = cache(_compile)
 
 def compile_graph(
     function: Callable[..., Result],
-    keeps_guard: Callable[[Any], bool] | None = None,
+    options: dict[str, Any] | None = None,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Callable[..., Result]:
-    """Call ``torch.compile`` with the options that :func:`compiled` needs.
+    """Call ``torch.compile`` as :func:`compiled` needs it.
 
     Args:
         function: A function without data-dependent control flow.
-        keeps_guard: Selects the guards to check at every call; default: all.
+        options: Options of the backend.
         backend: Compiles the graph.
     """
-    options: dict[str, Any] = {}
-    if keeps_guard is not None and hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
-        options["guard_filter_fn"] = lambda guards: list(map(keeps_guard, guards))
-    return torch.compile(function, fullgraph=True, backend=backend, options=options or None)
+    return torch.compile(function, fullgraph=True, backend=backend, options=options)
+
+
+def _module_options(module: nn.Module) -> dict[str, Any]:
+    """Return the options for functions that run a module."""
+    # On a CPU, a step takes up to 10% less time if C++ code calls the kernels, not Python.
+    options: dict[str, Any] = {
+        "cpp_wrapper": all(weight.device.type == "cpu" for weight in module.parameters())
+    }
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):  # as of torch 2.8
+        options["guard_filter_fn"] = lambda guards: list(map(_is_about_calls, guards))
+    return options
 
 
 def _is_about_calls(guard: Any) -> bool:

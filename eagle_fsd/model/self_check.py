@@ -137,7 +137,7 @@ def _errors(target: Target) -> tuple[float, float]:
         tokens=nodes,
         parents=parents,
         depths=torch.tensor([DEPTHS] * len(PREFIXES), device=device),
-        ancestors=ancestor_matrix(parents),
+        ancestors=ancestor_matrix(parents, max(DEPTHS)),
         draft_rows=torch.full_like(parents, -1),
         draft_log_probs=torch.empty(len(PREFIXES), 0, 0, device=device),
         max_depth=max(DEPTHS),

@@ -233,7 +233,7 @@ class TreeBuilder:
             tokens=torch.cat([root[:, None], *self.tokens], 1).gather(1, kept),
             parents=parents,
             depths=self._depths[kept],
-            ancestors=ancestor_matrix(parents),
+            ancestors=ancestor_matrix(parents, self.depth + 1),
             draft_rows=rows.gather(1, kept),
             draft_log_probs=torch.cat(levels, 1),
             max_depth=self.depth + 1,
@@ -248,25 +248,25 @@ class TreeBuilder:
         return best.scatter_reduce_(1, self._depths.expand_as(scores), scores, "amax").exp()
 
 
-def ancestor_matrix(parents: Tensor) -> Tensor:
-    """Compute the reflexive ancestor relation of a tree's nodes.
-
-    With ``P[i, j] = 1`` where ``j`` is the parent of ``i``, it is
-    ``I + P + P^2 + ... = (I - P)^-1``.
+def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
+    """Compute the reflexive ancestor relation of a tree's nodes by pointer jumping.
 
     Args:
-        parents: ``[B, N]`` index of each node's parent, less than the node's own index; ignored for
-            the root.
+        parents: ``[B, N]`` index of each node's parent; the root is its own parent.
+        max_depth: Upper bound of the nodes' depths.
 
     Returns:
         ``[B, N, N]`` bool, true at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``.
     """
     batch, size = parents.shape
-    identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)
-    # The root's entry lies on the diagonal, which the triangular solver does not read.
-    system = identity.scatter(2, parents[:, :, None], -1.0)
-    reach = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-    return reach > 0.5
+    identity = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    above = identity.scatter(2, parents[:, :, None], True)
+    covered = 1  # edges upwards from each node
+    while covered < max_depth:  # `parents` are the ancestors so many edges above
+        above = above | above.gather(1, parents[:, :, None].expand_as(above))
+        parents = parents.gather(1, parents)
+        covered *= 2
+    return above
 
 
 def single_node(root: Tensor) -> DraftTree:

@@ -398,7 +398,7 @@ def test_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     graphs: list[torch.fx.GraphModule] = []
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 

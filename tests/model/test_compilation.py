@@ -19,6 +19,7 @@ import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
 from pairs import (
+    NEEDS_COMPILER,
     aligned_pair,
     batch,
     forget_compiled,
@@ -56,7 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     """The graphs that are compiled during the test."""
     found: list[torch.fx.GraphModule] = []
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
         found.append(graph)
         return graph.forward
 
@@ -197,6 +198,19 @@ def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.Gra
     both(pair, prompt(20))
 
 
+@pytest.mark.slow
+@NEEDS_COMPILER
+def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """Greedily and sampled, with answers that cross several numbers of visible slots."""
+    forget_compiled()
+    with caplog.at_level(logging.WARNING):
+        for length, new in ((20, 100), (70, 60)):
+            both(aligned_pair(), prompt(length), max_new_tokens=new)
+        both(aligned_pair(), prompt(20), temperature=0.9, top_p=0.9, threshold=0.2, seed=3)
+    assert not [item.getMessage() for item in caplog.records]
+    forget_compiled()
+
+
 def test_versions_belong_to_one_model(graphs: list[torch.fx.GraphModule]) -> None:
     """Of two models, nothing else tells apart the arguments of their passes."""
     for layers in (1, 3, 2):
@@ -284,7 +298,7 @@ def test_processors_run_uncompiled(graphs: list[torch.fx.GraphModule]) -> None:
 def test_a_missing_compiler_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))

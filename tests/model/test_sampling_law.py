@@ -134,7 +134,7 @@ def _rows(models: Models, count: int) -> tuple[DraftTree, Tensor]:
         "tokens": torch.tensor([TOKENS]),
         "parents": parents,
         "depths": depths,
-        "ancestors": ancestor_matrix(parents),
+        "ancestors": ancestor_matrix(parents, parents.shape[1]),
         "draft_rows": torch.tensor([index]),
         "draft_log_probs": draft[None],
     }

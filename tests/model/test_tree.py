@@ -270,15 +270,25 @@ def test_builder_gives_the_tree_built_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parents", "matrix"),
+    ("parents", "depth", "matrix"),
     [
-        ([0, 0, 1, 2], [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),  # a chain
-        ([0, 0, 0, 0], [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),  # a star
-        ([0], [[1]]),
+        ([0, 0, 1, 2], 3, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),  # a chain
+        ([0, 0, 0, 0], 1, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),  # a star
+        ([0], 0, [[1]]),
     ],
 )
-def test_ancestor_matrix_of_small_trees(parents: list[int], matrix: list[list[int]]) -> None:
-    assert ancestor_matrix(torch.tensor([parents]))[0].long().tolist() == matrix
+def test_ancestor_matrix_of_small_trees(
+    parents: list[int], depth: int, matrix: list[list[int]]
+) -> None:
+    for bound in range(depth, depth + 6):
+        assert ancestor_matrix(torch.tensor([parents]), bound)[0].long().tolist() == matrix
+
+
+@pytest.mark.parametrize("depth", range(1, 20))
+def test_ancestor_matrix_of_chains(depth: int) -> None:
+    parents = torch.arange(-1, depth).clamp_min(0)[None]
+    expected = torch.ones(depth + 1, depth + 1, dtype=torch.bool).tril()
+    assert torch.equal(ancestor_matrix(parents, depth)[0], expected)
 
 
 def test_single_node_is_a_root_without_draft_distribution() -> None:

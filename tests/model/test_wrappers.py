@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
+    NEEDS_COMPILER,
     NEW_TOKENS,
     aligned_pair,
     batch,
@@ -150,9 +150,6 @@ def test_compiled_module_is_unwrapped() -> None:
     pair = _pair(compiled)
     assert pair.model is model
     _check_decoding(pair, compiled, reference(aligned=True))
-
-
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
 
 @pytest.mark.usefixtures("compiler")

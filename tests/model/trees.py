@@ -42,7 +42,7 @@ def make_tree(
         tokens=torch.tensor([tokens]),
         parents=torch.tensor([parents]),
         depths=torch.tensor([depths]),
-        ancestors=ancestor_matrix(torch.tensor([parents])),
+        ancestors=ancestor_matrix(torch.tensor([parents]), len(parents)),
         draft_rows=torch.tensor([[rows.get(node, -1) for node in range(len(parents))]]),
         draft_log_probs=draft.reshape(1, len(q), VOCAB_SIZE).log(),
         max_depth=max(depths) if max_depth is None else max_depth,

@@ -423,7 +423,7 @@ class _CountingState(DraftState):
             tokens=torch.cat([roots[:, None], _upload(tokens[:, 1:], device)], 1),
             parents=uploaded,
             depths=_upload(depths, device),
-            ancestors=ancestor_matrix(uploaded),
+            ancestors=ancestor_matrix(uploaded, self.depth),
             draft_rows=_upload(draft_rows, device),
             draft_log_probs=draft,
             max_depth=self.depth,
