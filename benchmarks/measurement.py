@@ -312,7 +312,8 @@ def time_steps(
             divided = sum(phases[phase] for phase in SHOWN_PHASES)
             times[name].captured = phases.pop("graph", 0.0) > divided
             if not times[name].captured:
-                times[name].phases, times[name].phased = phases, times[name].seconds
+                mean = statistics.fmean(times[name].blocks)  # as the phases
+                times[name].phases, times[name].phased = phases, mean
     return times
 
 
@@ -341,7 +342,7 @@ def add_phases(
         model.capture = False
         eager.append(replace(contender, model=model))
     for name, found in time_steps(eager, ids, timing, f"{label}, phases", accepted).items():
-        times[name].phases, times[name].phased = found.phases, found.seconds
+        times[name].phases, times[name].phased = found.phases, found.phased
 
 
 @contextmanager

@@ -198,6 +198,7 @@ class TreeCache(Cache):
             count = max(1, self.layout[kind] - self._used[kind])
             shape = (count, self.rows, self.length, kind.heads, kind.head_size)
             store = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+            torch._dynamo.maybe_mark_dynamic(store, 2)
             self._stores.append(store)
             free.extend(_separate(plane) for plane in store)
         self._used[kind] += 1

@@ -147,8 +147,10 @@ def _module_options(module: nn.Module) -> dict[str, Any]:
 
 def _is_about_calls(guard: Any) -> bool:
     """Whether a guard is about what differs between calls, not about modules and code."""
-    inside = any(part in guard.name for part in MODULE_PARTS)
-    return not (inside or guard.is_global or guard.guard_type in CODE_GUARDS)
+    if any(part in guard.name for part in MODULE_PARTS) or guard.is_global:
+        return False
+    # The code of a rule may be an attribute of it.
+    return guard.guard_type not in CODE_GUARDS or ".decision." in guard.name
 
 
 def is_compilation_faster(

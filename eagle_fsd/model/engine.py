@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -808,6 +808,15 @@ class Engine:
         """
         tree, scored = self._score_tree(draft_keys, keys, enter)
         enter("verify")
+        if self._compiles and len(self._groups) == 1 and self._groups[0].decision.on_device:
+            return compiled(Engine._conclude, self.target.model)(self, tree, scored)
+        with fused_divergences(bool(self.compiled)):
+            return self._conclude(tree, scored, enter)
+
+    def _conclude(
+        self, tree: DraftTree, scored: TargetPass, enter: EnterPhase = _ignore
+    ) -> tuple[Tensor, Tensor, list[_Details]]:
+        """Verify a tree and keep a path of it, see :meth:`_step`."""
         kept, broken, details = self._judge(tree, scored.logits)
         enter("cache")
         self._commit(tree, scored.features, kept)
@@ -858,14 +867,10 @@ class Engine:
                 part, scores, state = tree.of_rows(index), logits[index], state[index]
                 numbers = RandomNumbers(random.keys[index], random.positions[index])
             state = state[:, : decision.rule.state_size]
-            judge: Any = _judge
-            if self._compiles and index is None and decision.on_device:
-                judge = compiled(_judge)
             prefixes = []
             if decision.sampler.needs_prefix:
                 prefixes = [self.rows[place].prefix for place in group.places]
-            with fused_divergences(bool(self.compiled)):
-                kept, inputs, keys, state = judge(decision, part, scores, numbers, prefixes, state)
+            kept, inputs, keys, state = _judge(decision, part, scores, numbers, prefixes, state)
             if index is None:
                 self.keys.copy_(keys)
                 self.rule_state[:, : state.shape[1]] = state

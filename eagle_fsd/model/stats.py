@@ -13,7 +13,7 @@ import torch
 from eagle_fsd.model.verify import Origin
 
 #: Phases of a call; all but prefill repeat in every step. On CUDA, a step that is replayed as a
-#: graph is a single phase, "graph".
+#: graph is a single phase, "graph". In a step that is compiled, "verify" includes "cache".
 PHASES = ("prefill", "draft", "target", "verify", "cache", "host")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairs import forget_compiled, random_pair
+from pairs import NEEDS_COMPILER, forget_compiled, random_pair
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
-from eagle_fsd.model import vocabulary
+from eagle_fsd.model import compilation, vocabulary
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule, rule_for, thresholds
+from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import RandomNumbers
@@ -320,7 +321,7 @@ def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["js", "kl", "tv", "js_reference"])
 def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
@@ -333,7 +334,6 @@ def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.Mo
     with thresholds.fused_divergences(True):
         found, codes = run_and_get_code(rule.divergences, inputs)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert thresholds._fuses
     shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "".join(codes))
     assert shapes
     assert max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes) < 1000
@@ -342,17 +342,19 @@ def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.Mo
 def test_failed_compilation_falls_back_to_eager_divergences(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> Tensor:
+    def fail(*_: object, **__: object) -> Tensor:
         raise RuntimeError("no compiler")
 
     inputs, rule = Sampler()(_tree(100), _random(1, 60, 100)), FuzzyRule(0.1)
     expected = rule.divergences(inputs)
     monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
-    monkeypatch.setattr(thresholds, "compiled", lambda _: fail)
-    monkeypatch.setattr(thresholds, "_fuses", True)
+    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=fail))
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    forget_compiled()
     for _ in range(2):
         with thresholds.fused_divergences(True):
             assert torch.equal(rule.divergences(inputs), expected)
-    assert [record.getMessage() for record in caplog.records] == [
-        "divergences are not compiled: no compiler"
-    ]
+    forget_compiled()
+    messages = [item.getMessage() for item in caplog.records if item.name.startswith("eagle_fsd")]
+    assert len(messages) == 1
+    assert "no compiler" in messages[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -16,9 +15,6 @@ from eagle_fsd.model.compilation import compiled
 from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 from eagle_fsd.model.vocabulary import arg_max, exp, top_k
-from eagle_fsd.utils.text import one_line
-
-log = logging.getLogger(__name__)
 
 #: Types of devices on which divergences are compiled, see :func:`fused_divergences`.
 FUSED_DEVICES = ("cuda",)
@@ -86,15 +82,10 @@ def fused_divergences(fused: bool) -> Iterator[None]:
 
 def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
     """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``."""
-    global _fuses
     # The code of a step that is compiled contains that of the divergence.
-    if not torch.compiler.is_compiling() and _fuses and _is_fused(nodes.device):
-        try:
-            return compiled(_eager)(inputs, nodes, name, warped)
-        except Exception as error:
-            log.warning("divergences are not compiled: %s", one_line(error))
-            _fuses = False
-    return _eager(inputs, nodes, name, warped)
+    fused = not torch.compiler.is_compiling() and _is_fused(nodes.device)
+    between = compiled(_eager) if fused else _eager
+    return between(inputs, nodes, name, warped)
 
 
 def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
@@ -111,8 +102,6 @@ def _is_fused(device: torch.device) -> bool:
     return device.type in FUSED_DEVICES and getattr(_thread, "fused", False)
 
 
-#: False after compilation has failed.
-_fuses = True
 #: ``fused``: whether this thread may compile divergences.
 _thread = threading.local()
 
