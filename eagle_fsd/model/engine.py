@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -867,7 +867,7 @@ class Engine:
                 part, scores, state = tree.of_rows(index), logits[index], state[index]
                 numbers = RandomNumbers(random.keys[index], random.positions[index])
             state = state[:, : decision.rule.state_size]
-            prefixes = []
+            prefixes: list[Any] = []
             if decision.sampler.needs_prefix:
                 prefixes = [self.rows[place].prefix for place in group.places]
             kept, inputs, keys, state = _judge(decision, part, scores, numbers, prefixes, state)
