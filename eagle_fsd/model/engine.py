@@ -420,6 +420,7 @@ class Engine:
         self._captures = self._overlaps = False
         self._ahead: _Launched | None = None
         if compiled:
+            target.register(drafter.reads)  # hooks are among the things that are compared
             renew_compiled(*filter(None, (target.model, drafter.network)))
 
     @property

@@ -198,6 +198,14 @@ def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.Gra
     both(pair, prompt(20))
 
 
+def test_hooks_of_a_drafter_precede_its_compiled_passes(graphs: list[torch.fx.GraphModule]) -> None:
+    pair = pairs()["eagle3"]()
+    pair.compiled = 1
+    for length in (20, 9):
+        pair.generate(prompt(length), max_new_tokens=24)
+    assert len(graphs) == 3
+
+
 @pytest.mark.slow
 @NEEDS_COMPILER
 def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
