@@ -437,7 +437,7 @@ class EagleFSD:
     def compile_if_faster(self, tokens: float = math.inf, rows: int = 1, trees: int = 1) -> bool:
         """Compile the passes of drafter and target if that saves time.
 
-        Compilation takes a C++ compiler, Python's headers, and about half a minute for every shape
+        Compilation takes a C++ compiler, Python's headers, and about a minute for every shape
         of the tree; results on disk make it a few seconds in later processes. Texts of any length
         share one version. A trial measures the gain. There is none where ``tokens`` take less than
         :data:`~eagle_fsd.model.compilation.MIN_SECONDS` anyway.
