@@ -412,7 +412,7 @@ def measurement(report: dict[str, Any]) -> str:
     passes = {bool(item.get("compiled")) for item in report["sessions"].values()}
     compiled = (", partly" if False in passes else ",") + " compiled" if True in passes else ""
     if about.get("compiled"):
-        compiled = ", compiled (answers: not)"
+        compiled = ", compiled (answers: not compiled)"
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     return (

@@ -842,7 +842,7 @@ class Engine:
         """Draft a tree for every row, and run the target on it."""
         enter("draft")
         draft, score, network = self.draft.draft, self.target.forward_tree, self.drafter.network
-        if self._compiles:  # compiled functions are shared by all objects
+        if self._compiles:  # compiled functions belong to the models, not to engines
             if self.draft.on_device:
                 draft = partial(compiled(type(self.draft).draft, network), self.draft)
             score = partial(compiled(Target.forward_tree, self.target.model), self.target)

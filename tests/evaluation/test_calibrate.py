@@ -625,7 +625,7 @@ def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
     assert raced == [1]
     assert {item["compiled"] for item in found.report["sessions"].values()} == {False}
     assert found.report["calibration"]["about"]["compiled"] is True
-    assert ", compiled (answers: not);" in footnote(found.report)
+    assert ", compiled (answers: not compiled);" in footnote(found.report)
 
 
 @pytest.mark.slow
