@@ -264,15 +264,15 @@ class Target:
             first = start
             keys = cache.keys(start + ids.shape[1], ids.device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
-        seen = keys <= positions[:, :, None]
+        mask = additive_mask(keys <= positions[:, :, None], self.dtype)
         cache.place(positions.expand_as(ids), keys)
-        return self.encode(ids, positions, seen, keys[None, None], cache, states)
+        return self.encode(ids, positions, mask, keys[None, None], cache, states)
 
     def encode(
         self,
         ids: Tensor,
         positions: Tensor,
-        seen: Tensor,
+        mask: Tensor,
         keys: Tensor,
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
@@ -282,7 +282,8 @@ class Target:
         Args:
             ids: ``[B, S]`` token ids.
             positions: ``[B, S]`` their positions; like the next two, ``B`` may be 1.
-            seen: ``[B, S, L]`` bool, the slots that each token attends to with full attention.
+            mask: ``[B, 1, S, L]`` additive mask of the slots that each token attends to with full
+                attention.
             keys: ``[B, S, L]`` the position of each slot; ``S`` may be 1.
             cache: A cache on which :meth:`TreeCache.place` has been called.
             states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
@@ -290,11 +291,11 @@ class Target:
         Returns:
             ``[B, S, F]`` the hidden states, concatenated.
         """
-        mask = self._masks(seen, positions, keys, len(ids))
+        masks = self._masks(mask.expand(len(ids), -1, -1, -1), positions, keys)
         with self.recording(states) as recorded:
             output = self._body(
                 input_ids=ids,
-                attention_mask=mask,
+                attention_mask=masks,
                 position_ids=positions.clamp_max(self.stable_rope_length - 1).expand_as(ids),
                 past_key_values=cache,
                 use_cache=True,
@@ -325,14 +326,16 @@ class Target:
                 :func:`~eagle_fsd.model.attention.folded_queries`.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
-        seen = (keys < lengths[:, None])[:, None].expand(-1, tree.size, -1)
-        columns = slots[:, None].expand(-1, tree.size, -1)
         positions = lengths[:, None] + tree.depths
-        mask = self._masks(
-            seen.scatter(2, columns, tree.ancestors),
-            positions,
+        path = fold_mask(additive_mask(tree.ancestors, self.dtype), groups)  # [B, 1, G * N, N]
+        context = additive_mask((keys < lengths[:, None])[:, None], self.dtype)  # [B, 1, 1, L]
+        # Compiled code computes the mask once per layer unless its last operation is a scatter.
+        masks = self._masks(
+            context.expand(-1, -1, path.shape[2], -1).scatter(
+                3, slots[:, None, None].expand_as(path), path
+            ),
+            positions.repeat(1, groups),
             keys.expand(len(lengths), -1).scatter(1, slots, positions)[:, None],
-            groups=groups,
         )
         cache.place(slots, keys)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
@@ -342,7 +345,7 @@ class Target:
             # Call the whole model, because some architectures scale their logits.
             output = self.model(
                 input_ids=tree.tokens,
-                attention_mask=mask,
+                attention_mask=masks,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -386,33 +389,28 @@ class Target:
             return last.new_empty(*last.shape[:2], 0)
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
-    def _masks(
-        self, seen: Tensor, queries: Tensor, keys: Tensor, rows: int = -1, groups: int = 1
-    ) -> Tensor | dict[str, Tensor]:
-        """Build the additive mask of every type of layer, or the one that all layers share.
+    def _masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask of every type of layer, or the one that all layers share.
 
         Args:
-            seen: ``[B, S, L]`` bool, the keys that each query attends to with full attention.
-            queries: ``[B, S]`` positions.
+            mask: ``[B, 1, S, L]`` additive mask of full attention.
+            queries: ``[B, S]`` positions; like the next one, ``B`` may be 1.
             keys: ``[B, S, L]`` positions; ``S`` may be 1.
-            rows: Number of rows to expand the masks to if ``B`` is 1; default: ``B``.
-            groups: Number of times to repeat the masks, see :func:`fold_mask`.
         """
         queries = queries[:, :, None]
+        lowest = torch.finfo(mask.dtype).min
         masks = {}
         for kind in self.attention_types:
             window = None
             if kind in WINDOW_FIELDS:
                 window = getattr(self.config, WINDOW_FIELDS[kind])
-            allowed = seen
-            if window is None or window >= seen.shape[-1]:
-                pass  # no layer of this type sees less than the whole sequence
+            if window is None or window >= mask.shape[-1]:
+                masks[kind] = mask  # no layer of this type sees less than the whole sequence
             elif kind == "sliding_attention":
-                allowed = seen & (keys > queries - window)
+                masks[kind] = mask.masked_fill((keys <= queries - window)[:, None], lowest)
             else:
-                allowed = seen & (keys // window == queries // window)
-            mask = fold_mask(additive_mask(allowed, self.dtype), groups)
-            masks[kind] = mask.expand(rows, -1, -1, -1)
+                outside = keys // window != queries // window
+                masks[kind] = mask.masked_fill(outside[:, None], lowest)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     @cached_property

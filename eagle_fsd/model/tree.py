@@ -249,7 +249,10 @@ class TreeBuilder:
 
 
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
-    """Compute the reflexive ancestor relation of a tree's nodes by pointer jumping.
+    """Compute the reflexive ancestor relation of a tree's nodes.
+
+    Entry ``[i, j]`` of the ``n``-th power of the relation "is itself or a child of" counts the ways
+    up from ``i`` to ``j`` in ``n`` moves, so squaring doubles the distance that it covers.
 
     Args:
         parents: ``[B, N]`` index of each node's parent; the root is its own parent.
@@ -259,14 +262,13 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
         ``[B, N, N]`` bool, true at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``.
     """
     batch, size = parents.shape
-    identity = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    above = identity.scatter(2, parents[:, :, None], True)
+    identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)
+    above = identity.scatter(2, parents[:, :, None], 1.0)
     covered = 1  # edges upwards from each node
-    while covered < max_depth:  # `parents` are the ancestors so many edges above
-        above = above | above.gather(1, parents[:, :, None].expand_as(above))
-        parents = parents.gather(1, parents)
+    while covered < max_depth:
+        above = (above @ above).clamp_max_(1.0)  # whole numbers up to N are exact
         covered *= 2
-    return above
+    return above > 0
 
 
 def single_node(root: Tensor) -> DraftTree:

@@ -177,8 +177,8 @@ class DraftModel(LevelDrafter):
         A node sees all tokens up to the root and one node of each level above its own, so a visible
         slot's position is the number of visible slots before it.
         """
-        seen = mask[:, 0] == 0
-        return self._inner.encode(tokens, positions, seen, seen.cumsum(-1) - 1, cache)
+        slots = (mask[:, 0] == 0).cumsum(-1) - 1
+        return self._inner.encode(tokens, positions, mask, slots, cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return the distributions of the next token over the target's vocabulary.
