@@ -20,7 +20,7 @@ from eagle_fsd.model.compilation import using_device
 
 #: Smallest difference between the numbers of slots that passes read, see :meth:`TreeCache.keys`; on
 #: CUDA, where every number takes a graph of its own and slots cost less than there.
-VIEW_STEP, CUDA_VIEW_STEP = 64, 256
+VIEW_STEP, CUDA_VIEW_STEP = 16, 256
 
 
 class PlaneKind(NamedTuple):
@@ -99,7 +99,8 @@ class TreeCache(Cache):
         self._stores: list[Tensor] = []  # [planes, rows, length, heads, head size]
         self._free: dict[PlaneKind, list[Tensor]] = {}
         self._used = Layout()
-        self._keys: dict[int, Tensor] = {}
+        self._positions: Tensor | None = None  # [length]
+        self._keys: dict[int, Tensor] = {}  # the first of these, by their number
         self._rows: Tensor | None = None  # [rows, 1]
         self._first = 0  # row that the first sequence of a pass belongs to
         self._view: Tensor
@@ -126,7 +127,7 @@ class TreeCache(Cache):
     def keys(self, needed: int, device: torch.device) -> Tensor:
         """Return the slots that a pass reads.
 
-        Their number grows in steps of at most a quarter, so that a long answer meets few shapes.
+        Their number grows in steps of at most an eighth, so that a long answer meets few shapes.
 
         Args:
             needed: Slots that the pass must read.
@@ -136,10 +137,12 @@ class TreeCache(Cache):
             ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. The
             same tensor for the same ``L``.
         """
-        step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 3))
+        step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 4))
         view = min(-(-needed // step) * step, self.length)
+        if self._positions is None:
+            self._positions = torch.arange(self.length, device=device)
         if view not in self._keys:
-            self._keys[view] = torch.arange(view, device=device)
+            self._keys[view] = self._positions[:view]
             torch._dynamo.maybe_mark_dynamic(self._keys[view], 0)
         return self._keys[view]
 

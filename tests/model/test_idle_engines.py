@@ -251,7 +251,7 @@ def test_nothing_is_captured_or_kept_without_capture(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
     pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
+    pair.generate(prompt(6), max_new_tokens=24)
     assert captured
     pair.capture = False
     captured.clear()
