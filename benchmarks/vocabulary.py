@@ -1,4 +1,4 @@
-"""Time verification over a large vocabulary against the target's pass.
+"""Time verification and the head's read-out over a large vocabulary against the target's pass.
 
 ::
 
@@ -7,6 +7,9 @@
 
 The target has random weights and the shape of Llama with 0.5 billion parameters and 128,256 tokens;
 the tree is EAGLE-2's of 60 nodes. What is compared runs in turn; the best of several times counts.
+
+The read-out of a level of the tree gives the distributions of ten nodes. A head keeps their
+log-probabilities; the other possibility is to keep the logits and one normalizer per node.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.tree import DraftTree, TreeBuilder
 from eagle_fsd.model.verify import AcceptanceRule, verify
+from eagle_fsd.model.vocabulary import Distributions
 
 TREE = TreeConfig(total_tokens=60, depth=6, top_k=10)
 TEMPERATURE = SamplingConfig(temperature=0.7)
 #: Standard deviation of random logits.
 SPREAD = 2.5
 COLUMNS = {"what": "verification", "ms": "time (ms)", "share": "above exact, part of the pass"}
+READ_OUT_COLUMNS = {"what": "read-out", "ms": "time (ms)"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = _target(size, layers).to(options.device, options.dtype)
     tree = _tree(size, options.device)
     logits = SPREAD * torch.randn(1, tree.size, size, device=options.device)
+    hidden = torch.randn(1, TREE.top_k, target.config.hidden_size).to(target.lm_head.weight)
+    level = logits[:, : TREE.top_k]
 
     def verification(rule: AcceptanceRule, sampling: SamplingConfig) -> Callable[[], object]:
         sampler, random = Sampler(sampling), RandomNumbers.seeded(0, 1).to(options.device)
@@ -64,17 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "exact, top-k": verification(exact, TEMPERATURE.updated(top_k=50)),
         "exact, top-k and top-p": verification(exact, TEMPERATURE.updated(top_k=50, top_p=0.9)),
     }
-    best = dict.fromkeys(cases, float("inf"))
+    read_out: dict[str, Callable[[], object]] = {
+        "output projection": lambda: target.lm_head(hidden),
+        "log-probabilities": lambda: level.log_softmax(-1),
+        "normalizers": lambda: Distributions.of(level),
+    }
+    best, read = (dict.fromkeys(part, float("inf")) for part in (cases, read_out))
     with torch.inference_mode():
         for _ in progress(range(repeats), "repeats"):
-            for name, run in cases.items():
-                synchronize()
-                start = time.perf_counter()
-                run()
-                synchronize()
-                best[name] = min(best[name], time.perf_counter() - start)
-            _save(options, tree, size, best, finished=False)
-    _save(options, tree, size, best)
+            for part, times in ((cases, best), (read_out, read)):
+                for name, run in part.items():
+                    synchronize()
+                    start = time.perf_counter()
+                    run()
+                    synchronize()
+                    times[name] = min(times[name], time.perf_counter() - start)
+            _save(options, tree, size, best, read, finished=False)
+    _save(options, tree, size, best, read)
 
 
 def _save(
@@ -82,9 +95,10 @@ def _save(
     tree: DraftTree,
     size: int,
     best: Mapping[str, float],
+    read: Mapping[str, float],
     finished: bool = True,
 ) -> None:
-    """Save the results so far, by what was timed."""
+    """Save the results so far: seconds of verification and of the read-out."""
     whole, base = list(best.values())[:2]
     rows = [
         {
@@ -96,7 +110,16 @@ def _save(
     ]
     note = f"{size:,} tokens, {tree.size} nodes, {int(tree.has_children().sum())} of them inner."
     name = f"vocabulary-{str(options.dtype).removeprefix('torch.')}"
-    save_report(options, name, [Table("Verification", COLUMNS, rows, note)], finished=finished)
+    tables = [
+        Table("Verification", COLUMNS, rows, note),
+        Table(
+            "Read-out of one level",
+            READ_OUT_COLUMNS,
+            [{"what": part, "ms": 1e3 * seconds} for part, seconds in read.items()],
+            f"{size:,} tokens, {TREE.top_k} nodes.",
+        ),
+    ]
+    save_report(options, name, tables, finished=finished)
 
 
 def _target(vocab_size: int, layers: int) -> LlamaForCausalLM:
