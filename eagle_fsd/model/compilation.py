@@ -60,8 +60,10 @@ def compiled(
     """Return the compiled version of a function, a single graph that is made when it is called.
 
     The shapes of its arguments are constants, except for those that
-    :class:`~eagle_fsd.model.cache.TreeCache` marks as dynamic: one version serves sequences of any
-    length. Where compilation fails, a warning is logged and the function runs as it is.
+    :class:`~eagle_fsd.model.cache.TreeCache` and :meth:`DraftTree.mark_dynamic
+    <eagle_fsd.model.tree.DraftTree.mark_dynamic>` mark as dynamic: one version serves sequences of
+    any length, and trees of any size. Where compilation fails, a warning is logged and the function
+    runs as it is.
 
     Args:
         function: A function without data-dependent control flow.
@@ -162,7 +164,8 @@ def is_compilation_faster(
     Args:
         seconds_per_token: Decodes a little, compiled or not, and returns the time that it took.
         tokens: Number of tokens to be decoded.
-        trees: Number of shapes of trees among them; each takes a compilation of its own.
+        trees: Number of shapes of trees among them; of each, drafting and verification are
+            compiled, which is assumed to take as long as compiling all for the first one.
 
     Returns:
         False if decoding is too short for the compilations to pay, if they gain nothing, or if
@@ -176,7 +179,7 @@ def is_compilation_faster(
         return False
     begin = time.perf_counter()
     seconds_per_token(True)  # compiles
-    others = (trees - 1) * (time.perf_counter() - begin)  # seconds that the other trees will take
+    others = (trees - 1) * (time.perf_counter() - begin)  # seconds for the other trees, at most
     ratios = [seconds_per_token(False) / seconds_per_token(True) for _ in range(TRIAL_BLOCKS)]
     gain = statistics.median(ratios)
     return gain >= MIN_GAIN and others <= eager * (1.0 - 1.0 / gain)

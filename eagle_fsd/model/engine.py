@@ -847,6 +847,8 @@ class Engine:
                 draft = partial(compiled(type(self.draft).draft, network), self.draft)
             score = partial(compiled(Target.forward_tree, self.target.model), self.target)
         tree = draft(self.roots, draft_keys, RandomNumbers(self.keys, self.lengths))
+        if self._compiles:
+            tree.mark_dynamic()
         enter("target")
         reads = self.drafter.reads
         return tree, score(tree, self.lengths, keys, self.cache, reads, self._folds)

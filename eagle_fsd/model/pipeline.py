@@ -437,15 +437,16 @@ class EagleFSD:
     def compile_if_faster(self, tokens: float = math.inf, rows: int = 1, trees: int = 1) -> bool:
         """Compile the passes of drafter and target if that saves time.
 
-        Compilation takes a C++ compiler, Python's headers, and about a minute for every shape
-        of the tree; results on disk make it a few seconds in later processes. Texts of any length
-        share one version. A trial measures the gain. There is none where ``tokens`` take less than
-        :data:`~eagle_fsd.model.compilation.MIN_SECONDS` anyway.
+        Compilation takes a C++ compiler, Python's headers, and about a minute, for other shapes of
+        the tree somewhat less; results on disk make it a few seconds in later processes. Texts of
+        any length share one version. A trial measures the gain. There is none where ``tokens`` take
+        less than :data:`~eagle_fsd.model.compilation.MIN_SECONDS` anyway.
 
         Args:
             tokens: Number of tokens to be decoded.
             rows: Number of prompts decoded at once.
-            trees: Number of shapes of trees among them; each takes a compilation of its own.
+            trees: Number of shapes of trees among them; of each, drafting and verification are
+                compiled.
 
         Returns:
             Whether passes with so many rows are compiled from now on.

@@ -78,6 +78,12 @@ class DraftTree:
             draft_log_probs=self.draft_log_probs[rows],
         )
 
+    def mark_dynamic(self) -> None:
+        """Let functions that are compiled with this tree serve trees of other sizes, too."""
+        for tensor in (self.tokens, self.parents, self.depths, self.draft_rows):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        torch._dynamo.maybe_mark_dynamic(self.ancestors, [1, 2])
+
     def has_children(self) -> Tensor:
         """Return ``[B, N]`` bool: which nodes are not leaves."""
         found = torch.zeros_like(self.tokens, dtype=torch.bool)

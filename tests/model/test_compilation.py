@@ -40,7 +40,7 @@ from eagle_fsd.model.acceptance import (
     thresholds,
 )
 from eagle_fsd.model.compilation import StepGraphs, compile_graph, compiled
-from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Decision, Engine, Row
@@ -251,6 +251,18 @@ def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> N
     for length, new in ((3, 8), (20, 100), (70, 60), (150, 80), (40, 8)):
         both(pair, prompt(length), max_new_tokens=new)
     assert len(graphs) == 3
+
+
+def test_one_version_of_the_target_serves_trees_of_all_sizes(
+    graphs: list[torch.fx.GraphModule],
+) -> None:
+    """Of drafting and of verification, there is one per tree."""
+    pair = copy.copy(aligned_pair())
+    trees = (8, 3), (20, 5), (12, 4)
+    for total_tokens, depth in trees:
+        pair.tree = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=4)
+        both(pair, prompt(20), threshold=0.2)
+    assert len(graphs) == 1 + 2 * len(trees)
 
 
 @pytest.mark.slow
