@@ -597,6 +597,7 @@ class Engine:
             self._swap(row, len(order) - 1)
             order[row] = order[-1]
             order.pop()
+            self.caches.touch(len(order))
         self._set_rows([self.rows[row] for row in order])
         if self._ahead:
             self._ahead.order = [self._ahead.order[row] for row in order]
@@ -658,14 +659,22 @@ class Engine:
             tensor[target] = tensor[source]
 
     def _reuse(self, place: int, ids: list[int]) -> int:
-        """Move the row with the longest prefix of a prompt to a place; return its length."""
+        """Move the row with the longest prefix of a prompt to a place; return its length.
+
+        If the row has many other tokens, a copy of it replaces the row that has not been used for
+        the longest time.
+        """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
         shared = [caches.shared(row, ids, drafter) for row in range(place, caches.rows)]
         best = max(range(len(shared)), key=shared.__getitem__)
         if shared[best] < shared[0] + MIN_REUSED:
             best = 0  # moving a row costs more than processing a few tokens
         self._swap(place, place + best)
+        oldest = min(range(place, caches.rows), key=caches.used.__getitem__)
+        if oldest != place and len(caches.tokens[place]) >= shared[best] + MIN_REUSED:
+            self._copy_rows([place], [oldest])
         caches.truncate(place, shared[best])
+        caches.touch(place)
         return shared[best]
 
     def _grow(self, rows: int, width: int) -> None:

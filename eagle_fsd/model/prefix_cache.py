@@ -24,6 +24,8 @@ class PrefixCache:
     Attributes:
         tokens: For each row, the tokens in the target's cache.
         entries: For each row, the number of entries in the drafter's cache, one per token.
+        used: For each row, when it was last in use, as a number of calls of :meth:`touch`; 0 if it
+            never was.
         target_cache: The target's cache; None before :meth:`reserve`.
         draft_cache: The drafter's cache; None if it has none.
     """
@@ -31,6 +33,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []
         self.entries: list[int] = []
+        self.used: list[int] = []
+        self._touched = 0
         self.target_cache: TreeCache | None = None
         self.draft_cache: TreeCache | None = None
         self._target: Target | None = None
@@ -99,6 +103,7 @@ class PrefixCache:
         new = rows - self.rows
         self.tokens += [[] for _ in range(new)]
         self.entries += [0] * new
+        self.used += [0] * new
 
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
         """Return the number of leading tokens of a prompt that a row holds.
@@ -119,6 +124,15 @@ class PrefixCache:
         if drafter is None:
             return common
         return max(0, min(common - bool(drafter.reads), self.entries[row]))
+
+    def touch(self, row: int) -> None:
+        """Note that a row has been used.
+
+        Args:
+            row: Index of the row.
+        """
+        self._touched += 1
+        self.used[row] = self._touched
 
     def truncate(self, row: int, length: int) -> None:
         """Drop the tokens of a row beyond a length.
@@ -153,9 +167,9 @@ class PrefixCache:
         for cache in (self.target_cache, self.draft_cache):
             if cache is not None:
                 cache.copy_rows(source, target, length)
-        read = [(list(self.tokens[row]), self.entries[row]) for row in source]
-        for row, (tokens, entries) in zip(target, read, strict=True):
-            self.tokens[row], self.entries[row] = tokens, entries
+        read = [(list(self.tokens[row]), self.entries[row], self.used[row]) for row in source]
+        for row, state in zip(target, read, strict=True):
+            self.tokens[row], self.entries[row], self.used[row] = state
 
 
 def _enlarged(cache: TreeCache, rows: int, length: int, spare: int) -> TreeCache:

@@ -143,6 +143,26 @@ def test_cached_beginning_of_a_prompt_is_not_processed_again() -> None:
     assert second[1].stats.prefilled < 4
 
 
+def test_chats_that_take_turns_keep_their_beginnings() -> None:
+    """A new chat replaces the one that was not continued for the longest time."""
+    pair = aligned_pair()
+    batch = pair.batch(3, max_length=200)  # memory for three rows
+    start = prompt(40, 9)[0].tolist()  # all chats begin like that
+
+    def answer(ids: list[int]) -> tuple[list[int], int]:
+        added = batch.add(pair.request(ids, 6))
+        while len(batch):
+            batch.step()
+        expected = pair.generate(torch.tensor([ids]), max_new_tokens=6).sequences[0]
+        assert added.tokens == expected[len(ids) :].tolist()
+        return [*expected.tolist(), 5], added.stats.prefilled
+
+    chats = [answer([*start, *prompt(60, number)[0].tolist()])[0] for number in range(4)]
+    processed = {number: answer(chats[number])[1] for number in (3, 1, 2, 0)}
+    assert max(processed[number] for number in (1, 2, 3)) < 10
+    assert processed[0] > 50
+
+
 def test_canceled_answers_leave_at_once_and_change_no_other() -> None:
     """Waiting, while its prompt is processed, and while it is decoded."""
     pair = aligned_pair()
