@@ -291,7 +291,7 @@ class Target:
         Returns:
             ``[B, S, F]`` the hidden states, concatenated.
         """
-        masks = self._masks(mask.expand(len(ids), -1, -1, -1), positions, keys)
+        masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:
             output = self._body(
                 input_ids=ids,
@@ -336,6 +336,7 @@ class Target:
             ),
             positions.repeat(1, groups),
             keys.expand(len(lengths), -1).scatter(1, slots, positions)[:, None],
+            len(lengths),
         )
         cache.place(slots, keys)
         # Nodes beyond the context are never emitted, but must not index out of a position table or
@@ -389,28 +390,33 @@ class Target:
             return last.new_empty(*last.shape[:2], 0)
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
-    def _masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def _masks(
+        self, mask: Tensor, queries: Tensor, keys: Tensor, rows: int
+    ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask of every type of layer, or the one that all layers share.
 
         Args:
-            mask: ``[B, 1, S, L]`` additive mask of full attention.
-            queries: ``[B, S]`` positions; like the next one, ``B`` may be 1.
+            mask: ``[B, 1, S, L]`` additive mask of full attention; like the next two, ``B`` may
+                be 1.
+            queries: ``[B, S]`` positions.
             keys: ``[B, S, L]`` positions; ``S`` may be 1.
+            rows: Number of rows of the result.
         """
         queries = queries[:, :, None]
         lowest = torch.finfo(mask.dtype).min
         masks = {}
         for kind in self.attention_types:
-            window = None
+            window, own = None, mask
             if kind in WINDOW_FIELDS:
                 window = getattr(self.config, WINDOW_FIELDS[kind])
             if window is None or window >= mask.shape[-1]:
-                masks[kind] = mask  # no layer of this type sees less than the whole sequence
+                pass  # no layer of this type sees less than the whole sequence
             elif kind == "sliding_attention":
-                masks[kind] = mask.masked_fill((keys <= queries - window)[:, None], lowest)
+                own = mask.masked_fill((keys <= queries - window)[:, None], lowest)
             else:
                 outside = keys // window != queries // window
-                masks[kind] = mask.masked_fill(outside[:, None], lowest)
+                own = mask.masked_fill(outside[:, None], lowest)
+            masks[kind] = own.expand(rows, -1, -1, -1)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     @cached_property
