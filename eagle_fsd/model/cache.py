@@ -100,7 +100,6 @@ class TreeCache(Cache):
         self._free: dict[PlaneKind, list[Tensor]] = {}
         self._used = Layout()
         self._positions: Tensor | None = None  # [length]
-        self._keys: dict[int, Tensor] = {}  # the first of these, by their number
         self._rows: Tensor | None = None  # [rows, 1]
         self._first = 0  # row that the first sequence of a pass belongs to
         self._view: Tensor
@@ -134,17 +133,16 @@ class TreeCache(Cache):
             device: Device of the result.
 
         Returns:
-            ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. The
-            same tensor for the same ``L``.
+            ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. All
+            results share their memory, which CUDA graphs read.
         """
         step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 4))
         view = min(-(-needed // step) * step, self.length)
         if self._positions is None:
             self._positions = torch.arange(self.length, device=device)
-        if view not in self._keys:
-            self._keys[view] = self._positions[:view]
-            torch._dynamo.maybe_mark_dynamic(self._keys[view], 0)
-        return self._keys[view]
+        keys = self._positions[:view]
+        torch._dynamo.maybe_mark_dynamic(keys, 0)
+        return keys
 
     def place(self, slots: Tensor, keys: Tensor) -> None:
         """Set the slots that the next forward call writes and reads.
