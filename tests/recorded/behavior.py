@@ -1,8 +1,9 @@
 """What the package does, observed through its public interfaces, as plain JSON values.
 
 ``python tests/recorded/behavior.py`` observes everything and writes one JSON file per area beside
-this module. The files in the repository were first written at revision 68e5df3, and again after each
-intended change of behavior; ``test_recorded.py`` checks that the package still behaves that way.
+this module. The files in the repository were first written at revision 68e5df3, and again after
+each intended change of behavior; ``test_recorded.py`` checks that the package still behaves that
+way.
 """
 
 from __future__ import annotations
