@@ -13,7 +13,7 @@ BUNDLED_TARGET = BUNDLED / "target"
 BUNDLED_HEAD = BUNDLED / "head"
 BUNDLED_EAGLE3 = BUNDLED / "eagle3"
 BUNDLED_DRAFT_MODEL = BUNDLED / "draft_model"
-#: Names of drafters on the command line.
+#: Drafters by name, for ``--drafter`` and ``EagleFSD.from_pretrained``.
 BUNDLED_DRAFTERS = {
     "bundled": BUNDLED_HEAD,
     "bundled-eagle3": BUNDLED_EAGLE3,

@@ -34,7 +34,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
-from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.model.beam_search import (
     BeamEngine,
     BeamSearchOutput,
@@ -305,7 +305,8 @@ class EagleFSD:
         Args:
             target: A folder, a Hub name, or a loaded model, which may be a PEFT or compiled model.
                 Default: the bundled target.
-            drafter: A folder, a Hub name, or a loaded drafter. Default with the bundled target: the
+            drafter: A folder, a Hub name, a loaded drafter, or a key of
+                :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`. Default with the bundled target: the
                 bundled head.
             dtype: Such as ``"bfloat16"``. Default: float32 on a CPU, else the checkpoint's own.
             device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
@@ -339,6 +340,8 @@ class EagleFSD:
                 "pass both a target and a drafter (--drafter): the bundled head fits the bundled"
                 " target only, and eagle-fsd train trains one for yours"
             )
+        if isinstance(drafter, str):
+            drafter = BUNDLED_DRAFTERS.get(drafter, drafter)
         name = None
         if isinstance(target, (str, Path)):
             name = str(target)

@@ -31,7 +31,7 @@ CHAIN = TreeConfig(total_tokens=7, depth=5, top_k=1)
 def model() -> EagleFSD:
     """The bundled target with the draft model, which drafts chains of 6 tokens."""
     return EagleFSD.from_pretrained(
-        BUNDLED_TARGET, BUNDLED_DRAFT_MODEL, dtype=torch.float32, device_map="cpu", tree=CHAIN
+        drafter="bundled-draft-model", dtype=torch.float32, device_map="cpu", tree=CHAIN
     )
 
 

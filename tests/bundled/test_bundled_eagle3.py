@@ -31,7 +31,7 @@ TREE = TreeConfig(**dict(zip(("total_tokens", "depth", "top_k"), TREES[0], stric
 @lru_cache
 def model() -> EagleFSD:
     return EagleFSD.from_pretrained(
-        BUNDLED_TARGET, BUNDLED_EAGLE3, dtype=torch.float32, device_map="cpu", tree=TREE
+        drafter="bundled-eagle3", dtype=torch.float32, device_map="cpu", tree=TREE
     )
 
 
