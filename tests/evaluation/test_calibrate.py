@@ -553,6 +553,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "RACE_GROUPS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
 def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     """Three questions select the setting, and thirteen others certify it."""
@@ -594,7 +595,7 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
-@pytest.mark.parametrize("asked", [True, None])
+@pytest.mark.parametrize("asked", [pytest.param(True, marks=pytest.mark.slow), None])
 def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
     asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ class Louder(torch.nn.Module):
         return 3.0 * self.layer(hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["target", "head"])
 def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.GraphModule]) -> None:
     """What is inside of them is not checked at every step, but between calls."""
@@ -198,6 +199,7 @@ def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.Gra
     both(pair, prompt(20))
 
 
+@pytest.mark.slow
 def test_hooks_of_a_drafter_precede_its_compiled_passes(graphs: list[torch.fx.GraphModule]) -> None:
     pair = pairs()["eagle3"]()
     pair.compiled = 1
@@ -219,6 +221,7 @@ def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) 
     forget_compiled()
 
 
+@pytest.mark.slow
 def test_versions_belong_to_one_model(graphs: list[torch.fx.GraphModule]) -> None:
     """Of two models, nothing else tells apart the arguments of their passes."""
     for layers in (1, 3, 2):
@@ -253,6 +256,7 @@ def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> N
     assert len(graphs) == 3
 
 
+@pytest.mark.slow
 def test_one_version_of_the_target_serves_trees_of_all_sizes(
     graphs: list[torch.fx.GraphModule],
 ) -> None:
