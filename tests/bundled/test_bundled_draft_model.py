@@ -50,6 +50,7 @@ def test_files_are_small_and_in_half_precision() -> None:
     }
 
 
+@pytest.mark.slow
 def test_greedy_output_is_the_target_s() -> None:
     """Chains, and a tree; most steps accept several tokens."""
     ids, mask = prompts()

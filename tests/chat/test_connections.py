@@ -62,6 +62,7 @@ def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "trickle"),
     [
@@ -79,6 +80,7 @@ def test_connections_without_a_request_are_closed(port: int, data: bytes, trickl
         assert HEAD_TIMEOUT / 2 < seconds_until_closed(connection, trickle) < 10 * HEAD_TIMEOUT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [b"", HEAD, BODY], ids=["silent", "head", "body"])
 def test_longest_waiting_connection_makes_room(
     port: int, data: bytes, monkeypatch: pytest.MonkeyPatch

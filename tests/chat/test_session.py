@@ -90,6 +90,7 @@ END_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "groups"),
     [

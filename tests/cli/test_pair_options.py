@@ -93,6 +93,7 @@ def arguments_of_training(command: str, chats: Path) -> tuple[object, ...]:
 # -- one of --target and --drafter -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_command
 @each_spelling
 def test_head_that_fits_is_used_with_the_bundled_target(

@@ -291,6 +291,7 @@ def test_wrong_layer_of_an_eagle_2_head(healthy: Measurements) -> None:
     assert found.evidence.endswith("with the last hidden state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 @pytest.mark.usefixtures("no_templates")
 def test_head_of_another_target(healthy: Measurements, eagle3: Path, kind: str) -> None:
@@ -309,6 +310,7 @@ def shuffled(tokens: Tensor) -> Tensor:
     return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_templates")
 def test_shuffled_map(healthy: Measurements) -> None:
     head = loaded(healthy)

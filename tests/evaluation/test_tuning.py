@@ -171,6 +171,7 @@ def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counting_clock")
 @pytest.mark.parametrize("name", sorted(WITHOUT_FILES))
 def test_costs_for_ngrams_are_those_of_full_trees(name: str) -> None:

@@ -268,6 +268,7 @@ def mixed_lengths() -> tuple[Tensor, Tensor]:
     return left_padded(*[prompt(length) for length in (12, 3, 20, 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LOSSLESS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_are_those_of_a_fixed_depth(name: str, options: dict[str, Any]) -> None:
