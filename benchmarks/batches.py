@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = contenders(model)
     runs: dict[tuple[int, str], Run] = {}
     for size, way in progress([(size, way) for size in sizes for way in ways], "answering"):
-        model.compiled = size if options.compile else 0
+        model.compile = options.compile
         warm_up, timed = prompts[options.count :][:size], prompts[: options.count]
         runs[size, way.name] = answer(way, warm_up, timed, new_tokens)
         _save(options, ways, runs, new_tokens, finished=False)
@@ -164,7 +164,7 @@ def answer(way: Contender, warm_up: Sequence[Any], prompts: Sequence[Any], new_t
         for part in (warm_up, prompts)
     )
     longest = max(request.max_length for request in (*before, *requests))
-    batch = way.model.batch(len(warm_up), longest)
+    batch = way.model.batch(len(warm_up), longest, len(warm_up))
     for part in (before, requests):
         synchronize()
         begin = time.perf_counter()

@@ -204,7 +204,7 @@ def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> lis
         trees = [way.tree, *(EXACT_TREES if way.name == EXACT else ())]
         for tree in dict.fromkeys(trees):
             pair = copy.copy(model)
-            pair.compiled = compiled
+            pair.compile = compiled
             if tree is not None:
                 pair.tree = tree
 

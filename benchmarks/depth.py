@@ -181,7 +181,7 @@ def ways_of(target: nn.Module, drafter: str, tree: TreeConfig, compiled: bool) -
     ways = []
     for shape in (adaptive, *fixed):
         model = EagleFSD.from_pretrained(target, DRAFTERS[drafter], tree=shape)
-        model.compiled = compiled
+        model.compile = compiled
         ways.append(Way(drafter, AUTO if shape.adaptive else shape.depth, model))
     return ways
 

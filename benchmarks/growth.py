@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, head = new_pair(point[VOCABULARY])
         tree = TreeConfig(total_tokens=point[TREE], depth=DEPTH, top_k=TOP_K)
         pair = EagleFSD(model, head, tree)
-        pair.compiled = point[BATCH] if options.compile else 0
+        pair.compile = options.compile
         ids = random_prompt(pair, point[BATCH], point[CONTEXT])
         label = f"point {number} of {len(points)}: {name} {value}"
         times = time_steps(contenders(pair), ids, timing, label, ACCEPTED)

@@ -41,7 +41,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         model = load_pair(request["target"], request["head"], *request["tree"])
-        model.compiled = request["compile"]  # no effect in revisions that cannot compile
+        # The second is the name in revisions up to d16a6ae. No effect where one cannot compile.
+        model.compile = model.compiled = request["compile"]
         ids = torch.tensor([request["ids"]])
         begin = time.perf_counter()
         out = model.generate(ids, torch.ones_like(ids), **request["options"])

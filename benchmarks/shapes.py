@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocabs = [None, draft_vocab] if draft_vocab < model.config.vocab_size else [None]
         for vocab, tree in itertools.product(vocabs, trees):
             pair = EagleFSD(model, random_head(model, vocab), tree)
-            pair.compiled = options.rows if options.compile else 0
+            pair.compile = options.compile
             ways = contenders(pair)
             ids = random_prompt(pair, options.rows, context)
             drafted = pair.drafter.vocab_size

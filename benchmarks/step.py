@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         ids = problem_prompt(model, options.rows, context)
         accepted = None
-    model.compiled = options.rows if options.compile else 0
+    model.compile = options.compile
     ways = contenders(model, options.sampled)
     name = options.shape or "bundled pair"
 

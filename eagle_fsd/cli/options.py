@@ -125,14 +125,14 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
         quantize=pair.quantize,
     )
     model.configure(settings)
-    model.compiled, model.capture = bool(pair.compiled), pair.capture
+    model.compile, model.capture = pair.compile or False, pair.capture
     return model
 
 
 def load_chat(
     pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
 ) -> tuple[EagleFSD, ChatTemplate]:
-    """Load a pair and its chat template; see :func:`load_pair`.
+    """Load a pair and its chat template; passes are compiled in the background by default.
 
     Args:
         pair: The target, the drafter and how to load them.
@@ -141,5 +141,7 @@ def load_chat(
     """
     from eagle_fsd.utils.chat_templates import load_chat_template
 
+    if pair.compile is None:
+        pair = pair.updated(compile="auto")
     model = load_pair(pair, tree, acceptance)
     return model, load_chat_template(model.tokenizer, pair.chat_template)

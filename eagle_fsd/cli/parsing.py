@@ -25,7 +25,6 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "TreeConfig.top_k": ("--tree-top-k",),  # --top-k is sampling's, as in Hugging Face
     "binary": ("--bin",),
     "chat_template": ("--conv-template",),
-    "compiled": ("--compile",),
     "device": ("--device", "--device-map"),
     "device_map": ("--device-map", "--device"),
     "drafter": ("--drafter", "--head"),
@@ -37,7 +36,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 }
 
 #: Names that switch options off that are on by default.
-NEGATIVES = {"capture": "--no-capture", "compiled": "--no-compile"}
+NEGATIVES = {"capture": "--no-capture", "compile": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, Access, api_keys, cluster_key
-from eagle_fsd.cli.console import err, fail, out, progress
+from eagle_fsd.cli.console import err, fail, out
 from eagle_fsd.cli.demo import (
     BUNDLED_NAME,
     LimitOptions,
@@ -211,9 +211,6 @@ def worker(
     access = _cluster_access(server)
     check_port(server.host, server.port)
     model, chat_template = load_chat(pair, tree, acceptance)
-    if pair.compiled is None:
-        with progress("compiling"):
-            model.compile_if_faster()
     run_worker(
         model,
         chat_template,

@@ -8,22 +8,23 @@ reads from the device.
 from __future__ import annotations
 
 import logging
-import os
-import statistics
+import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, wraps
+from functools import cache, partial
+from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._triton import has_triton
 
+from eagle_fsd.model.description import Description
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -45,17 +46,15 @@ GRAPH_DEVICES = ("cuda",)
 MAX_GRAPHS, MAX_SEEN = 64, 256
 #: Steps with the same shapes that run before one is captured.
 EAGER_STEPS = 3
-#: Measurements of a trial, each of both kinds of decoding.
-TRIAL_BLOCKS = 3
-#: Smallest gain of a trial, as a factor, with which compiled passes are used.
-MIN_GAIN = 1.03
-#: Compilation is tried where eager decoding would take at least as many seconds, which is measured
-#: for at least as many tokens.
-MIN_SECONDS, MIN_TOKENS = 120.0, 2000
+#: Eager decoding with one row after which passes are compiled in the background: about as long as
+#: compiling takes, so that it costs at most as much as decoding has.
+BACKGROUND_SECONDS = 60.0
+#: Fewest tokens among it; a single short answer does not pay on a slow machine, either.
+BACKGROUND_TOKENS = 500
 
 
 def compiled(
-    function: Callable[..., Result], module: nn.Module | None = None
+    function: Callable[..., Result], module: nn.Module | None = None, trace: bool = True
 ) -> Callable[..., Result]:
     """Return the compiled version of a function, a single graph that is made when it is called.
 
@@ -69,57 +68,85 @@ def compiled(
         function: A function without data-dependent control flow.
         module: The module that the function runs, if any. Its version is for this module only, and
             does not notice changes inside of it, see :func:`renew_compiled`.
+        trace: Whether calls may compile; otherwise, those for which no version exists run the
+            function as it is.
     """
     if module is None:
-        return _compile_once(function)
+        once: _Compiled[Result] = _compile_once(function)
+        return once
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
+        if not trace:
+            return function
         # torch finds compiled versions by the code of a function.
         code, names = function.__code__.replace(), function.__globals__
         own = FunctionType(code, names, function.__name__, function.__defaults__)
-        versions[function] = _compile(own, _module_options(module))
-    return versions[function]
+        versions[function] = _Compiled(own, _module_options(module))
+    version: _Compiled[Result] = versions[function]
+    return version if trace else version.run_existing
 
 
-def renew_compiled(*modules: nn.Module) -> None:
+def renew_compiled(modules: Sequence[nn.Module], described: Description) -> None:
     """Forget what was compiled for modules if they have changed since the last call.
 
     Checking before every step whether each layer is what it was takes a notable part of a small
     model's step.
 
     Args:
-        *modules: The modules; the compiled functions of each also run those before it.
+        modules: The modules; the compiled functions of each also run those before it.
+        described: Their description.
     """
-    described = [describe_modules(module) for module in modules]
     for count, module in enumerate(modules, 1):
-        if _versions.get(module, (None,))[0] != described[:count]:
-            _versions[module] = described[:count], {}
+        if _versions.get(module, (None,))[0] != described.structures[:count]:
+            _versions[module] = described.structures[:count], {}
 
 
-def _compile(
-    function: Callable[..., Result], options: dict[str, Any] | None = None
-) -> Callable[..., Result]:
-    """Compile a function with options of ``torch.compile``."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    chosen = compile_graph(function, options)
+def forget_compiled(*modules: nn.Module) -> None:
+    """Drop what was compiled for modules.
 
-    @wraps(function)
-    def run(*arguments: Any) -> Result:
-        nonlocal chosen
+    Args:
+        *modules: The modules.
+    """
+    for module in modules:
+        _versions.pop(module, None)
+
+
+class _Compiled(Generic[Result]):
+    """A function, and what ``torch.compile`` makes of it with options of its own."""
+
+    def __init__(
+        self, function: Callable[..., Result], options: dict[str, Any] | None = None
+    ) -> None:
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+        self._function = function
+        self._compiled = compile_graph(function, options)
+        self._existing = torch._dynamo.run(self._compiled)
+
+    def __call__(self, *arguments: Any) -> Result:
+        """Call the version for these arguments; compile it if there is none."""
         try:
-            return chosen(*arguments)
+            return self._compiled(*arguments)
         except TorchDynamoException as error:
-            if chosen is function:
+            if self._compiled is self._function:
                 raise
-            log.warning("not compiled: %s: %s", type(error).__name__, one_line(error))
-            chosen = function
-            return function(*arguments)
+            _warn_once(f"not compiled: {type(error).__name__}: {one_line(error)}")
+            self._compiled = self._existing = self._function
+            return self._function(*arguments)
 
-    return run
+    def run_existing(self, *arguments: Any) -> Result:
+        """Call the version for these arguments, or the function itself if there is none."""
+        # While torch traces in one thread, compiled functions cannot be called in others.
+        return (self._function if _tracing.is_set() else self._existing)(*arguments)
 
 
-_compile_once = cache(_compile)
+_compile_once = cache(_Compiled)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged it before."""
+    log.warning("%s", message)
 
 
 def compile_graph(
@@ -133,8 +160,106 @@ def compile_graph(
         function: A function without data-dependent control flow.
         options: Options of the backend.
         backend: Compiles the graph.
+
+    Returns:
+        The function itself if this machine has no compiler, which is logged once.
     """
+    if backend == "inductor":
+        missing = missing_compiler()
+        if missing is not None:
+            _warn_once(f"not compiled: {missing}")
+            return function
     return torch.compile(function, fullgraph=True, backend=backend, options=options)
+
+
+@cache
+def missing_compiler() -> str | None:
+    """Return what ``torch.compile`` needs and this machine lacks, in words; None if nothing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "torch.compile needs a C++ compiler: install g++, or set CXX to another one"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "torch.compile needs Python's headers: install python3-dev, or its equivalent"
+    if torch.cuda.is_available() and not has_triton():
+        return "torch.compile needs Triton on CUDA: pip install triton"
+    return None
+
+
+class BackgroundCompiler:
+    """Compiles the passes of a model in a thread, once decoding has taken as long as that takes.
+
+    Until then, and meanwhile, passes run eagerly. They use what has been compiled as soon as an
+    answer begins.
+    """
+
+    def __init__(self) -> None:
+        self._decoded: dict[Hashable, tuple[int, float]] = {}  # tokens and seconds
+        self._started: set[Hashable] = set()
+        self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[type[BackgroundCompiler], tuple[()]]:
+        """Let a copy count by itself."""
+        return BackgroundCompiler, ()
+
+    def forget(self) -> None:
+        """Count from the beginning, because the model has changed."""
+        self._decoded.clear()
+        self._started.clear()
+
+    def has_compiled(self, module: nn.Module) -> bool:
+        """Whether passes of a module have been compiled, and none are being compiled."""
+        return not _tracing.is_set() and bool(_versions.get(module, (None, {}))[1])
+
+    def count(
+        self, kind: Hashable, tokens: int, seconds: float, compile_steps: Callable[[], None]
+    ) -> None:
+        """Count an eager step, and compile its like in the background if that pays by now.
+
+        Args:
+            kind: Equal for steps that the same versions serve.
+            tokens: Number of tokens that the step emitted.
+            seconds: Its duration.
+            compile_steps: Runs compiled steps of this kind.
+        """
+        if kind in self._started:
+            return
+        before = self._decoded.pop(kind, (0, 0.0))
+        now = before[0] + tokens, before[1] + seconds
+        if now[0] < BACKGROUND_TOKENS or now[1] < BACKGROUND_SECONDS or _tracing.is_set():
+            self._decoded[kind] = now
+            _drop_first(self._decoded, MAX_SEEN)
+            return
+        self._started.add(kind)
+        missing = missing_compiler()
+        if missing is not None:
+            _warn_once(f"not compiled: {missing}")
+            return
+        _tracing.set()
+        run = partial(self._run, compile_steps)
+        self._thread = threading.Thread(target=run, name="compilation", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until nothing is being compiled."""
+        if self._thread is not None:
+            self._thread.join()
+
+    @staticmethod
+    def _run(compile_steps: Callable[[], None]) -> None:
+        log.info("compiling in the background; answers are decoded without it meanwhile")
+        begin = time.perf_counter()
+        try:
+            compile_steps()
+            seconds = time.perf_counter() - begin
+            log.info("compiled in %.0f s: the next answers are decoded with it", seconds)
+        except Exception as error:
+            log.warning("not compiled: %s: %s", type(error).__name__, one_line(error))
+        finally:
+            _tracing.clear()
 
 
 def _module_options(module: nn.Module) -> dict[str, Any]:
@@ -154,65 +279,6 @@ def _is_about_calls(guard: Any) -> bool:
         return False
     # The code of a rule may be an attribute of it.
     return guard.guard_type not in CODE_GUARDS or ".decision." in guard.name
-
-
-def is_compilation_faster(
-    seconds_per_token: Callable[[bool], float], tokens: float, trees: int = 1
-) -> bool:
-    """Compare compiled decoding with eager decoding, in turn.
-
-    Args:
-        seconds_per_token: Decodes a little, compiled or not, and returns the time that it took.
-        tokens: Number of tokens to be decoded.
-        trees: Number of shapes of trees among them; of each, drafting and verification are
-            compiled, which is assumed to take as long as compiling all for the first one.
-
-    Returns:
-        False if decoding is too short for the compilations to pay, if they gain nothing, or if
-        ``TORCHDYNAMO_DISABLE`` is set.
-    """
-    if tokens < MIN_TOKENS or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return False
-    seconds_per_token(False)  # warms up
-    eager = tokens * seconds_per_token(False)
-    if eager < MIN_SECONDS:
-        return False
-    begin = time.perf_counter()
-    seconds_per_token(True)  # compiles
-    others = (trees - 1) * (time.perf_counter() - begin)  # seconds for the other trees, at most
-    ratios = [seconds_per_token(False) / seconds_per_token(True) for _ in range(TRIAL_BLOCKS)]
-    gain = statistics.median(ratios)
-    return gain >= MIN_GAIN and others <= eager * (1.0 - 1.0 / gain)
-
-
-def describe_modules(*modules: nn.Module) -> tuple[object, ...]:
-    """Describe modules as far as CUDA graphs and compiled functions depend on them.
-
-    Args:
-        *modules: The modules.
-
-    Returns:
-        Values that compare equal as long as the modules are in the same mode and have the same
-        parts, hooks, active adapters, and addresses of weights. Changes in other attributes are not
-        seen.
-    """
-    found: list[object] = []
-    for module in (item for root in modules for item in root.modules()):
-        found.append((type(module), module.training))
-        for tensors in (module._parameters, module._buffers):
-            found += [_addresses(item) for item in tensors.values() if item is not None]
-        found.append((*module._forward_pre_hooks, -1, *module._forward_hooks))
-        names = "_active_adapter", "_disable_adapters", "merged_adapters"  # of PEFT's layers
-        found.append([str(module.__dict__.get(name)) for name in names])
-    return tuple(found)
-
-
-def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    """Return the addresses of a tensor's memory, or of that of its parts if it is quantized."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return tuple(address for part in parts for address in _addresses(part))
-    return (tensor.data_ptr(),)
 
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
@@ -345,6 +411,8 @@ class StepGraphs:
 _versions: weakref.WeakKeyDictionary[
     nn.Module, tuple[object, dict[Callable[..., Any], Callable[..., Any]]]
 ] = weakref.WeakKeyDictionary()
+#: Set while passes are compiled in the background. torch traces with state that threads share.
+_tracing = threading.Event()
 #: Models whose steps cannot be captured.
 _not_capturable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Graphs whose capture failed: torch's allocator of pinned memory may refer to them forever.

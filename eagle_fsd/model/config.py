@@ -404,11 +404,11 @@ class PairOptions(TargetOptions):
         description="Number of most frequent tokens that an EAGLE-1/2 head drafts (FR-Spec), ranked"
         " by eagle-fsd train ranks; default: all.",
     )
-    compiled: bool | None = Field(
+    compile: bool | Literal["auto"] | None = Field(
         default=None,
-        description="Compile the models' passes with torch.compile; default: in serve, and in long"
-        " runs of evaluate, sweep, calibrate and bench without batches, if a trial shows that it"
-        " saves time.",
+        description="Compile the models' passes with torch.compile: at their first use, which takes"
+        " about a minute, or (auto) in the background once decoding has taken as long. Default:"
+        " auto in chat, demo and serve, else not at all.",
     )
     capture: bool = Field(
         default=True,

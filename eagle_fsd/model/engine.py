@@ -9,6 +9,7 @@ number of tokens that one step can emit.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from eagle_fsd.model.acceptance.thresholds import fused_divergences
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache, cache_slots
 from eagle_fsd.model.compilation import (
+    BackgroundCompiler,
     StepGraphs,
     compiled,
     has_graphs,
@@ -35,6 +37,7 @@ from eagle_fsd.model.compilation import (
 )
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.depth import DepthPolicy, levels_of, shapes_of
+from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.prefix_cache import SPARE, PrefixCache
 from eagle_fsd.model.random_numbers import RandomNumbers
@@ -58,6 +61,8 @@ MIN_REUSED = 32
 MAX_DECISIONS = 16
 #: Probabilities are read as multiples of this one, among integers.
 PROBABILITY_UNIT = 2.0**-30
+#: Prompt tokens and new tokens of the steps that are compiled in the background.
+COMPILED_PROMPT, COMPILED_TOKENS = 32, 48
 #: Slots below which the number of visible slots hardly changes the duration of a step.
 MIN_SLOTS = 512
 Arguments = ParamSpec("Arguments")
@@ -360,6 +365,7 @@ class Engine:
         compiled: Number of rows with which steps are compiled, see
             :mod:`~eagle_fsd.model.compilation`: every other number would take a compilation of its
             own. 0 for none. On CUDA, other steps compile the divergence.
+        background: Compiles steps with one row when that pays, instead of ``compiled``.
         capture: On CUDA, capture steps in graphs and replay them where possible.
         batch_trees: Trees for so many rows or more, where they differ from ``tree``.
         depths: Chooses the depth of adaptive trees; default: one that has seen no steps.
@@ -392,6 +398,7 @@ class Engine:
         caches: PrefixCache | None = None,
         clock: PhaseClock | None = None,
         compiled: int = 0,
+        background: BackgroundCompiler | None = None,
         capture: bool = True,
         batch_trees: Mapping[int, TreeConfig] | None = None,
         depths: DepthPolicy | None = None,
@@ -402,6 +409,7 @@ class Engine:
         self.caches, self._spare = caches or PrefixCache(), SPARE if caches else 0
         self.clock = clock or PhaseClock(target.device)
         self.compiled, self.capture = compiled, capture
+        self._background, self._draw = background, draw
         self.rows: list[Row] = []
         trees = self._trees.values()
         self.draft = drafter.start(max(trees, key=lambda item: item.depth), draw)
@@ -419,9 +427,6 @@ class Engine:
         self._decisions: list[Decision] = []  # those that graphs were captured for
         self._captures = self._overlaps = False
         self._ahead: _Launched | None = None
-        if compiled:
-            target.register(drafter.reads)  # hooks are among the things that are compared
-            renew_compiled(*filter(None, (target.model, drafter.network)))
 
     @property
     def _compiles(self) -> bool:
@@ -512,6 +517,7 @@ class Engine:
         Raises:
             ValueError: The caches belong to another model.
         """
+        self._renew()
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
             for place in range(len(group.rows)):
@@ -525,6 +531,7 @@ class Engine:
         cached = any(self.caches.tokens[first:])
         for place, row in enumerate(rows, first):
             start = self._reuse(place, row.ids) if cached else 0
+            self.caches.epochs[place] = self.caches.epoch
             row.length, row.root = len(row.ids) - 1, row.ids[-1]
             if groups and abs(groups[-1].start - start) < MIN_REUSED:
                 groups[-1].rows.append(row)
@@ -544,6 +551,23 @@ class Engine:
                 own = row.decision.rule.start([prompt])[0]
             state[: len(own)] = same[: len(own)] = own
         self.draft.admit(first, [row.ids for row in rows])
+
+    def _renew(self) -> None:
+        """Forget what was computed or captured with the modules if they have changed since."""
+        self.target.register(self.drafter.reads)  # hooks are among the things that are compared
+        modules = [item for item in (self.target.model, self.drafter.network) if item is not None]
+        described = describe_modules(*modules)
+        changed = self.caches.renew(described, keep=bool(self.rows or self._prompts))
+        if changed:
+            self._graphs.clear()
+            if self.caches.target_cache is None:
+                self.reserved = 0, 0
+        if self.compiled or self._background is not None:
+            renew_compiled(modules, described)
+        if self._background is not None:
+            if changed:
+                self._background.forget()
+            self.compiled = int(self._background.has_compiled(self.target.model))
 
     @on_target_device
     def prefill(self) -> list[Row]:
@@ -754,6 +778,7 @@ class Engine:
         Returns:
             The tokens of each of :attr:`rows`.
         """
+        begin = time.perf_counter()
         launched, self._ahead = self._ahead or self._launch(), None
         state = self.rule_state.clone()
         # The device runs the next step while the host reads the tokens of this one, unless no row
@@ -762,7 +787,18 @@ class Engine:
             self._ahead = self._launch(unread=1)
         result = self._read(launched)
         self.read_state.copy_(state)
+        if self._background is not None and len(self.rows) == 1 and not self._compiles:
+            self._count(self._background, len(result.tokens[0]), time.perf_counter() - begin)
         return result
+
+    def _count(self, background: BackgroundCompiler, tokens: int, seconds: float) -> None:
+        """Count an eager step of a single row, whose like may be compiled."""
+        decision = self.rows[0].decision
+        if not decision.on_device:
+            decision = Decision.of()  # verification is not compiled
+        tree = self._trees[0].updated(adaptive=False)
+        work = partial(compile_steps, self.target, self.drafter, tree, self._draw, decision)
+        background.count((tree, self._draw is None, decision), tokens, seconds, work)
 
     def _launch(self, unread: int = 0) -> _Launched:
         """Start a step on the device, without waiting for anything.
@@ -778,7 +814,8 @@ class Engine:
                 self.clock.enter("graph")
                 step = partial(self._step, draft_keys, keys)
                 shapes = len(self.rows), len(keys), 0 if draft_keys is None else len(draft_keys)
-                result = self._graphs.run((*shapes, self._captured, self.tree), step, eager)
+                key = *shapes, self._captured, self.tree, self._compiles
+                result = self._graphs.run(key, step, eager)
             else:
                 result = eager()
         packed, tokens, details = result
@@ -819,8 +856,9 @@ class Engine:
         tree, scored = self._score_tree(draft_keys, keys, enter)
         enter("verify")
         if self._compiles and len(self._groups) == 1 and self._groups[0].decision.on_device:
-            return compiled(Engine._conclude, self.target.model)(self, tree, scored)
-        with fused_divergences(bool(self.compiled)):
+            trace = self._background is None
+            return compiled(Engine._conclude, self.target.model, trace)(self, tree, scored)
+        with fused_divergences(bool(self.compiled) and self._background is None):
             return self._conclude(tree, scored, enter)
 
     def _conclude(
@@ -852,9 +890,10 @@ class Engine:
         enter("draft")
         draft, score, network = self.draft.draft, self.target.forward_tree, self.drafter.network
         if self._compiles:  # compiled functions belong to the models, not to engines
+            trace = self._background is None
             if self.draft.on_device:
-                draft = partial(compiled(type(self.draft).draft, network), self.draft)
-            score = partial(compiled(Target.forward_tree, self.target.model), self.target)
+                draft = partial(compiled(type(self.draft).draft, network, trace), self.draft)
+            score = partial(compiled(Target.forward_tree, self.target.model, trace), self.target)
         tree = draft(self.roots, draft_keys, RandomNumbers(self.keys, self.lengths))
         if self._compiles:
             tree.mark_dynamic()
@@ -951,6 +990,22 @@ class Engine:
             if new
         ]
         self.depths.add_step(results, levels_of(shape.shapes[shape.index]))
+
+
+@torch.inference_mode()
+def compile_steps(
+    target: Target, drafter: Drafter, tree: TreeConfig, draw: Draw | None, decision: Decision
+) -> None:
+    """Compile the steps of a single row by decoding a few tokens of an arbitrary prompt."""
+    length = min(COMPILED_PROMPT, target.stable_rope_length // 2)
+    limit = min(COMPILED_TOKENS, target.stable_rope_length - length)
+    drafter = drafter.fresh().attach(target)
+    engine = Engine(target, drafter, tree, draw, compiled=1, capture=False)
+    engine.admit([Row([token % target.vocab_size for token in range(length)], limit, decision)])
+    engine.prefill()
+    emitted = 0
+    while emitted < limit:
+        emitted += len(engine.step().tokens[0])
 
 
 def _judge(

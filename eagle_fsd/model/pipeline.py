@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import operator
-import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -42,9 +40,9 @@ from eagle_fsd.model.beam_search import (
 )
 from eagle_fsd.model.checkpoint import drafter_file
 from eagle_fsd.model.compilation import (
-    describe_modules,
+    BackgroundCompiler,
+    forget_compiled,
     has_graphs,
-    is_compilation_faster,
     using_device,
 )
 from eagle_fsd.model.config import (
@@ -57,9 +55,10 @@ from eagle_fsd.model.config import (
     read_settings,
 )
 from eagle_fsd.model.depth import DepthPolicy
+from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
-from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
+from eagle_fsd.model.engine import Decision, Engine, TokenDetail
 from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
 from eagle_fsd.model.identity import differs
 from eagle_fsd.model.idle_engines import IdleEngines
@@ -78,8 +77,6 @@ log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
-#: Prompt tokens and new tokens per row with which the gain of a compilation is measured.
-TRIAL_PROMPT, TRIAL_TOKENS = 32, 48
 #: Default number of prompts that :meth:`EagleFSD.generate_many` decodes at once.
 MAX_BATCH = 32
 #: Inputs of the target's forward call that change no token.
@@ -252,8 +249,8 @@ class EagleFSD:
         batch_trees: Shapes of the draft trees of lossless calls while so many prompts or more are
             decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
             them.
-        compiled: Number of rows with which the passes of drafter and target are compiled by
-            ``torch.compile``; 0 for none, the default. See :meth:`compile_if_faster`.
+        compile: Whether the passes of drafter and target are compiled by ``torch.compile``, see
+            :meth:`from_pretrained`.
         capture: Whether steps on a CUDA device are captured in graphs and replayed where possible;
             True by default. On other devices it has no effect.
     """
@@ -273,7 +270,9 @@ class EagleFSD:
             self.drafter.network.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
-        self.compiled: int = 0
+        self.compile = False
+        self._background = BackgroundCompiler()
+        self._unseeded = itertools.count(1)
         self.capture = True
         self._idle = IdleEngines()
         self._depths = DepthPolicy()
@@ -297,6 +296,7 @@ class EagleFSD:
         depth: int | Literal["auto"] | None = None,
         top_k: int | None = None,
         draft_vocabulary: int | str | Path | None = None,
+        compile: bool | Literal["auto"] = False,
         token: str | None = None,
         **target_options: Any,
     ) -> EagleFSD:
@@ -321,6 +321,12 @@ class EagleFSD:
             draft_vocabulary: Number of tokens, the most frequent ones, that an EAGLE-1/2 head
                 drafts, or a file that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`.
                 Default: all.
+            compile: Whether the passes of drafter and target, and verification, are compiled by
+                ``torch.compile``. True compiles them when a call first needs them, which takes
+                about a minute, for as many rows as the call decodes at once. ``"auto"`` compiles
+                those for a single row in a background thread once decoding has taken about as long;
+                later answers use them. Sampling is then reproducible only with a ``seed``, and in
+                half precision, tokens can depend on when that happens.
             token: A Hugging Face token for gated repositories.
             **target_options: Passed to ``AutoModelForCausalLM.from_pretrained``.
 
@@ -363,6 +369,7 @@ class EagleFSD:
             raise TypeError("draft_vocabulary cannot be set on a drafter that is already loaded")
         model = cls(target, drafter)
         model._name, model._token = name, token
+        model.compile = compile
         model.configure(from_file)
         if depth == "auto" and tree is None:
             model.adapt_depth()
@@ -387,6 +394,25 @@ class EagleFSD:
         """
         self._tree = self.exact_tree = tree
         self.batch_trees: dict[int, TreeConfig] = {}
+
+    @property
+    def compile(self) -> bool | Literal["auto"]:
+        """Whether passes are compiled, see :meth:`from_pretrained`."""
+        return self._compile
+
+    @compile.setter
+    def compile(self, compile: bool | Literal["auto"]) -> None:
+        """Set whether passes are compiled.
+
+        Args:
+            compile: True, False or ``"auto"``.
+
+        Raises:
+            ValueError: Another value.
+        """
+        if not (isinstance(compile, bool) or compile == "auto"):
+            raise ValueError(f"compile must be True, False or 'auto'; got {compile!r}")
+        self._compile = compile
 
     def adapt_depth(self, adaptive: bool = True) -> None:
         """Let lossless steps use shallower trees, or not; see :mod:`~eagle_fsd.model.depth`.
@@ -436,53 +462,6 @@ class EagleFSD:
                 calibrated.dtype,
                 dtype,
             )
-
-    def compile_if_faster(self, tokens: float = math.inf, rows: int = 1, trees: int = 1) -> bool:
-        """Compile the passes of drafter and target if that saves time.
-
-        Compilation takes a C++ compiler, Python's headers, and about a minute, for other shapes of
-        the tree somewhat less; results on disk make it a few seconds in later processes. Texts of
-        any length share one version. A trial measures the gain. There is none where ``tokens`` take
-        less than :data:`~eagle_fsd.model.compilation.MIN_SECONDS` anyway.
-
-        Args:
-            tokens: Number of tokens to be decoded.
-            rows: Number of prompts decoded at once.
-            trees: Number of shapes of trees among them; of each, drafting and verification are
-                compiled.
-
-        Returns:
-            Whether passes with so many rows are compiled from now on.
-        """
-        target = self.target
-        self._check_target(self.drafter)
-        prompt = [token % target.vocab_size for token in range(TRIAL_PROMPT)]
-        limit = min(TRIAL_TOKENS, target.stable_rope_length - TRIAL_PROMPT)
-        engines: dict[bool, Engine] = {}  # each captures its steps once
-
-        @torch.inference_mode()
-        def seconds_per_token(compiled: bool) -> float:
-            engine = engines.get(compiled)
-            if engine is not None and engine.reusable:
-                engine.reset()
-            else:
-                drafter = self.drafter.fresh().attach(target)
-                tree = self.tree.updated(adaptive=False)
-                passes = rows if compiled else 0
-                engine = Engine(target, drafter, tree, compiled=passes, capture=self.capture)
-                engines[compiled] = engine
-            engine.admit([Row(prompt, limit, Decision.of()) for _ in range(rows)])
-            engine.prefill()
-            begin = time.perf_counter()
-            emitted = [0] * rows
-            while max(emitted) < limit:
-                new = engine.step().tokens
-                emitted = [count + len(row) for count, row in zip(emitted, new, strict=True)]
-            return (time.perf_counter() - begin) / sum(emitted)
-
-        faster = limit > 0 and is_compilation_faster(seconds_per_token, tokens, trees)
-        self.compiled = rows if faster else 0
-        return faster
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
         """Return the draft tree of calls with given acceptance options.
@@ -630,7 +609,8 @@ class EagleFSD:
             raise ValueError("a batch keeps its own caches; leave prefix_cache out")
         source = enumerate(prompts)
         running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
-        with closing(self.batch(max_batch)) as batch:
+        new_engine = partial(self._new_engine, rows=max_batch)
+        with closing(Batch(new_engine, max_batch, idle=self._idle)) as batch:
             while True:
                 for index, prompt in itertools.islice(source, batch.free):
                     if not isinstance(prompt, Prompt):
@@ -668,7 +648,7 @@ class EagleFSD:
         """
         return self._request(self._call(max_new_tokens, **options), ids)
 
-    def batch(self, max_rows: int, max_length: int | None = None) -> Batch:
+    def batch(self, max_rows: int, max_length: int | None = None, compiled_rows: int = 1) -> Batch:
         """Return a batch without requests, which decodes requests of :meth:`request`.
 
         :meth:`Batch.close` ends it.
@@ -676,17 +656,22 @@ class EagleFSD:
         Args:
             max_rows: Maximum number of requests that are decoded at once.
             max_length: See :class:`~eagle_fsd.model.generation.Batch`.
+            compiled_rows: Number of requests with which steps are compiled if :attr:`compile` is
+                True; any other number would take a compilation of its own.
         """
-        return Batch(self._new_engine, max_rows, max_length, self._idle)
+        new_engine = partial(self._new_engine, rows=compiled_rows)
+        return Batch(new_engine, max_rows, max_length, self._idle)
 
     def release_memory(self) -> None:
         """Free the memory that is kept for the next call.
 
         On CUDA, the caches and CUDA graphs of calls that have ended are kept for those with the
         same options, up to :data:`~eagle_fsd.model.idle_engines.MAX_ENGINES` of them, until memory
-        is short. Elsewhere, nothing is.
+        is short. What has been compiled for the models is dropped, too, so that the next call
+        compiles it again. Elsewhere, nothing is kept.
         """
         self._idle.clear()
+        forget_compiled(*filter(None, (self.model, self.drafter.network)))
 
     def beam_search(
         self,
@@ -892,7 +877,7 @@ class EagleFSD:
             for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
         ]
         fill = pad if pad is not None else next(iter(call.given_eos), 0)
-        new_engine = partial(self._new_engine, caches=prefix_cache)
+        new_engine = partial(self._new_engine, caches=prefix_cache, rows=len(requests))
         return Generation(new_engine, requests, fill, prefix_cache, self._idle)
 
     def _request(self, call: _Call, ids: Tensor | Sequence[int], row: int = 0) -> Request:
@@ -956,6 +941,8 @@ class EagleFSD:
         chosen = sampling.seed
         if chosen is None and sampling.temperature > 0.0:
             chosen = self.target.agree(int(torch.randint(2**62, ())))
+            if self.compile == "auto":  # compiling restores torch's global generator when it ends
+                chosen += next(self._unseeded)
         return _Call(
             limits.max_new_tokens,
             self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id),
@@ -976,8 +963,10 @@ class EagleFSD:
             rule is None and acceptance.lossless,
         )
 
-    def _new_engine(self, request: Request, caches: PrefixCache | None = None) -> Engine:
-        """Return an engine without rows that decodes a request."""
+    def _new_engine(
+        self, request: Request, caches: PrefixCache | None = None, rows: int = 1
+    ) -> Engine:
+        """Return an engine without rows that decodes requests like this one, so many at once."""
         drafter = self.drafter if request.drafted else NoDrafter()
         self._check_target(drafter)
         kind: Hashable = None
@@ -987,7 +976,7 @@ class EagleFSD:
         elif caches is None and has_graphs(device) and self.target.one_device:
             # Work on other streams could overlap with that of the calls before.
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            kind = request.engine, tuple(self.batch_trees.items()), stream
+            kind = request.engine, tuple(self.batch_trees.items()), stream, rows
             self.target.register(drafter.reads)  # hooks are part of the description
             made_with = self._describe()
             kept = self._idle.take(kind, made_with)
@@ -995,13 +984,16 @@ class EagleFSD:
                 return kept
         sampler = request.decision.sampler
         draw = sampler.draw_draft if request.draws else None
+        auto = self.compile == "auto"
         engine = Engine(
             self.target,
             drafter,
             request.tree,
             draw,
             caches,
-            compiled=self.compiled,
+            compiled=rows if self.compile is True else 0,
+            # Processes that decode together would have to compile at the same time.
+            background=self._background if auto and self.target.group is None else None,
             capture=self.capture,
             batch_trees=self.batch_trees if request.varies and request.drafted else None,
             depths=self._depths,
@@ -1011,8 +1003,7 @@ class EagleFSD:
 
     def _describe(self) -> object:
         """Return what all engines depend on."""
-        modules = [item for item in (self.model, self.drafter.network) if item is not None]
-        return self.drafter, self.compiled, describe_modules(*modules)
+        return self.drafter, self.compile, describe_modules(self.model, self.drafter.network)
 
     def _check_target(self, drafter: Drafter) -> None:
         """Check the target, unless that has been done; see :func:`check_target`."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from eagle_fsd.model.cache import TreeCache
+from eagle_fsd.model.description import Description
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.target import Target
 
@@ -24,6 +26,9 @@ class PrefixCache:
     Attributes:
         tokens: For each row, the tokens in the target's cache.
         entries: For each row, the number of entries in the drafter's cache, one per token.
+        epoch: Number of changes of the model that :meth:`renew` has seen.
+        epochs: For each row, :attr:`epoch` when its prompt was added; its tokens were processed by
+            another model if it has changed since.
         used: For each row, when it was last in use, as a number of calls of :meth:`touch`; 0 if it
             never was.
         target_cache: The target's cache; None before :meth:`reserve`.
@@ -33,11 +38,13 @@ class PrefixCache:
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []
         self.entries: list[int] = []
+        self.epoch, self.epochs = 0, list[int]()
         self.used: list[int] = []
         self._touched = 0
         self.target_cache: TreeCache | None = None
         self.draft_cache: TreeCache | None = None
         self._target: Target | None = None
+        self._described: Description | None = None
         self._in_use = False
 
     @property
@@ -67,6 +74,25 @@ class PrefixCache:
             yield
         finally:
             self._in_use = False
+
+    def renew(self, described: Description, keep: bool) -> bool:
+        """Do not reuse what the caches hold if the model has changed since the last call.
+
+        Args:
+            described: Description of the model and of the drafter.
+            keep: Whether rows are in use, whose caches must not be dropped.
+
+        Returns:
+            Whether the model has changed.
+        """
+        before, self._described = self._described, described
+        if before in (None, described):
+            return False
+        self.epoch += 1
+        if not keep:  # the data types may have changed
+            self.target_cache = self.draft_cache = None
+            self.tokens, self.entries = [[] for _ in self.tokens], [0] * self.rows
+        return True
 
     def reserve(
         self,
@@ -103,6 +129,7 @@ class PrefixCache:
         new = rows - self.rows
         self.tokens += [[] for _ in range(new)]
         self.entries += [0] * new
+        self.epochs += [self.epoch] * new
         self.used += [0] * new
 
     def shared(self, row: int, prompt: Sequence[int], drafter: Drafter | None) -> int:
@@ -116,6 +143,8 @@ class PrefixCache:
             prompt: Token ids.
             drafter: The drafter, if it has a cache.
         """
+        if self.epochs[row] != self.epoch:
+            return 0
         common = 0
         for old, new in zip(self.tokens[row], prompt[:-1], strict=False):
             if old != new:
@@ -167,9 +196,11 @@ class PrefixCache:
         for cache in (self.target_cache, self.draft_cache):
             if cache is not None:
                 cache.copy_rows(source, target, length)
-        read = [(list(self.tokens[row]), self.entries[row], self.used[row]) for row in source]
+        lists: tuple[list[Any], ...] = self.tokens, self.entries, self.epochs, self.used
+        read = [(list(self.tokens[row]), *(each[row] for each in lists[1:])) for row in source]
         for row, state in zip(target, read, strict=True):
-            self.tokens[row], self.entries[row], self.used[row] = state
+            for each, value in zip(lists, state, strict=True):
+                each[row] = value
 
 
 def _enlarged(cache: TreeCache, rows: int, length: int, spare: int) -> TreeCache:

@@ -189,7 +189,7 @@ def test_capture_can_be_disabled(
 
 
 def test_serve_all_passes_capture_on() -> None:
-    given = arguments_for(app["serve"]["worker"], Pair(capture=False, compiled=True))
+    given = arguments_for(app["serve"]["worker"], Pair(capture=False, compile=True))
     assert given == ["--compile", "--no-capture"]
     assert not arguments_for(app["serve"]["worker"], Pair())
 

@@ -408,7 +408,7 @@ def test_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         pair = adaptive_pair(aligned_pair())
         expected = pair.generate(prompt(20), max_new_tokens=120).sequences
-        pair.compiled = 1
+        pair.compile = True
         for _ in range(2):
             out = pair.generate(prompt(20), max_new_tokens=120)
             assert torch.equal(out.sequences, expected)

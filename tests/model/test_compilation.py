@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +25,18 @@ from pairs import (
     aligned_pair,
     batch,
     forget_compiled,
+    greedy_reference,
     left_padded,
     prompt,
     small_tree,
     tiny_target,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import rescale_adapter_scale
 from torch import Tensor
 
-from eagle_fsd import EagleFSD
-from eagle_fsd.model import compilation, engine, pipeline
+from eagle_fsd import EagleFSD, PrefixCache
+from eagle_fsd.model import compilation, engine
 from eagle_fsd.model.acceptance import (
     DeferredRule,
     LimitedRule,
@@ -81,10 +86,10 @@ def pairs() -> dict[str, Callable[[], EagleFSD]]:
 def both(pair: EagleFSD, ids: Tensor, mask: Tensor | None = None, **options: Any) -> None:
     """Assert that a call gives the same tokens with and without compilation."""
     results = []
-    for pair.compiled in (0, len(ids)):
+    for pair.compile in (False, True):
         out = pair.generate(ids, mask, **{"max_new_tokens": 24, **options})
         results.append((out.sequences.tolist(), out.origins.tolist()))
-    pair.compiled = 0
+    pair.compile = False
     assert results[0] == results[1]
 
 
@@ -199,10 +204,159 @@ def test_changed_modules_are_compiled_again(part: str, graphs: list[torch.fx.Gra
     both(pair, prompt(20))
 
 
+def lora_pair() -> tuple[PeftModel, EagleFSD]:
+    """Return a model with one layer and two adapters, and a pair that decodes with it."""
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_target(num_hidden_layers=1), config)
+    model.add_adapter("other", config)
+    return model.eval(), EagleFSD(model, NGramDrafter(), small_tree())
+
+
+@contextmanager
+def scaled_activation(model: PeftModel) -> Iterator[None]:
+    """Replace the function of a module by one that refers to a number."""
+    mlp, factor = model.base_model.model.model.layers[0].mlp, 4.0
+    original = mlp.forward
+    mlp.forward = lambda hidden: factor * original(hidden)
+    try:
+        yield
+    finally:
+        del mlp.forward
+
+
+@contextmanager
+def scaled_attention(model: PeftModel) -> Iterator[None]:
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention.scaling *= 4
+    try:
+        yield
+    finally:
+        attention.scaling /= 4
+
+
+@contextmanager
+def other_adapter(model: PeftModel) -> Iterator[None]:
+    model.set_adapter("other")
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
+
+
+CHANGES: dict[str, Callable[[PeftModel], AbstractContextManager[Any]]] = {
+    "scale of an adapter": lambda model: rescale_adapter_scale(model, 8.0),
+    "scale of attention": scaled_attention,
+    "function of a module": scaled_activation,
+    "adapter": other_adapter,
+}
+
+
+@pytest.mark.usefixtures("graphs")
+def test_changes_of_attributes_are_seen() -> None:
+    """Compiled passes, and what a prefix cache or an open batch hold, follow the model."""
+    model, pair = lora_pair()
+    ids, wrong = prompt(40), []
+    pair.compile = True
+    kept, batch = PrefixCache(), pair.batch(2)
+    before = greedy_reference(model, ids, new=8)
+
+    def decode() -> list[Tensor]:
+        answer = batch.add(pair.request(ids[0], 8))
+        while not answer.finished:
+            batch.step()
+        return [
+            pair.generate(ids, max_new_tokens=8).sequences,
+            pair.generate(ids, max_new_tokens=8, prefix_cache=kept).sequences,
+            torch.cat([ids, torch.tensor([answer.tokens])], 1),
+        ]
+
+    assert all(torch.equal(found, before) for found in decode())
+    for name, change in CHANGES.items():
+        with change(model):
+            expected = greedy_reference(model, ids, new=8)
+            assert not torch.equal(expected, before), name  # the change matters
+            if not all(torch.equal(found, expected) for found in decode()):
+                wrong.append(name)
+        if not all(torch.equal(found, before) for found in decode()):
+            wrong.append(f"undoing: {name}")
+    assert not wrong
+    out = pair.generate(ids, max_new_tokens=8, prefix_cache=kept)
+    assert out.stats.prefilled < 8  # an unchanged model's tokens are kept
+
+
+def test_released_versions_are_compiled_again(graphs: list[torch.fx.GraphModule]) -> None:
+    pair = EagleFSD(tiny_target(num_hidden_layers=1), NGramDrafter(), small_tree())
+    both(pair, prompt(20), method="ar")
+    count = len(graphs)
+    pair.release_memory()
+    both(pair, prompt(20), method="ar")
+    assert len(graphs) == count + 2  # drafting runs no model here
+
+
+@pytest.mark.usefixtures("graphs")
+def test_several_models_and_data_types_in_one_process() -> None:
+    """Their compiled passes take turns, with batches of several rows."""
+    ids, mask = left_padded(prompt(12), prompt(5))
+    targets = [tiny_target(num_hidden_layers=1, seed=seed) for seed in (1, 2)]
+    pairs = [EagleFSD(target, NGramDrafter(), small_tree()) for target in targets]
+    kept = PrefixCache()
+    for dtype in (torch.float32, torch.float64):
+        for pair in pairs:
+            pair.model.to(dtype)
+            both(pair, ids, mask)
+        pairs[0].compile = True
+        first, expected = prompt(12), greedy_reference(pairs[0].model, prompt(12), new=8)
+        out = pairs[0].generate(first, max_new_tokens=8, prefix_cache=kept)
+        assert torch.equal(out.sequences, expected)
+    with pytest.raises(ValueError, match=r"^compile must be True, False or 'auto'; got 'yes'$"):
+        pairs[0].compile = "yes"  # type: ignore[assignment]
+
+
+def test_background_compilation(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[torch.fx.GraphModule]
+) -> None:
+    """Enough decoding starts it; it never delays an answer, and the next ones use it."""
+    traced: list[str] = []
+    tracing, proceed = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
+        traced.append(threading.current_thread().name)
+        tracing.set()
+        assert proceed.wait(60)
+        return graph.forward
+
+    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
+    monkeypatch.setattr(compilation, "BACKGROUND_SECONDS", 0.0)
+    pair = EagleFSD(tiny_target(num_hidden_layers=1), NGramDrafter(), small_tree())
+    pair.compile = "auto"
+    expected = greedy_reference(pair.model, prompt(20), new=200)
+
+    def decode(new: int) -> None:
+        out = pair.generate(prompt(20), max_new_tokens=new, method="ar")
+        assert torch.equal(out.sequences, expected[:, : 20 + new])
+
+    for _ in range(10):
+        decode(8)
+    assert not tracing.is_set()
+    for _ in range(3):
+        decode(200)
+    assert tracing.wait(60)
+    decode(200)  # while the thread waits
+    proceed.set()
+    pair._background.wait()
+    count = len(traced)
+    decode(200)
+    assert traced == ["compilation"] * count  # no other thread compiled
+    assert compilation._versions[pair.model][1]
+
+
 @pytest.mark.slow
 def test_hooks_of_a_drafter_precede_its_compiled_passes(graphs: list[torch.fx.GraphModule]) -> None:
     pair = pairs()["eagle3"]()
-    pair.compiled = 1
+    pair.compile = True
     for length in (20, 9):
         pair.generate(prompt(length), max_new_tokens=24)
     assert len(graphs) == 3
@@ -347,58 +501,12 @@ def test_errors_of_the_model_are_raised(
         raise ZeroDivisionError("broken on purpose")
 
     monkeypatch.setattr(engine, "compiled", lambda *_: broken)
-    pair.compiled = 1
+    pair.compile = True
     try:
         with pytest.raises(ZeroDivisionError):
             pair.generate(prompt(9), max_new_tokens=4)
     finally:
-        pair.compiled = 0
-
-
-def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    made: list[int] = []
-    clock = {"now": 0.0}
-    cost = {0: 0.1, 2: 0.05}
-
-    class Fake:
-        reusable = True
-
-        def __init__(self, *_: Any, compiled: int = 0, capture: bool = False) -> None:
-            assert capture
-            self.compiled = compiled
-            made.append(compiled)
-
-        def reset(self) -> None:
-            pass
-
-        def admit(self, rows: list[engine.Row]) -> None:
-            assert len(rows) == 2
-
-        def prefill(self) -> None:
-            pass
-
-        def step(self) -> Any:
-            calls.append(self.compiled)
-            clock["now"] += cost[self.compiled]
-            return engine.StepResult([[1, 2], [1]], [[1, 3], [3]], [False, False])
-
-    monkeypatch.setattr(pipeline, "Engine", Fake)
-    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock["now"])
-    pair = aligned_pair()
-    assert not pair.compile_if_faster(tokens=1999, rows=2)
-    assert not calls
-    assert not pair.compile_if_faster(tokens=3000, rows=2)  # 100 s eager
-    assert calls
-    assert not any(calls)
-    assert pair.compile_if_faster(tokens=4500, rows=2)  # 150 s eager
-    assert any(calls)
-    assert pair.compiled
-    assert made == [0, 0, 2]  # steps are captured once in a trial
-    assert not pair.compile_if_faster(tokens=4500, rows=2, trees=1000)  # too many compilations
-    cost[2] = 0.099
-    assert not pair.compile_if_faster(rows=2)
-    assert not pair.compiled
+        pair.compile = False
 
 
 MAIN, SIDE = (SimpleNamespace(device=torch.device("cpu:0"), name=name) for name in ("main", "side"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, SamplingConfig
 from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, save_head
-from eagle_fsd.model.compilation import describe_modules
+from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.draft_vocabulary import select_tokens, write_ranks
 from eagle_fsd.model.drafters.eagle import EagleHead

@@ -1,0 +1,169 @@
+"""Describe modules as far as what they compute depends on it.
+
+Compiled passes, CUDA graphs and cached keys and values are valid as long as two descriptions of
+their modules are equal. Adapters are plain attributes of modules to this code: their scaling, their
+mode and the ones that are active.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from eagle_fsd.model.attention import TREE_ATTENTION
+
+#: Types of values that are compared as they are.
+PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+)
+#: Attributes that passes do not read: gradients, saving and loading, ``generate`` and warnings.
+UNREAD = nn.Module().__dict__.keys() - {
+    *("training", "_parameters", "_buffers", "_modules"),
+    *("_forward_hooks", "_forward_pre_hooks"),
+} | {"generation_config", "warnings_issued"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What modules compute with.
+
+    Attributes:
+        structures: For each module, its parts, their attributes and hooks, and the addresses of
+            weights; without what the modules before it have in common with it.
+        versions: How often each weight has been changed in place.
+    """
+
+    structures: list[list[object]]
+    versions: list[int]
+
+
+def describe_modules(*modules: nn.Module | None) -> Description:
+    """Describe modules; None is skipped.
+
+    Containers, configurations and other objects among the attributes are described with their
+    contents. Of a function, its identity and the plain values and functions that it refers to are.
+    Changes of the module's class, except for its ``forward``, and of global variables are not seen.
+    """
+    walk, structures = _Walk(), []
+    for module in modules:
+        if module is not None:
+            walk.found = []
+            walk.add(module)
+            structures.append(walk.found)
+    return Description(structures, walk.versions)
+
+
+class _Walk:
+    """Collects the values that objects hold, each object once."""
+
+    def __init__(self) -> None:
+        self.found: list[object] = []
+        self.versions: list[int] = []
+        self._seen: dict[int, object] = {}  # keeps temporary objects alive, whose ids are its keys
+
+    def add(self, value: Any) -> None:
+        """Add a value with everything that it holds."""
+        if type(value) in PLAIN:
+            self.found.append(value)
+            return
+        if id(value) in self._seen:
+            self._add_identity(value)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, dict):
+            self.found.append(len(value))
+            for key, item in value.items():
+                self.add(key)
+                self.add(item)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            self.found.append(len(value))
+            for item in value:
+                self.add(item)
+        elif isinstance(value, partial):
+            self._add_function(value.func)
+            self.add(value.args)
+            self.add(value.keywords)
+        elif isinstance(value, (FunctionType, MethodType)):
+            self._add_function(value)
+        elif isinstance(value, type) or not hasattr(value, "__dict__"):
+            self._add_identity(value)
+        else:
+            self._add_object(value)
+
+    def _add_object(self, value: Any) -> None:
+        kind, found = type(value), self.found
+        found.append(kind)
+        if isinstance(value, nn.Module):
+            self._add_function(kind.forward)
+        unread: set[str] = _unread(kind)
+        for name, item in value.__dict__.items():
+            if name in unread:
+                continue
+            if item == TREE_ATTENTION:
+                item = "sdpa"  # see folded_queries: another thread may be in a pass
+            if type(item) in PLAIN:
+                found += name, item
+            elif item or not isinstance(item, dict):
+                found.append(name)
+                self.add(item)
+
+    def _add_function(self, function: Any) -> None:
+        """Add a function, and what it refers to as far as that cannot change with every call."""
+        if isinstance(function, MethodType):
+            self._add_identity(function.__self__)
+            function = function.__func__
+        self._add_identity(function)
+        if isinstance(function, FunctionType):
+            cells = [_contents(cell) for cell in function.__closure__ or ()]
+            for item in (*(function.__defaults__ or ()), *cells):
+                if type(item) in PLAIN or isinstance(item, (FunctionType, MethodType)):
+                    self.add(item)
+                else:
+                    self._add_identity(item)
+
+    def _add_identity(self, value: Any) -> None:
+        """Add which object this is. A reference keeps the identity from being used again."""
+        try:
+            self.found.append(weakref.ref(value))
+        except TypeError:
+            self.found.append(id(value))
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        plain = type(tensor) in (Tensor, nn.Parameter)
+        if not plain and is_traceable_wrapper_subclass(tensor):  # quantized, or distributed
+            for name in tensor.__tensor_flatten__()[0]:
+                self._add_tensor(getattr(tensor, name))
+            return
+        self.found += tensor.data_ptr(), tensor.dtype, tensor.shape
+        if not tensor.is_inference():
+            self.versions.append(tensor._version)
+
+
+@cache
+def _unread(kind: type) -> set[str]:
+    """Return the attributes that passes do not read, or that follow from the other ones."""
+    kept = (
+        name
+        for base in kind.__mro__
+        for name, item in vars(base).items()
+        if isinstance(item, cached_property)
+    )
+    layout = {"layout", "_layout"}  # what the caches of a target or a head allocated
+    return layout.union(kept, UNREAD if issubclass(kind, nn.Module) else ())
+
+
+def _contents(cell: CellType) -> object:
+    """Return what a closure's cell holds; None if it is still empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
