@@ -1,4 +1,4 @@
-"""Attention of tree passes: grouped queries are folded instead of repeating keys and values.
+"""Attention of tree passes: one call of torch, without repeating keys and values for query groups.
 
 With a mask, the SDPA attention of transformers copies the keys and values of grouped-query models
 once per query head. :func:`tree_attention` views the queries of a group as further query positions
@@ -66,12 +66,12 @@ def tree_attention(
         ``[B, S, heads, value size]``, and None in place of the attention weights.
     """
     batch, heads, queries, _ = query.shape
-    if attention_mask is not None and attention_mask.shape[2] > queries:
-        groups = heads // key.shape[1]
+    groups = heads // key.shape[1]
+    if attention_mask is not None and (groups == 1 or attention_mask.shape[2] > queries):
         # A layer with fewer query heads per key head than others needs fewer copies of the mask.
         attention_mask = attention_mask[:, :, : groups * queries]
         shared = attention_mask.shape[1] == 1  # by all heads
-        if groups > 1 and shared and all(options.get(name) is None for name in OWN_TERMS):
+        if shared and all(options.get(name) is None for name in OWN_TERMS):
             output = nn.functional.scaled_dot_product_attention(
                 query.reshape(batch, heads // groups, groups * queries, -1),
                 key,
@@ -96,17 +96,18 @@ _not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def query_groups(model: PreTrainedModel) -> int:
-    """Return the number of times to repeat masks of tree passes, 1 where queries are not folded.
+    """Return the number of times to repeat masks of tree passes; 0 for attention of its own.
 
-    Only models on the SDPA attention of transformers are folded. Models with attention terms that
-    it lacks (soft caps, sinks) use the eager one.
+    :func:`tree_attention` takes the place of the SDPA attention of transformers only. Models with
+    attention terms that it lacks (soft caps, sinks) use the eager one.
 
     Args:
         model: A causal language model.
     """
-    if model in _not_foldable:
-        return 1
-    return config_groups(model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
+        return 0
+    return config_groups(config)
 
 
 def config_groups(config: PreTrainedConfig) -> int:
@@ -158,9 +159,9 @@ def folded_queries(model: PreTrainedModel, groups: int) -> Iterator[None]:
 
     Args:
         model: A causal language model.
-        groups: Its :func:`query_groups`; with 1, nothing changes.
+        groups: Its :func:`query_groups`; with 0, nothing changes.
     """
-    if groups == 1:
+    if groups == 0:
         yield
         return
     config = model.config.get_text_config(decoder=True)

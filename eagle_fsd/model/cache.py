@@ -100,10 +100,10 @@ class TreeCache(Cache):
         self._free: dict[PlaneKind, list[Tensor]] = {}
         self._used = Layout()
         self._positions: Tensor | None = None  # [length]
-        self._rows: Tensor | None = None  # [rows, 1]
+        self._rows: Tensor | None = None  # [rows, 1] where each row begins among all slots
         self._first = 0  # row that the first sequence of a pass belongs to
         self._view: Tensor
-        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows and slots to write
+        self._slots: dict[torch.device, Tensor] = {}  # [B * S] where to write, among all slots
 
     @property
     def nbytes(self) -> int:
@@ -153,8 +153,9 @@ class TreeCache(Cache):
         """
         self._view = keys
         if self._rows is None:
-            self._rows = torch.arange(self.rows, device=slots.device)[:, None]
-        self._slots = {slots.device: (self._rows[self._first :][: slots.shape[0]], slots)}
+            self._rows = torch.arange(self.rows, device=slots.device)[:, None] * self.length
+        first = self._rows[self._first :][: slots.shape[0]]
+        self._slots = {slots.device: (first + slots).flatten()}
 
     def update(
         self,
@@ -182,13 +183,13 @@ class TreeCache(Cache):
             self._planes[layer_idx] = planes
         device = key_states.device
         if device not in self._slots:
-            rows, slots = next(iter(self._slots.values()))
-            self._slots[device] = rows.to(device), slots.to(device)
+            self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._write(planes[0], key_states), self._write(planes[1], value_states)
 
     def _write(self, plane: Tensor, states: Tensor) -> Tensor:
         """Write ``[B, heads, S, head size]``, and return ``[B, heads, L, head size]``."""
-        plane.index_put_(self._slots[states.device], states.transpose(1, 2))
+        flat = plane.flatten(0, 1)  # one index is written faster than a pair
+        flat.index_copy_(0, self._slots[states.device], states.transpose(1, 2).flatten(0, 1))
         rows = slice(self._first, self._first + states.shape[0])
         return plane[rows, : self._view.shape[0]].transpose(1, 2)
 

@@ -141,7 +141,7 @@ class _Walk:
         plain = type(tensor) in (Tensor, nn.Parameter)
         if not plain and is_traceable_wrapper_subclass(tensor):  # quantized, or distributed
             for name in tensor.__tensor_flatten__()[0]:
-                self._add_tensor(getattr(tensor, name))
+                self.add(getattr(tensor, name))
             return
         self.found += tensor.data_ptr(), tensor.dtype, tensor.shape
         if not tensor.is_inference():

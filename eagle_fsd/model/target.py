@@ -323,7 +323,7 @@ class Target:
                 ``lengths[b] + i``.
             states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
             groups: Query heads to fold per key head, inside
-                :func:`~eagle_fsd.model.attention.folded_queries`.
+                :func:`~eagle_fsd.model.attention.folded_queries`; 0 and 1 for none.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths
@@ -334,7 +334,7 @@ class Target:
             context.expand(-1, -1, path.shape[2], -1).scatter(
                 3, slots[:, None, None].expand_as(path), path
             ),
-            positions.repeat(1, groups),
+            positions.repeat(1, max(groups, 1)),
             keys.expand(len(lengths), -1).scatter(1, slots, positions)[:, None],
             len(lengths),
         )

@@ -13,6 +13,7 @@ Shape letters: ``B`` rows, ``S`` new pairs, ``H`` hidden size, ``V`` vocabulary.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from typing_extensions import Self
 from eagle_fsd.model.attention import config_groups, fold_mask
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
+from eagle_fsd.model.drafters.plain_layers import attend, feed_forward, norm
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.text import one_line
@@ -90,7 +92,7 @@ class EagleHead(DraftHead):
         cache = self.new_cache(1, 2)
         cache.place(positions, cache.keys(2, self.device))
         mask = fold_mask(hidden.new_zeros(1, 1, 2, 2), self.groups)
-        self._run_layer(hidden, positions, mask, cache, self.rotate(positions))
+        self._run_layer(hidden, positions, mask, cache, self.embed_positions(positions))
 
     @property
     def vocab_size(self) -> int:
@@ -151,14 +153,13 @@ class EagleHead(DraftHead):
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), x.to(self.dtype)], -1))
+        if cache is None or mask is None or not self.plain:
+            rotary = self.embed_positions(positions) if rotary is None else rotary
+            return self._run_layer(hidden, positions, mask, cache, rotary)
         rotary = self.rotate(positions) if rotary is None else rotary
-        return self._run_layer(hidden, positions, mask, cache, rotary)
-
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
-        like = self.fc.weight  # of which the rotary embedding takes dtype and device
-        found = self.rotary(like, position_ids=positions, **self._rotary_options)
-        # Some families represent rotations as complex numbers.
-        return found if isinstance(found, tuple) else (found,)
+        layer: Any = self.layers[0]
+        y = hidden + attend(layer.self_attn, hidden, rotary, mask, cache)
+        return y + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, y))
 
     def _run_layer(
         self,

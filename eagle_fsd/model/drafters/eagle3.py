@@ -35,6 +35,7 @@ from typing_extensions import Self
 from eagle_fsd.model.attention import config_groups
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
+from eagle_fsd.model.drafters.plain_layers import attend, feed_forward, norm
 from eagle_fsd.model.target import Target
 
 #: Families of the decoder layers.
@@ -254,21 +255,40 @@ class Eagle3Head(DraftHead):
         cache: TreeCache | None = None,
         rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
+        embedded = self.embed(tokens)
+        if cache is not None and mask is not None and self.plain:
+            rotary = self.rotate(positions) if rotary is None else rotary
+            return self._run_plain(x, embedded, rotary, mask, cache)
         options = {
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": cache,
             "use_cache": cache is not None,
-            "position_embeddings": self.rotate(positions) if rotary is None else rotary,
+            "position_embeddings": self.embed_positions(positions) if rotary is None else rotary,
         }
-        z: Tensor = self.layers[0](x, self.embed(tokens), **options)
+        z: Tensor = self.layers[0](x, embedded, **options)
         for layer in self.layers[1:]:
             z = layer(z, **options)
         return z
 
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.rotary(self.fc.weight, position_ids=positions)
-        return found
+    def _run_plain(
+        self,
+        x: Tensor,
+        embedded: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
+        cache: TreeCache,
+    ) -> Tensor:
+        """Run the layers, see :mod:`~eagle_fsd.model.drafters.plain_layers`."""
+        for index, layer in enumerate[Any](self.layers):
+            normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)
+            read = normed
+            if index == 0:
+                read = torch.cat([norm(layer.input_layernorm, embedded), normed], -1)
+                x = normed if self.flags.norm_before_residual else x
+            x = x + attend(layer.self_attn, read, rotary, mask, cache)
+            x = x + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, x))
+        return x
 
 
 class _FirstLayer(GradientCheckpointingLayer):

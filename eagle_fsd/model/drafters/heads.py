@@ -21,8 +21,11 @@ from typing_extensions import Self
 
 from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
-from eagle_fsd.model.drafters.levels import LevelDrafter
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
+from eagle_fsd.model.drafters.plain_layers import is_plain, signed_rotary
 from eagle_fsd.model.target import Target
+from eagle_fsd.model.tree import Draw
 
 
 class DraftHead(nn.Module, LevelDrafter):
@@ -37,6 +40,8 @@ class DraftHead(nn.Module, LevelDrafter):
 
     fc: nn.Linear
     layers: nn.ModuleList
+    rotary: nn.Module
+    plain: bool = False  # whether passes with a cache call the parts of the layers by themselves
     groups: int  # of query heads that masks are folded for, see tree_attention
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -45,6 +50,7 @@ class DraftHead(nn.Module, LevelDrafter):
         self.embed_tokens: nn.Embedding | None = None
         self._target: Target | None = None
         self._layout = Layout()
+        self._rotary_options: dict[str, str] = {}
 
     def attach(self, target: Target) -> Self:
         """Use the target's modules, and move to the target's device.
@@ -157,7 +163,7 @@ class DraftHead(nn.Module, LevelDrafter):
             positions: ``[B, S]`` the position of each hidden state, for the rotary embedding.
             mask: ``[B, 1, S, L]`` additive attention mask; None is causal over ``S``.
             cache: A cache on which :meth:`TreeCache.place` has been called.
-            rotary: Result of :meth:`rotate` for the positions; computed by default.
+            rotary: Result of :meth:`rotate` for the positions, with a cache; computed by default.
 
         Returns:
             ``[B, S, H]``.
@@ -190,8 +196,20 @@ class DraftHead(nn.Module, LevelDrafter):
         mask = fold_mask(additive_mask(seen, self.dtype), self.groups)
         return self.forward(self.fuse(features), tokens, positions, mask, cache)
 
-    @abstractmethod
-    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]: ...
+    def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
+        self.plain = all(is_plain(layer, self.config) for layer in self.layers)
+        return super().start(tree, draw)
+
+    def embed_positions(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return the rotary embedding of positions ``[B, S]``, as the family's layers take it."""
+        # Of the weight, the rotary embedding takes dtype and device.
+        found = self.rotary(self.fc.weight, position_ids=positions, **self._rotary_options)
+        # Some families represent rotations as complex numbers.
+        return found if isinstance(found, tuple) else (found,)
+
+    def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
+        found = self.embed_positions(positions)
+        return signed_rotary(*found) if self.plain else found
 
     def extend(
         self,

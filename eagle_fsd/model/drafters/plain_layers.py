@@ -1,0 +1,99 @@
+"""The parts of Llama's decoder layer, called with few operations.
+
+A level of a draft tree passes a handful of nodes through one layer, whose duration on a CPU is that
+of dispatching its operations: transformers takes about 60. These functions take half as many from
+the same modules. :func:`is_plain` says for which layers they apply.
+
+Shape letters: ``B`` rows, ``S`` tokens, ``D`` values of an attention head, ``H`` hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from eagle_fsd.model.cache import TreeCache
+
+#: Families whose decoder layers these are.
+FAMILIES = "llama", "mistral", "qwen2"
+
+
+def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
+    """Whether a layer consists of Llama's parts, none of which has been replaced or hooked."""
+    return (
+        config.model_type in FAMILIES
+        and config.hidden_act == "silu"
+        and all(
+            type(part) is nn.Linear
+            for name, part in layer.named_modules()
+            if name.endswith("_proj")
+        )
+        and not any(
+            part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
+            for part in layer.modules()
+        )
+    )
+
+
+def signed_rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert a rotary embedding, twice ``[B, S, D]``, to the form of :func:`attend`.
+
+    RoPE pairs value ``i`` of a head with value ``i + D / 2``: ``x cos + rotate_half(x) sin`` is
+    ``x cos + roll(x) (-sin, sin)``.
+    """
+    first, second = sin.chunk(2, -1)
+    return cos[:, :, None], torch.cat([-first, second], -1)[:, :, None]
+
+
+def norm(module: Any, x: Tensor) -> Tensor:
+    """Apply an RMS norm, or nothing for ``nn.Identity``."""
+    if isinstance(module, nn.Identity):
+        return x
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def attend(
+    module: Any, x: Tensor, rotary: tuple[Tensor, ...], mask: Tensor, cache: TreeCache
+) -> Tensor:
+    """Apply self-attention.
+
+    Args:
+        module: The attention layer.
+        x: ``[B, S, H]``, or wider.
+        rotary: ``[B, S, 1, D]`` cosines and signed sines.
+        mask: ``[B, 1, G * S, L]``, additive, for ``G`` query heads per key head.
+        cache: A cache on which :meth:`TreeCache.place` has been called.
+
+    Returns:
+        ``[B, S, H]``.
+    """
+    batch, length = x.shape[:2]
+    shape, (cos, sin) = (batch, length, -1, module.head_dim), rotary
+    half = module.head_dim // 2
+    query, key, value = (
+        F.linear(x, part.weight, part.bias).view(shape)
+        for part in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query = torch.addcmul(query * cos, query.roll(half, -1), sin)
+    key = torch.addcmul(key * cos, key.roll(half, -1), sin)
+    groups, heads = query.shape[2] // key.shape[2], key.shape[2]
+    keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+    if groups > 1:  # queries of a group are further query positions, see tree_attention
+        query = query.view(batch, length, heads, groups, -1).permute(0, 2, 3, 1, 4)
+        query = query.reshape(batch, heads, groups * length, -1)
+    else:
+        query = query.transpose(1, 2)
+    found = F.scaled_dot_product_attention(query, keys, values, mask, scale=module.scaling)
+    found = found.view(batch, -1, length, module.head_dim).transpose(1, 2).flatten(2)
+    return F.linear(found, module.o_proj.weight, module.o_proj.bias)
+
+
+def feed_forward(module: Any, x: Tensor) -> Tensor:
+    """Apply a gated MLP to ``[B, S, H]``."""
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    gated = F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+    return F.linear(gated, down.weight, down.bias)
