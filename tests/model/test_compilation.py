@@ -381,7 +381,7 @@ def test_trial_needs_enough_work_and_a_gain(monkeypatch: pytest.MonkeyPatch) -> 
         def step(self) -> Any:
             calls.append(self.compiled)
             clock["now"] += cost[self.compiled]
-            return engine.StepResult([[1, 2], [1]], [[1, 3], [3]], [False, False])
+            return engine.StepResult([[1, 2], [1]], [[1, 3], [3]], [0, 0])
 
     monkeypatch.setattr(pipeline, "Engine", Fake)
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock["now"])
