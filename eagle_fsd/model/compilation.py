@@ -72,8 +72,7 @@ def compiled(
             function as it is.
     """
     if module is None:
-        once: _Compiled[Result] = _compile_once(function)
-        return once
+        return _compile_once(function)
     versions = _versions.setdefault(module, (None, {}))[1]
     if function not in versions:
         if not trace:
@@ -140,7 +139,10 @@ class _Compiled(Generic[Result]):
         return (self._function if _tracing.is_set() else self._existing)(*arguments)
 
 
-_compile_once = cache(_Compiled)
+@cache
+def _compile_once(function: Callable[..., Any]) -> _Compiled[Any]:
+    """Compile a function that runs no module."""
+    return _Compiled(function)
 
 
 @cache

@@ -100,11 +100,12 @@ class _Walk:
             self._add_object(value)
 
     def _add_object(self, value: Any) -> None:
-        kind, found = type(value), self.found
+        kind: Any = type(value)
+        found = self.found
         found.append(kind)
         if isinstance(value, nn.Module):
             self._add_function(kind.forward)
-        unread: set[str] = _unread(kind)
+        unread = _unread(kind)
         for name, item in value.__dict__.items():
             if name in unread:
                 continue

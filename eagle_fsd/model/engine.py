@@ -25,6 +25,7 @@ from transformers import LogitsProcessor
 from eagle_fsd.model import memory
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, rule_for
 from eagle_fsd.model.acceptance.thresholds import fused_divergences
+from eagle_fsd.model.arguments import name_of
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.cache import TreeCache, cache_slots
 from eagle_fsd.model.compilation import (
@@ -46,6 +47,7 @@ from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target, TargetPass
 from eagle_fsd.model.tree import DraftTree, Draw
 from eagle_fsd.model.verify import (
+    TARGET_FAULT,
     AcceptanceRule,
     Verification,
     VerificationInputs,
@@ -71,7 +73,7 @@ AnyEngine = TypeVar("AnyEngine", bound="Engine")
 #: Begins a phase of a step, see :meth:`PhaseClock.enter`.
 EnterPhase = Callable[[str], None]
 
-#: Message of the error that NaN or infinite logits raise.
+#: Message of the error that NaN or infinite logits of the target raise.
 BROKEN_LOGITS = (
     "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
     " in float16: try bfloat16 or float32)"
@@ -103,13 +105,14 @@ class StepResult:
         tokens: For each row, the emitted tokens, at least one; none for a row that joined during
             the step.
         origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
-        broken: For each row, whether the target produced NaN or infinite logits.
+        faults: For each row, whose logits are NaN or infinite, see
+            :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`.
         details: The details of each token; None unless requested.
     """
 
     tokens: list[list[int]]
     origins: list[list[int]]
-    broken: list[bool]
+    faults: list[int]
     details: list[list[TokenDetail] | None] | None = None
 
 
@@ -183,6 +186,20 @@ class Decision:
             block=isinstance(rule, ExactRule),
         )
         object.__setattr__(self, "sampler", sampler)  # the class is frozen
+
+    def describe_fault(self, fault: int) -> str:
+        """Return the message of the error that a fault raises.
+
+        Args:
+            fault: See :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`; not 0.
+        """
+        if fault == TARGET_FAULT:
+            return BROKEN_LOGITS
+        item = (*self.processors, *(self.warpers or ()))[fault - TARGET_FAULT - 1]
+        return (
+            f"no token can be chosen: {name_of(item)} returned NaN or infinite scores, or -inf for"
+            " every token"
+        )
 
     @property
     def on_device(self) -> bool:
@@ -849,7 +866,7 @@ class Engine:
             enter: Called at the beginning of every phase.
 
         Returns:
-            What the host reads (``[B, 2 + 2 A + P]``: count, whether the logits are broken, tokens,
+            What the host reads (``[B, 2 + 2 A + P]``: count, whose logits are broken, tokens,
             origins, and the probabilities of the best path if the tree is adaptive), the emitted
             tokens, and the results of :func:`_describe`.
         """
@@ -865,10 +882,10 @@ class Engine:
         self, tree: DraftTree, scored: TargetPass, enter: EnterPhase = _ignore
     ) -> tuple[Tensor, Tensor, list[_Details]]:
         """Verify a tree and keep a path of it, see :meth:`_step`."""
-        kept, broken, details = self._judge(tree, scored.logits)
+        kept, faults, details = self._judge(tree, scored.logits)
         enter("cache")
         self._commit(tree, scored.features, kept)
-        parts = [kept.count[:, None], broken[:, None].long(), kept.tokens, kept.origins]
+        parts = [kept.count[:, None], faults[:, None], kept.tokens, kept.origins]
         if tree.best_path is not None:
             parts.append((tree.best_path / PROBABILITY_UNIT).long())
         return torch.cat(parts, 1), kept.tokens, details
@@ -907,10 +924,10 @@ class Engine:
         """Sample at every node and keep a path of the tree, group by group.
 
         Returns:
-            The kept paths, ``[B]`` bool: whether the logits are broken, and the details.
+            The kept paths, ``[B]``: whose logits are broken, and the details.
         """
         random = RandomNumbers(self.keys, self.lengths)
-        results, broken, details = [], [], []
+        results, faults, details = [], [], []
         for group in self._groups:
             decision, index = group.decision, group.index
             part, state, numbers, scores = tree, self.rule_state, random, logits
@@ -929,12 +946,12 @@ class Engine:
                 self.keys[index] = keys
                 self.rule_state[index, : state.shape[1]] = state
             results.append(kept)
-            broken.append(inputs.broken)
+            faults.append(inputs.row_faults(kept))
             if decision.details is not None:
                 details.append((group.places, *_describe(decision, inputs, kept)))
         if len(results) == 1:
-            return results[0], broken[0], details
-        return Verification.joined(results, self._order), torch.cat(broken)[self._order], details
+            return results[0], faults[0], details
+        return Verification.joined(results, self._order), torch.cat(faults)[self._order], details
 
     def _commit(self, tree: DraftTree, features: Tensor, kept: Verification) -> None:
         """Compact the target's cache to the kept path."""
@@ -968,8 +985,8 @@ class Engine:
         if len(launched.shape.shapes) > 1:
             paths = [values[2 + 2 * width :] for values in packed]
             self._update_depths(launched.shape, tokens, paths)
-        broken = [bool(values[1]) for values in packed]
-        return StepResult(tokens, origins, broken, launched.read_details(tokens))
+        faults = [values[1] for values in packed]
+        return StepResult(tokens, origins, faults, launched.read_details(tokens))
 
     def _spent(self) -> float:
         """Return the seconds of the steps that have been read."""

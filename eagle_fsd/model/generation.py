@@ -20,13 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd.model import memory
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, TokenDetail
+from eagle_fsd.model.engine import Decision, Engine, Row, TokenDetail
 from eagle_fsd.model.idle_engines import IdleEngines
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import token_keys
 from eagle_fsd.model.sampling import Prefix
 from eagle_fsd.model.stats import DecodeStats
-from eagle_fsd.model.verify import Origin
+from eagle_fsd.model.verify import TARGET_FAULT, Origin
 
 log = logging.getLogger(__name__)
 
@@ -351,11 +351,15 @@ class Batch:
             tokens, origins = result.tokens[index], result.origins[index]
             if not tokens:
                 continue
-            if result.broken[index]:
-                answer.error, answer.finished = FloatingPointError(BROKEN_LOGITS), True
-                tokens = origins = []
-                engine.clear(index)
+            fault = result.faults[index]
+            if fault:  # of a processor: at the end of the path, perhaps beyond the answer's end
+                valid = len(tokens) - 1 if fault > TARGET_FAULT else 0
+                tokens, origins = tokens[:valid], origins[:valid]
             count = answer.add(tokens, origins) if tokens else 0
+            if fault and not answer.finished:
+                message = answer.request.decision.describe_fault(fault)
+                answer.error, answer.finished = FloatingPointError(message), True
+                engine.clear(index)
             details = result.details[index] if result.details else None
             chunk = StreamChunk(
                 answer.request.row,
@@ -449,7 +453,7 @@ class Batch:
         prefix, device = None, request.ids.device
         if request.decision.sampler.needs_prefix:
             capacity = request.max_new_tokens + engine.width
-            prefix = Prefix(request.ids, capacity, request.row, request.rows)
+            prefix = Prefix(request.ids, capacity, request.row, request.rows, request.eos_token_ids)
             prefix.append(torch.tensor(new, dtype=torch.long, device=device))
         key = request.key
         if new:  # the keys of a step are those before its root

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -33,6 +34,14 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.model.arguments import (
+    MAX_BATCH,
+    CallOptions,
+    as_list,
+    as_options,
+    end_tokens,
+    prompt_tensor,
+)
 from eagle_fsd.model.beam_search import (
     BeamEngine,
     BeamSearchOutput,
@@ -65,7 +74,7 @@ from eagle_fsd.model.idle_engines import IdleEngines
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.random_numbers import seed_keys
-from eagle_fsd.model.sampling import WARPERS
+from eagle_fsd.model.sampling import WARPERS, check_warpers
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.target import Target
@@ -77,8 +86,6 @@ log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
-#: Default number of prompts that :meth:`EagleFSD.generate_many` decodes at once.
-MAX_BATCH = 32
 #: Inputs of the target's forward call that change no token.
 NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
 
@@ -93,18 +100,18 @@ class DecodeOptions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     seed: int | None
-    sampling: SamplingConfig | None
+    sampling: SamplingConfig | Mapping[str, Any] | None
     threshold: float | None
     min_ratio: float | None
     divergence: str | None
-    acceptance: AcceptanceConfig | None
+    acceptance: AcceptanceConfig | Mapping[str, Any] | None
     method: str
-    rule: AcceptanceRule | None
-    eos_token_id: int | Sequence[int] | None
+    rule: AcceptanceRule | str | None
+    eos_token_id: int | Sequence[int] | Set[int] | None
     pad_token_id: int | None
-    stopping_criteria: Sequence[StoppingCriteria] | None
-    logits_processor: Sequence[LogitsProcessor] | None
-    logits_warper: Sequence[LogitsProcessor] | None
+    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
+    logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None
     prefix_cache: PrefixCache | None
     details: int | None
 
@@ -115,13 +122,6 @@ class PromptDecodeOptions(DecodeOptions, total=False):
     max_new_tokens: int
 
 
-class _CallOptions(Options):
-    """Numeric options of a call that belong to no other set of options."""
-
-    max_new_tokens: int = Field(ge=1, description="Maximum number of new tokens per row.")
-    details: int | None = Field(ge=0, description="Alternatives to report for every token.")
-
-
 @dataclass(frozen=True)
 class _Call:
     """Validated options of a call.
@@ -129,6 +129,7 @@ class _Call:
     Attributes:
         max_new_tokens: Maximum number of new tokens per row.
         given_eos: Tokens that end a row, in the order given.
+        pad_token_id: Token that fills rows, if one was given.
         criteria: Hugging Face stopping criteria.
         decision: How tokens are decided.
         seed: Seed of the random numbers.
@@ -140,6 +141,7 @@ class _Call:
 
     max_new_tokens: int
     given_eos: list[int]
+    pad_token_id: int | None
     criteria: StoppingCriteriaList
     decision: Decision
     seed: int
@@ -488,7 +490,7 @@ class EagleFSD:
     def eos_token_ids(self) -> list[int]:
         """The target's end-of-sequence tokens, which ``eos_token_id`` overrides in a call."""
         eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else _token_ids(eos)
+        return [] if eos is None else end_tokens(eos)
 
     def generate(
         self,
@@ -512,25 +514,28 @@ class EagleFSD:
             **options: Further keyword arguments:
 
                 - ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``: the fields of
-                  :class:`SamplingConfig`; or pass ``sampling`` instead. Default, also for ``None``:
-                  greedy. (The tree's ``top_k`` is set in :meth:`from_pretrained`.)
+                  :class:`SamplingConfig`; or pass ``sampling`` instead, as an object or a
+                  dictionary. Default, also for ``None``: greedy. (The tree's ``top_k`` is set in
+                  :meth:`from_pretrained`.)
                 - ``threshold``, ``min_ratio``, ``divergence``: override these fields of
-                  :attr:`acceptance`; or pass ``acceptance`` to replace all of it.
+                  :attr:`acceptance`; or pass ``acceptance``, an object or a dictionary, to replace
+                  all of it.
                 - ``method``: ``"fsd"``, or ``"ar"`` for plain decoding without a drafter.
-                - ``rule``: an acceptance rule that replaces the one of ``acceptance``.
+                - ``rule``: an acceptance rule that replaces the one of ``acceptance``, or the name
+                  of one, such as ``"margin 0.8"``; see :class:`AcceptanceConfig`.
                 - ``eos_token_id``: one id or several that end a row, ``[]`` for none. Default: the
                   target's.
                 - ``pad_token_id``: fills rows that end before others. Default: the target's, else
                   the first of ``eos_token_id``, else 0.
-                - ``stopping_criteria``: Hugging Face stopping criteria, checked after every token.
-                - ``logits_processor``: Hugging Face logits processors. Each tree node is processed
-                  with its own prefix, so they must not keep state. Processors from the target's
-                  generation configuration, such as a repetition penalty, are not applied: for
-                  those, call ``target.generate`` with :meth:`custom_generate`.
-                - ``logits_warper``: Hugging Face logits processors that replace ``temperature``,
-                  ``top_p``, ``top_k`` and ``min_p``; a ``temperature`` above 0 then only enables
-                  sampling.
-                  They must not read previous tokens.
+                - ``stopping_criteria``: a Hugging Face stopping criterion or a list of them,
+                  checked after every token.
+                - ``logits_processor``: a Hugging Face logits processor or a list of them. Each tree
+                  node is processed with its own prefix, so they must not keep state. Processors
+                  from the target's generation configuration, such as a repetition penalty, are not
+                  applied: for those, call ``target.generate`` with :meth:`custom_generate`.
+                - ``logits_warper``: a Hugging Face logits processor or a list of them, instead of
+                  ``temperature``, ``top_p``, ``top_k`` and ``min_p``; a ``temperature`` above 0
+                  then only enables sampling. They must not read previous tokens.
                 - ``prefix_cache``: keeps the caches for the next turn of a chat; for a single
                   prompt only. The prefix shared with earlier turns is not processed again.
                 - ``details``: number of alternatives to report for every token, along with its
@@ -540,7 +545,8 @@ class EagleFSD:
         Raises:
             ValueError: An argument is invalid, or a field is passed both by itself and in its
                 config object.
-            FloatingPointError: The target produced NaN or infinite logits.
+            FloatingPointError: The target produced NaN or infinite logits, or a processor or
+                warper such scores or -inf for every token.
         """
         generation = self._prepare(input_ids, attention_mask, max_new_tokens, **options)
         return _finish(generation, input_ids, streamer)
@@ -566,7 +572,7 @@ class EagleFSD:
 
         Raises:
             ValueError: See :meth:`generate`.
-            FloatingPointError: While iterating: the target produced NaN or infinite logits.
+            FloatingPointError: While iterating; see :meth:`generate`.
         """
         return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
 
@@ -587,6 +593,9 @@ class EagleFSD:
         rows, :class:`AdaptiveNGramDrafter` and draft models of adaptive depth, are an exception
         for answers that depend on the draft tree.
 
+        An answer that fails does not stop the others. A warning names its prompt, and its error is
+        raised when all others have been yielded.
+
         Args:
             prompts: Token ids of each prompt, ``[S]``, without padding; or :class:`Prompt`, with
                 options of its own. An iterator is read as far as there are free rows.
@@ -601,34 +610,39 @@ class EagleFSD:
 
         Raises:
             ValueError: See :meth:`generate`; for an invalid prompt, when it is read.
-            FloatingPointError: The target produced NaN or infinite logits.
+            FloatingPointError: See :meth:`generate`; after the other answers.
+            MemoryError: There will never be enough memory for a prompt; after the other answers.
         """
-        if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1; got {max_batch}")
-        if options.get("prefix_cache") is not None:
-            raise ValueError("a batch keeps its own caches; leave prefix_cache out")
+        max_batch = CallOptions.from_dict({"max_batch": max_batch}).max_batch
+        if not isinstance(prompts, Iterable) or isinstance(prompts, str):
+            raise ValueError(f"prompts must be several prompts; got {prompts!r}")
         source = enumerate(prompts)
         running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
-        new_engine = partial(self._new_engine, rows=max_batch)
-        with closing(Batch(new_engine, max_batch, idle=self._idle)) as batch:
+        error: Exception | None = None
+        with closing(self.batch(max_batch, compiled_rows=max_batch)) as batch:
             while True:
                 for index, prompt in itertools.islice(source, batch.free):
                     if not isinstance(prompt, Prompt):
                         prompt = Prompt(prompt)
                     given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
                     row = 0 if "seed" in prompt.options else index
-                    answer = batch.add(self._request(self._call(**given), prompt.ids, row))
+                    answer = batch.add(self._request(prompt.ids, row, **given))
                     running[answer] = index, []
                 if not len(batch):
-                    return
+                    break
                 for answer, chunk in batch.step():
-                    if answer.error is not None:
-                        raise answer.error
                     running[answer][1].extend(chunk.details or [])
-                    if chunk.finished:
-                        index, details = running.pop(answer)
-                        stats = answer.stats
-                        yield Completion(index, answer.tokens, answer.origins, stats, details)
+                    if not chunk.finished:
+                        continue
+                    index, details = running.pop(answer)
+                    if answer.error is not None:
+                        log.warning("prompt %d failed: %s", index, answer.error)
+                        error = error or answer.error
+                        continue
+                    stats = answer.stats
+                    yield Completion(index, answer.tokens, answer.origins, stats, details)
+        if error is not None:
+            raise error
 
     def request(
         self,
@@ -646,7 +660,7 @@ class EagleFSD:
         Raises:
             ValueError: See :meth:`generate`.
         """
-        return self._request(self._call(max_new_tokens, **options), ids)
+        return self._request(ids, max_new_tokens=max_new_tokens, **options)
 
     def batch(self, max_rows: int, max_length: int | None = None, compiled_rows: int = 1) -> Batch:
         """Return a batch without requests, which decodes requests of :meth:`request`.
@@ -658,9 +672,13 @@ class EagleFSD:
             max_length: See :class:`~eagle_fsd.model.generation.Batch`.
             compiled_rows: Number of requests with which steps are compiled if :attr:`compile` is
                 True; any other number would take a compilation of its own.
+
+        Raises:
+            ValueError: An argument is not an integer of at least 1.
         """
+        sizes = CallOptions.from_dict({"max_rows": max_rows, "max_length": max_length})
         new_engine = partial(self._new_engine, rows=compiled_rows)
-        return Batch(new_engine, max_rows, max_length, self._idle)
+        return Batch(new_engine, sizes.max_rows, sizes.max_length, self._idle)
 
     def release_memory(self) -> None:
         """Free the memory that is kept for the next call.
@@ -683,7 +701,7 @@ class EagleFSD:
         num_return_sequences: int = 1,
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | Set[int] | None = None,
         pad_token_id: int | None = None,
         method: str = "fsd",
     ) -> BeamSearchOutput:
@@ -723,23 +741,23 @@ class EagleFSD:
         )
         self._check_method(method)
         target, defaults = self.target, self.model.generation_config
-        max_new_tokens = _CallOptions.from_dict(
-            {"max_new_tokens": max_new_tokens, "details": None}
-        ).max_new_tokens
-        eos = self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id)
+        limits = CallOptions.from_dict(
+            {"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
+        )
+        eos = self.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id)
         if num_beams + len(set(eos)) > target.vocab_size:
             raise ValueError(
                 "num_beams and the end-of-sequence tokens must be at most as many as the"
                 f" {target.vocab_size} tokens of the vocabulary; got {num_beams} and {len(eos)}"
             )
-        pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
+        pad = defaults.pad_token_id if pad_token_id is None else limits.pad_token_id
         prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        limits = self._limit_new_tokens(list(map(len, prompts)), max_new_tokens)
+        rooms = self._limit_new_tokens(list(map(len, prompts)), limits.max_new_tokens)
         drafter = self.drafter if method == "fsd" else NoDrafter()
         engine = BeamEngine(target, drafter, self.exact_tree.updated(adaptive=False))
         self._check_target(drafter)
         fill = pad or next(iter(eos), 0)
-        return beam_search(engine, input_ids, prompts, config, limits, frozenset(eos), fill)
+        return beam_search(engine, input_ids, prompts, config, rooms, frozenset(eos), fill)
 
     def custom_generate(
         self,
@@ -796,7 +814,7 @@ class EagleFSD:
             ValueError: ``model`` is not this target, an option is invalid, the generation
                 configuration requests beam search, another decoding method or
                 ``return_dict_in_generate``, or there are further model inputs.
-            FloatingPointError: The target produced NaN or infinite logits.
+            FloatingPointError: See :meth:`generate`.
         """
         if unwrap_model(model) is not self.model:
             raise ValueError("custom_generate was called on a model other than its target")
@@ -805,7 +823,7 @@ class EagleFSD:
         config = generation_config
         if config.num_beams not in (None, 1):
             raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
-        mode = config.get_generation_mode()
+        mode = config.get_generation_mode(_assistant_model())
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 "custom_generate replaces greedy search and sampling only, but the options select"
@@ -864,7 +882,7 @@ class EagleFSD:
     ) -> Generation:
         """Validate the arguments of a call; nothing is decoded yet."""
         call = self._call(max_new_tokens, **options)
-        prefix_cache, pad = options.get("prefix_cache"), options.get("pad_token_id")
+        prefix_cache, pad = options.get("prefix_cache"), call.pad_token_id
         if pad is None:
             pad = self.model.generation_config.pad_token_id
         eos = call.eos_token_ids
@@ -880,9 +898,13 @@ class EagleFSD:
         new_engine = partial(self._new_engine, caches=prefix_cache, rows=len(requests))
         return Generation(new_engine, requests, fill, prefix_cache, self._idle)
 
-    def _request(self, call: _Call, ids: Tensor | Sequence[int], row: int = 0) -> Request:
+    def _request(
+        self, ids: Tensor | Sequence[int], row: int = 0, **options: Unpack[PromptDecodeOptions]
+    ) -> Request:
         """Return the request for a prompt without padding."""
-        tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.long)
+        if options.get("prefix_cache") is not None:
+            raise ValueError("a batch keeps its own caches; leave prefix_cache out")
+        call, tensor = self._call(**options), prompt_tensor(ids)
         (prompt,) = _prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
         (limit,) = self._limit_new_tokens([len(prompt)], call.max_new_tokens)
         return replace(call.request(tensor, prompt, limit, row), row=0)
@@ -896,22 +918,24 @@ class EagleFSD:
         top_k: int | None = None,
         min_p: float | None = None,
         seed: int | None = None,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingConfig | Mapping[str, Any] | None = None,
         threshold: float | None = None,
         min_ratio: float | None = None,
         divergence: str | None = None,
-        acceptance: AcceptanceConfig | None = None,
+        acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
         method: str = "fsd",
-        rule: AcceptanceRule | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        stopping_criteria: Sequence[StoppingCriteria] | None = None,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
-        logits_warper: Sequence[LogitsProcessor] | None = None,
+        rule: AcceptanceRule | str | None = None,
+        eos_token_id: int | Sequence[int] | Set[int] | None = None,
+        stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
+        logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         details: int | None = None,
         pad_token_id: int | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> _Call:
-        """Validate the options of a call; the last two concern the call as a whole."""
+        """Validate the options of a call; the last concerns the call as a whole."""
+        if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
+            raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
         sampling = _override(
             SamplingConfig(),
             "sampling",
@@ -929,14 +953,31 @@ class EagleFSD:
             threshold=threshold,
             min_ratio=min_ratio,
             divergence=divergence,
+            rule=rule if isinstance(rule, str) and acceptance is None else None,
         )
+        if isinstance(rule, str):
+            acceptance, rule = acceptance.updated(rule=rule), None
+        elif rule is not None and not isinstance(rule, AcceptanceRule):
+            raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
         self._check_method(method)
         if sampling.top_k > self.target.vocab_size:
             raise ValueError(
                 f"top_k must be at most the vocabulary of {self.target.vocab_size} tokens;"
                 f" got {sampling.top_k}"
             )
-        limits = _CallOptions.from_dict({"max_new_tokens": max_new_tokens, "details": details})
+        limits = CallOptions.from_dict(
+            {"max_new_tokens": max_new_tokens, "details": details, "pad_token_id": pad_token_id}
+        )
+        warpers = None if logits_warper is None else as_list("logits_warper", logits_warper)
+        decision = Decision.of(
+            sampling,
+            acceptance,
+            rule,
+            as_list("logits_processor", logits_processor),
+            warpers,
+            limits.details,
+        )
+        check_warpers(warpers or (), self.target.vocab_size, self.target.device)
         tree = self.tree_for(acceptance)
         chosen = sampling.seed
         if chosen is None and sampling.temperature > 0.0:
@@ -945,16 +986,10 @@ class EagleFSD:
                 chosen += next(self._unseeded)
         return _Call(
             limits.max_new_tokens,
-            self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id),
-            StoppingCriteriaList(stopping_criteria or []),
-            Decision.of(
-                sampling,
-                acceptance,
-                rule,
-                logits_processor or (),
-                logits_warper,
-                limits.details,
-            ),
+            self.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id),
+            limits.pad_token_id,
+            StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria)),
+            decision,
             chosen or 0,
             tree,
             # A tree that consists of its root is plain decoding.
@@ -1041,14 +1076,16 @@ class EagleFSD:
         return rooms
 
 
-def _override(default: Config, name: str, given: Config | None, **fields: Any) -> Config:
+def _override(
+    default: Config, name: str, given: Config | Mapping[str, Any] | None, **fields: Any
+) -> Config:
     """Return ``given``, or ``default`` with the fields that are not None changed."""
     names = [field for field, value in fields.items() if value is not None]
     if given is None:
         return default.updated(**fields)
     if names:
         raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
-    return given
+    return as_options(type(default), name, given)
 
 
 def _finish(
@@ -1056,6 +1093,8 @@ def _finish(
 ) -> GenerateOutput:
     """Decode until every row has ended; the streamer receives the prompt first."""
     if streamer is not None:
+        if not hasattr(streamer, "put") or not hasattr(streamer, "end"):
+            raise ValueError(f"streamer must be a Hugging Face streamer; got {streamer!r}")
         if input_ids.shape[0] != 1:
             raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
         streamer.put(input_ids[0].cpu())
@@ -1092,9 +1131,13 @@ def _follow_from_mask(position_ids: Tensor, attention_mask: Tensor) -> bool:
     return bool(((position_ids == expected) | (attention_mask == 0)).all())
 
 
-def _token_ids(ids: int | Sequence[int]) -> list[int]:
-    flat: list[int] = torch.as_tensor(ids).flatten().tolist()
-    return flat
+def _assistant_model() -> PreTrainedModel | None:
+    """Return the assistant model of the calling ``generate``, which does not pass it on."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["assistant_model"]
 
 
 def _split_warpers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from transformers import (
 )
 from transformers.generation import logits_process as hf
 
+from eagle_fsd.model.arguments import name_of
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.random_numbers import Purpose, RandomNumbers, uniform
 from eagle_fsd.model.residual import verify_block, verify_tokens
 from eagle_fsd.model.tree import DraftTree
-from eagle_fsd.model.verify import VerificationInputs
+from eagle_fsd.model.verify import TARGET_FAULT, VerificationInputs
 from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, chunks
+from eagle_fsd.utils.text import one_line
 
 #: Processors that apply sampling options, such as temperature. Hugging Face appends them to the end
 #: of its list.
@@ -80,10 +82,19 @@ class Prefix:
         capacity: Maximum number of tokens added to it.
         row: Index of the prompt in its call.
         rows: Number of prompts in the call.
+        ends: Tokens that end the row, after which processors are not called.
     """
 
-    def __init__(self, ids: Tensor, capacity: int, row: int = 0, rows: int = 1) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        capacity: int,
+        row: int = 0,
+        rows: int = 1,
+        ends: Collection[int] = (),
+    ) -> None:
         self.row, self.rows, self.prompt_length = row, rows, len(ids)
+        self.ends = torch.tensor(list(ends), dtype=torch.long, device=ids.device)
         self._ids, self._length = F.pad(ids, (0, capacity)), len(ids)
 
     @property
@@ -172,13 +183,17 @@ class Sampler:
             prefixes: The tokens of every row; required if :attr:`needs_prefix`.
         """
         raw = processed = Distributions.of(logits)
+        faults = None
+        if self.processors or self.warp is None:
+            faults = torch.zeros_like(tree.tokens)
         if self.processors:
-            processed = Distributions.of(self._process(tree, logits, prefixes))
+            assert faults is not None
+            processed = Distributions.of(self._process(tree, logits, prefixes, faults))
         if self.greedy:
-            return self._greedy_inputs(tree, raw, processed)
+            return self._greedy_inputs(tree, raw, processed, faults)
         assert random is not None
         keys = random.node_keys(tree)
-        warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET))
+        warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
         # There can be more expanded nodes than tree nodes: warp them only where needed.
         draft: Distributions | None = None
         drawn: Tensor | None = tree.tokens
@@ -198,10 +213,12 @@ class Sampler:
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
-        return VerificationInputs(tree, raw, processed, warped, draft, sampled, drawn, uniforms)
+        return VerificationInputs(
+            tree, raw, processed, warped, draft, sampled, drawn, uniforms, faults=faults
+        )
 
     def _greedy_inputs(
-        self, tree: DraftTree, raw: Distributions, processed: Distributions
+        self, tree: DraftTree, raw: Distributions, processed: Distributions, faults: Tensor | None
     ) -> VerificationInputs:
         draft = Distributions.normalized(tree.draft_log_probs)
         drawn = tree.tokens if self.draw_from_draft else None
@@ -210,7 +227,9 @@ class Sampler:
         # Compare the logits themselves: after subtracting the normalizer two different ones can
         # round to the same value.
         sampled = arg_max(processed.logits)
-        return VerificationInputs(tree, raw, processed, processed, draft, sampled, drawn)
+        return VerificationInputs(
+            tree, raw, processed, processed, draft, sampled, drawn, faults=faults
+        )
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
         """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""
@@ -229,37 +248,48 @@ class Sampler:
         """
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
-    def _warp(self, logits: Tensor, points: Tensor) -> tuple[Distributions, Tensor]:
+    def _warp(
+        self, logits: Tensor, points: Tensor, faults: Tensor | None = None
+    ) -> tuple[Distributions, Tensor]:
         """Warp ``[B, N, V]`` logits, and sample with the random numbers ``[B, N]``."""
         if self.warp is not None:
             return self.warp(logits, points)
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
             scores = flat[rows]
-            for warper in self.warpers:
+            for number, warper in enumerate(self.warpers, len(self.processors) + 1):
                 scores = warper(None, scores)
+                if faults is not None:
+                    _mark_faults(faults.view(-1)[rows], scores, number)
             parts.append(scores)
         return Warp()(torch.cat(parts).view_as(logits), points)
 
-    def _process(self, tree: DraftTree, logits: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
+    def _process(
+        self, tree: DraftTree, logits: Tensor, prefixes: Sequence[Prefix], faults: Tensor
+    ) -> Tensor:
+        """Process ``[B, N, V]`` logits, and mark the nodes where no token is left."""
         if self.needs_prefix:
             return torch.stack(
                 [
-                    self._process_row(tree, logits, row, prefix)
+                    self._process_row(tree, logits, row, prefix, faults[row])
                     for row, prefix in enumerate(prefixes)
                 ]
             )
         flat = logits.flatten(0, 1)
-        for item in self.processors:
+        for number, item in enumerate(self.processors, 1):
             flat = item(None, flat)
+            _mark_faults(faults.view(-1), flat, number)
         return flat.view_as(logits)
 
-    def _process_row(self, tree: DraftTree, logits: Tensor, row: int, prefix: Prefix) -> Tensor:
+    def _process_row(
+        self, tree: DraftTree, logits: Tensor, row: int, prefix: Prefix, faults: Tensor
+    ) -> Tensor:
         """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
-        Levels are processed in order, because nodes below a masked token must be skipped: they
-        cannot be emitted, and a constraint may have no continuation for a prefix that it excludes.
-        The processors are Python code that reads tokens, so each level synchronizes with the host.
+        Levels are processed in order, because masked tokens, tokens that end the row and the nodes
+        below them must be skipped: no token is emitted there, and a constraint may have no
+        continuation for such a prefix. The processors are Python code that reads tokens, so each
+        level synchronizes with the host.
         """
         processors = [
             (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
@@ -267,21 +297,30 @@ class Sampler:
         ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
         result = logits[row].clone()
+        goes_on = ~torch.isin(tokens, prefix.ends.to(tokens.device))
         open_ = torch.zeros_like(parents, dtype=torch.bool)
         open_[0] = True
         for depth in range(tree.max_depth + 1):
             if depth:
-                open_ = open_ | (open_[parents] & (result[parents, tokens] > -torch.inf))
+                allowed = result[parents, tokens] > -torch.inf
+                open_ = open_ | (open_[parents] & allowed & goes_on)
             nodes = (open_ & (tree.depths[row] == depth)).nonzero()[:, 0]
             if not len(nodes):
                 break
             before = prefix.ids.to(nodes.device).expand(len(nodes), -1)
             ids = torch.cat([before, paths[nodes, :depth]], 1)
-            scores = logits[row, nodes].clone()
-            for item, first in processors:
+            scores, marks = logits[row, nodes].clone(), faults[nodes]
+            for number, (item, first) in enumerate(processors, 1):
                 scores = item(ids[:, first:], scores)
-            result[nodes] = scores
+                _mark_faults(marks, scores, number)
+            result[nodes], faults[nodes] = scores, marks
         return result
+
+
+def _mark_faults(faults: Tensor, scores: Tensor, number: int) -> None:
+    """Mark the ``[R]`` nodes without a fault where processor ``number`` left no token."""
+    broken = ~scores.amax(-1).isfinite()
+    faults.masked_fill_((faults == 0) & broken, TARGET_FAULT + number)
 
 
 def _check_processor(processor: LogitsProcessor) -> None:
@@ -294,6 +333,32 @@ def _check_processor(processor: LogitsProcessor) -> None:
                 f"{type(processor).__name__} is not supported, because it {problem}: a draft tree"
                 " has several prefixes per step, which are processed in any order"
             )
+
+
+def check_warpers(
+    warpers: Sequence[LogitsProcessor], vocab_size: int, device: torch.device
+) -> None:
+    """Call warpers that are not of Hugging Face once, to reject those that read previous tokens.
+
+    Args:
+        warpers: The warpers.
+        vocab_size: Size of the target's vocabulary.
+        device: Device of the logits.
+
+    Raises:
+        ValueError: One of them fails.
+    """
+    for item in warpers:
+        if isinstance(item, WARPERS):
+            continue
+        try:
+            item(None, torch.zeros(1, vocab_size, device=device))
+        except Exception as error:
+            raise ValueError(
+                f"logits_warper {name_of(item)} fails without previous tokens"
+                f" ({type(error).__name__}: {one_line(error)}); if it reads them, pass it as"
+                " logits_processor"
+            ) from error
 
 
 def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:

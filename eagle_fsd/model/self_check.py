@@ -6,14 +6,15 @@ given, instead of decoding wrongly. It costs three passes over a few tokens.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import threading
+import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.model.attention import folded_queries, query_groups, use_stock_attention
@@ -35,15 +36,17 @@ WINDOW = 4
 MAX_ERROR = 0.01
 MAX_ERROR_SHORT = 0.1
 
-#: Whether the output projection turns the features of each model that passed into its logits.
-_passed: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+#: Attributes of modules that may refer to modules or configurations; others are not copied.
+COPIED = (dict, list, tuple, functools.partial, types.MethodType, nn.Module, PreTrainedConfig)
+
+#: Why the output projection of each model that passed does not turn its features into its logits;
+#: empty if it does.
+_passed: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def check_target(target: Target, projected: bool = True) -> None:
     """Check a target when it is first used; later calls return at once.
-
-    The windows in the model's configuration are shorter for the duration of the check.
 
     Args:
         target: The target, in evaluation mode.
@@ -57,11 +60,9 @@ def check_target(target: Target, projected: bool = True) -> None:
     with _lock:
         if target.model not in _passed:
             _run_check(target, name)
-    if projected and not _passed.get(target.model, True):
-        raise ValueError(
-            f"{name} cannot have a draft head: its logits are not the output projection of its last"
-            " hidden states"
-        )
+    problem = _passed.get(target.model)
+    if projected and problem:
+        raise ValueError(f"{name} cannot have a draft head or be a draft model: {problem}")
 
 
 def _run_check(target: Target, name: str) -> None:
@@ -80,9 +81,11 @@ def _run_check(target: Target, name: str) -> None:
 
 def _compare(target: Target, name: str) -> None:
     """Compare a tree pass with plain passes; raise ``ValueError`` if it fails or differs."""
+    groups = query_groups(target.model)
     try:
-        with _short_windows(target.config), torch.inference_mode():
-            tree_error, projection_error = _errors(target)
+        with torch.inference_mode():
+            checked = _with_short_windows(target)
+            tree_error, features, plain = _run_passes(checked, groups)
     except torch.OutOfMemoryError:
         raise
     except Exception as cause:
@@ -100,32 +103,45 @@ def _compare(target: Target, name: str) -> None:
             " its paths, so the model ignores the attention mask, the position ids or the cache"
             f" that it is given (relative error {tree_error:.2g})"
         )
-    _passed[target.model] = projection_error <= limit
+    _passed[target.model] = _projection_problem(checked, features, plain, limit)
 
 
-@contextmanager
-def _short_windows(config: PreTrainedConfig) -> Iterator[None]:
-    """Clip the windows in a configuration, from which transformers and Target build masks."""
-    windows: dict[str, int] = {
-        field: size
+def _with_short_windows(target: Target) -> Target:
+    """Return a target with windows of at most :data:`WINDOW`, for which the models build masks.
+
+    Other threads may use the model, so the modules and configurations are copies where there are
+    longer windows. They share all tensors.
+    """
+    windows = {
+        field: WINDOW
         for field in WINDOW_FIELDS.values()
-        if (size := getattr(config, field, None)) is not None
+        if (getattr(target.config, field, None) or 0) > WINDOW
     }
-    try:
-        for field, size in windows.items():
-            setattr(config, field, min(size, WINDOW))
-        yield
-    finally:
-        for field, size in windows.items():
-            setattr(config, field, size)
+    if not windows:
+        return target
+    shared: list[object] = [target.layout, target.group]
+    for module in target.model.modules():
+        shared += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        shared += [
+            value
+            for name, value in vars(module).items()
+            if name.endswith("_hooks") or not isinstance(value, COPIED)
+        ]
+    checked = copy.deepcopy(target, {id(item): item for item in shared})
+    checked.config.update(windows)
+    return checked
 
 
-def _errors(target: Target) -> tuple[float, float]:
-    """Return the relative errors of logits, NaN if they are not finite.
+def _run_passes(target: Target, groups: int) -> tuple[float, list[Tensor], list[Tensor]]:
+    """Run a tree pass and plain passes over its paths.
+
+    Args:
+        target: The target.
+        groups: Query heads to fold per key head in the tree pass.
 
     Returns:
-        The error of a tree pass at the tree's median node, and that of the output projection
-        applied to the features of the prompts.
+        The relative error of the logits at the tree's median node, NaN if they are not finite; and
+        for each row the features and the logits of its prompt.
     """
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])
@@ -144,8 +160,7 @@ def _errors(target: Target) -> tuple[float, float]:
     )
     cache = target.new_cache(*shape)
     features = target.prefill(prefixes, 0, cache)
-    lengths = torch.tensor(PREFIXES, device=device)
-    keys, groups = cache.keys(shape[1], device), query_groups(target.model)
+    lengths, keys = torch.tensor(PREFIXES, device=device), cache.keys(shape[1], device)
     with folded_queries(target.model, groups):
         scored = target.forward_tree(tree, lengths, keys, cache, groups=groups).logits
     sequences = [
@@ -156,14 +171,39 @@ def _errors(target: Target) -> tuple[float, float]:
     ]
     logits = target.model(input_ids=torch.stack(sequences), use_cache=False).logits
     plain = logits.to(device).float().unflatten(0, (len(PREFIXES), len(BRANCHES)))
-    tree_errors, projection_errors = [], []
+    errors = []
     for row, length in enumerate(PREFIXES):
         for number, branch in enumerate(BRANCHES):
             expected = plain[row, number, length + 1 : length + 1 + len(branch)]
-            tree_errors.append(_relative_error(scored[row, list(branch)], expected))
-        found = target.project(features[row, :length])
-        projection_errors.append(_relative_error(found, plain[row, 0, :length]))
-    return float(torch.cat(tree_errors).median()), float(torch.cat(projection_errors).median())
+            errors.append(_relative_error(scored[row, list(branch)], expected))
+    return (
+        float(torch.cat(errors).median()),
+        [features[row, :length] for row, length in enumerate(PREFIXES)],
+        [plain[row, 0, :length] for row, length in enumerate(PREFIXES)],
+    )
+
+
+@torch.inference_mode()
+def _projection_problem(
+    target: Target, features: list[Tensor], logits: list[Tensor], limit: float
+) -> str:
+    """Return why the output projection does not turn features into logits; empty if it does."""
+    width, hidden = target.lm_head.weight.shape[-1], features[0].shape[-1]
+    try:
+        found = [target.project(item) for item in features]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        if width != hidden:
+            return (
+                f"its output projection takes vectors of size {width}, but its hidden states have"
+                f" size {hidden}"
+            )
+        return f"its output projection fails ({type(cause).__name__}: {one_line(cause)})"
+    errors = [_relative_error(*pair) for pair in zip(found, logits, strict=True)]
+    if float(torch.cat(errors).median()) <= limit:
+        return ""
+    return "its logits are not the output projection of its last hidden states"
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> Tensor:

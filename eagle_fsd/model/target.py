@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eagle_fsd.model.attention import fold_mask
+from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.tree import DraftTree
 
@@ -86,7 +86,8 @@ class Target:
                 f"{type(model).__name__} has no output projection; it is not a causal LM"
             )
         attention = self.config._attn_implementation
-        if attention not in MASKED_ATTENTION:
+        # Another thread may be decoding with the model.
+        if attention not in (*MASKED_ATTENTION, TREE_ATTENTION):
             raise ValueError(
                 f"attention implementation {attention!r} does not accept a tree mask; load the"
                 f" target with attn_implementation set to one of {', '.join(MASKED_ATTENTION)}"

@@ -34,6 +34,8 @@ from eagle_fsd.model.divergence import LOG_FLOOR
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.vocabulary import Distributions, chunks
 
+#: What :meth:`VerificationInputs.row_faults` returns for the target; processors and warpers follow.
+TARGET_FAULT = 1
 #: Values of ``selection`` that compare whole paths; the others keep one child per node.
 WHOLE_PATHS = ("longest", "priced")
 
@@ -68,6 +70,8 @@ class VerificationInputs:
         uniform: ``[B, N]`` uniform random numbers, independent of ``sampled``. None at temperature
             0, and if the rule does not need them.
         state: ``[B, W]`` float32, the rule's state of every row, see :meth:`AcceptanceRule.start`.
+        faults: ``[B, N]`` which processor or warper left no token at each node, see
+            :meth:`row_faults`; None without any.
     """
 
     tree: DraftTree
@@ -79,11 +83,23 @@ class VerificationInputs:
     drawn: Tensor | None = None
     uniform: Tensor | None = None
     state: Tensor | None = None
+    faults: Tensor | None = None
 
-    @property
-    def broken(self) -> Tensor:
-        """``[B]`` bool: whether a row's logits contain NaN or ``+inf``, or a node has no token."""
-        return (self.raw.log_total + self.warped.log_total).isnan().any(1)
+    def row_faults(self, kept: Verification) -> Tensor:
+        """Find the rows for which no token can be chosen, because logits are NaN or infinite.
+
+        Args:
+            kept: The result of verification. What processors do at other nodes does not matter.
+
+        Returns:
+            ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are broken,
+            ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,
+            returned at the end of the path. Tokens below such a node are never accepted.
+        """
+        if self.faults is None:
+            return (self.raw.log_total + self.warped.log_total).isnan().any(1).long()
+        own = self.faults.gather(1, kept.path).amax(1)
+        return own.masked_fill(self.raw.log_total.isnan().any(1), TARGET_FAULT)
 
     @property
     def peak(self) -> Tensor:

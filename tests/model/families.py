@@ -96,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_head_dim": 24,
         "swa_qk_nope_head_dim": 16,
     },
+    "electra": {"embedding_size": 32},  # as by default, not the hidden size
     "gemma3n_text": {
         "hidden_size_per_layer_input": 16,
         "intermediate_size": 96,
@@ -125,6 +126,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_kv_heads": 1,
         "indexer_n_heads": 4,
     },
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 96},
     "reformer": {"axial_pos_embds": False, "num_buckets": 2},
     "roberta": PADDED,
     "roberta-prelayernorm": PADDED,

@@ -20,6 +20,8 @@ LOG_PROBS = (-0.3, -1.5, -2.5)
 class OracleHead(LevelDrafter):
     """Propose the right token among wrong ones, as a head that reads features but ignores them.
 
+    For a target that can have no head, it is a drafter that reads none.
+
     The right token comes first, second or third, so steps accept zero to many tokens, on varying
     branches. A hidden state of this head is a distribution over the next token.
 
@@ -29,7 +31,7 @@ class OracleHead(LevelDrafter):
         vocab_size: Size of the target's vocabulary.
     """
 
-    reads = (LAST,)
+    reads: tuple[int, ...] = (LAST,)
     vocab_size, feature_size = 0, 0
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -37,7 +39,9 @@ class OracleHead(LevelDrafter):
         self.sequences, self.vocab_size = sequences, vocab_size
 
     def attach(self, target: Target) -> OracleHead:
-        self.feature_size = target.hidden_size
+        if target.lm_head.weight.shape[1] != target.hidden_size:
+            self.reads = ()
+        self.feature_size = len(self.reads) * target.hidden_size
         return self
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
@@ -58,8 +62,8 @@ class OracleHead(LevelDrafter):
         _mask: Tensor,
         cache: _RowCache,
     ) -> Tensor:
-        """Predict the token that follows the pair of a feature at ``positions`` and a token."""
-        index = (positions + 2).clamp_max(self.sequences.shape[1] - 1)
+        """Predict the token after one at ``positions``, or after its pair with a feature there."""
+        index = (positions + 1 + len(self.reads)).clamp_max(self.sequences.shape[1] - 1)
         right = self.sequences[cache.order[: len(index)]].gather(1, index)
         first = right - RANKS[index % len(RANKS)]
         log_probs = torch.full((*index.shape, self.vocab_size), -20.0)

@@ -136,6 +136,13 @@ def test_overlapping_passes_keep_the_selection_until_the_last_ends() -> None:
     assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, during)
 
 
+def test_model_can_be_wrapped_while_another_thread_decodes_with_it() -> None:
+    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
+    with folded_queries(model, 2):
+        pair = EagleFSD(model, None)
+    assert pair.generate(prompt(6), max_new_tokens=2, method="ar").sequences.shape == (1, 8)
+
+
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
     """The self-check finds it, and decoding goes on with masks of the usual size."""
     model = tiny_target(num_attention_heads=4, num_key_value_heads=2)

@@ -22,8 +22,23 @@ from pairs import (
     tiny_target,
     untrained_head,
 )
+from transformers import (
+    LogitsProcessor,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+)
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD, Prompt, SamplingConfig
+from eagle_fsd.model.acceptance import RULES, MarginRule
+
+
+class ReadingWarper(LogitsProcessor):
+    """Reads previous tokens, which a warper does not get."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + input_ids.shape[1]
+
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"threshold": -0.1}, "threshold must be a number of at least 0; got -0.1"),
@@ -75,6 +90,72 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(1, 3)}, r"shape of input_ids, \(1, 5\); got \(1, 3\)"),
     ({"attention_mask": [[1] * 5]}, r"attention_mask must be a tensor \[B, S\]; got a list"),
     ({"attention_mask": torch.zeros(1, 5)}, "empty prompt"),
+    ({"rule": "margn"}, "rule must be one of fsd, typical, .*; got 'margn'"),
+    ({"rule": "margin", "threshold": 0.2}, "rule 'margin' takes no threshold; got 0.2"),
+    ({"rule": MarginRule}, "rule must be an AcceptanceRule or the name of one; got <class"),
+    ({"acceptance": {"treshold": 0.1}}, "unknown option treshold; the options are threshold"),
+    ({"acceptance": "margin"}, "acceptance must be of type AcceptanceConfig or dict; got 'margin'"),
+    ({"sampling": {"top_p": 2.0}}, r"top_p must be a number in \(0, 1\]; got 2.0"),
+    ({"sampling": AcceptanceConfig()}, "sampling must be of type SamplingConfig or dict; got Acc"),
+    ({"eos_token_id": 1.5}, r"eos_token_id must be an integer in \[-2147483648, .*; got 1.5"),
+    ({"eos_token_id": True}, "eos_token_id must be an integer in .*; got True"),
+    ({"eos_token_id": [3, "</s>"]}, "eos_token_id must be an integer in .*; got '</s>'"),
+    ({"eos_token_id": {3, None}}, "eos_token_id must be an integer in .*; got None"),
+    ({"eos_token_id": torch.ones(2)}, "eos_token_id must be an integer in .*; got 1.0"),
+    ({"pad_token_id": "x"}, r"pad_token_id must be an integer in \[-2147483648, .*; got 'x'"),
+    ({"pad_token_id": 2**70}, r"pad_token_id must be an integer in .*; got 1180591620717411303424"),
+    ({"pad_token_id": True}, "pad_token_id must be an integer in .*; got True"),
+    ({"prefix_cache": True}, "prefix_cache must be a PrefixCache; got True"),
+    ({"stopping_criteria": [5]}, "stopping_criteria must be a Hugging Face object .*; got 5"),
+    ({"logits_processor": "x"}, "logits_processor must be a Hugging Face object .*; got 'x'"),
+    ({"logits_processor": [TopKLogitsWarper]}, "logits_processor must be .*; got <class"),
+    (
+        {"logits_warper": ReadingWarper(), "temperature": 1.0},
+        "logits_warper ReadingWarper fails without previous tokens .* pass it as logits_processor",
+    ),
+]
+#: Arguments of ``generate_many``.
+BAD_BATCHES: list[tuple[Any, dict[str, Any], str]] = [
+    ([[5.9, 7.2]], {}, r"a prompt must be a sequence of integers; got \[5.9, 7.2\]"),
+    ([np.array([5.0, 7.0])], {}, r"a prompt must be a sequence of integers; got array"),
+    ([[True, False]], {}, "a prompt must be a sequence of integers; got"),
+    ([[1, None]], {}, "a prompt must be a sequence of integers; got"),
+    ([[[1], [2, 3]]], {}, "a prompt must be a sequence of integers; got"),
+    ([prompt(5)], {}, r"a prompt must be a sequence of integers; got int64 of shape \(1, 5\)"),
+    ([5, 7], {}, "a prompt must be a sequence of integers; got 5"),
+    (["three"], {}, "a prompt must be a sequence of integers; got 'three'"),
+    ("three", {}, "prompts must be several prompts; got 'three'"),
+    (Prompt([5]), {}, "prompts must be several prompts; got <"),
+    ([Prompt([5], prefix_cache=True)], {}, "a batch keeps its own caches; leave prefix_cache out"),
+    ([[5]], {"max_batch": 1.5}, "max_batch must be an integer of at least 1; got 1.5"),
+    ([[5]], {"max_batch": True}, "max_batch must be an integer of at least 1; got True"),
+    ([[5]], {"pad_token_id": "x"}, "pad_token_id must be an integer in .*; got 'x'"),
+]
+PENALTY = RepetitionPenaltyLogitsProcessor(1.5)
+#: Options in other forms, and in the form that the documentation names first.
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"rule": "margin 0.8"}, {"rule": RULES["margin 0.8"]}),
+    (
+        {"rule": "margin 0.8", "acceptance": {"max_fuzzy_nats": 1.0}},
+        {"acceptance": AcceptanceConfig(rule="margin 0.8", max_fuzzy_nats=1.0)},
+    ),
+    ({"acceptance": {"threshold": ACCEPT_ALL}}, {"threshold": ACCEPT_ALL}),
+    (
+        {"sampling": {"temperature": 0.7, "seed": 1}},
+        {"sampling": SamplingConfig(temperature=0.7, seed=1)},
+    ),
+    ({"eos_token_id": set(range(0, 96, 5))}, {"eos_token_id": list(range(0, 96, 5))}),
+    ({"eos_token_id": np.arange(0, 96, 5)}, {"eos_token_id": list(range(0, 96, 5))}),
+    (
+        {"eos_token_id": range(0, 96, 5), "pad_token_id": np.int32(7)},
+        {"eos_token_id": list(range(0, 96, 5)), "pad_token_id": 7},
+    ),
+    ({"stopping_criteria": MaxLengthCriteria(11)}, {"stopping_criteria": [MaxLengthCriteria(11)]}),
+    ({"logits_processor": PENALTY}, {"logits_processor": (PENALTY,)}),
+    (
+        {"logits_warper": TopKLogitsWarper(3), "temperature": 1.0, "seed": 1},
+        {"logits_warper": [TopKLogitsWarper(3)], "temperature": 1.0, "seed": 1},
+    ),
 ]
 
 
@@ -87,6 +168,34 @@ def test_invalid_arguments_raise_one_line(
     with pytest.raises(ValueError, match=message) as error:
         getattr(random_pair(), method)(**arguments)
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(("prompts", "options", "message"), BAD_BATCHES)
+def test_invalid_batches_raise_one_line(
+    prompts: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        list(random_pair().generate_many(prompts, 4, **options))
+    assert str(error.value).isprintable()
+
+
+def test_invalid_streamer_raises_one_line() -> None:
+    with pytest.raises(ValueError, match="streamer must be a Hugging Face streamer; got True"):
+        random_pair().generate(prompt(5), max_new_tokens=4, streamer=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "usual"), FORMS)
+def test_options_may_have_other_forms(given: dict[str, Any], usual: dict[str, Any]) -> None:
+    pair, (ids, mask) = aligned_pair(), batch()
+    found = pair.generate(ids, mask, 16, **given).sequences
+    assert torch.equal(found, pair.generate(ids, mask, 16, **usual).sequences)
+    assert not torch.equal(found, pair.generate(ids, mask, 16).sequences)
+
+
+def test_prompts_may_have_other_forms() -> None:
+    forms = [(5, 7), [np.int64(5), torch.tensor(7)], np.array([5, 7], np.int16), range(5, 8, 2)]
+    found = list(aligned_pair().generate_many([[5, 7], *forms], 8))
+    assert [item.tokens for item in found] == [found[0].tokens] * 5
 
 
 @pytest.mark.parametrize("name", ["treshold", "num_beams"])

@@ -304,7 +304,7 @@ class _ReadingRule(ExactRule):
     reads: ClassVar[list[bool]] = []
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        self.reads.append(bool(inputs.broken.any()))
+        self.reads.append(bool(inputs.raw.log_total.isnan().any()))
         return super().gate(inputs)
 
 

@@ -337,6 +337,7 @@ def test_padding_token_inside_a_prompt_is_read() -> None:
     [
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"assistant_early_exit": 1}, "assisted generation"),
+        ({"assistant_model": tiny_target()}, "assisted generation"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"dola_layers": "low"}, "dola generation"),
         ({"force_words_ids": [[5]]}, "constrained beam search"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -303,23 +304,61 @@ def test_memory_of_all_rows_is_allocated_at_once() -> None:
     assert engine_.cache is before
 
 
-def test_broken_logits_end_one_answer_only() -> None:
-    """The other answers of the batch go on; generate_many raises the error."""
+class Break(LogitsProcessor):
+    """Return one value for every token once the text has ten tokens."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, self.value) if input_ids.shape[1] > 9 else scores
+
+
+class BreakAlways(LogitsProcessor):
+    """Return NaN, which a warper may only do for every prefix."""
+
+    def __call__(self, input_ids: object, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"logits_processor": Break(math.nan)}, "Break"),
+        ({"logits_processor": [*PENALTY, Break(-math.inf), *PENALTY]}, "Break"),
+        ({"logits_processor": [*PENALTY, Break(math.inf)], "method": "ar"}, "Break"),
+        ({"logits_processor": Break(math.nan), "temperature": 1.0, "seed": 2}, "Break"),
+        (
+            {"logits_processor": PENALTY, "logits_warper": BreakAlways(), "temperature": 1.0},
+            "BreakAlways",
+        ),
+    ],
+)
+def test_processor_that_leaves_no_token_fails_its_answer_only(
+    options: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error names it, after all other answers, also of prompts read later."""
     pair = aligned_pair()
-
-    class Break(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(scores, torch.nan) if input_ids.shape[1] > 9 else scores
-
+    items = [
+        Prompt(prompt(4, number)[0], **(options if number == 1 else {})) for number in range(4)
+    ]
+    found = []
+    message = f"no token can be chosen: {name} returned NaN or infinite scores, or -inf for every"
+    with pytest.raises(FloatingPointError, match=message) as error:
+        found.extend(pair.generate_many(items, 20, max_batch=2))  # extend keeps what came before
+    assert str(error.value).isprintable()
+    assert f"prompt 1 failed: {error.value}" in caplog.text
+    assert sorted(item.index for item in found) == [0, 2, 3]
+    for item in found:
+        expected = pair.generate(prompt(4, item.index), max_new_tokens=20).sequences[0, 4:]
+        assert item.tokens == expected.tolist()
     batch = pair.batch(2)
-    broken = batch.add(pair.request(prompt(4)[0], 20, logits_processor=[Break()]))
-    other = batch.add(pair.request(prompt(4)[0], 20))
+    answer = batch.add(pair.request(items[1].ids, 20, **options))
     while len(batch):
         batch.step()
-    assert isinstance(broken.error, FloatingPointError)
-    assert other.tokens == pair.generate(prompt(4), max_new_tokens=20).sequences[0, 4:].tolist()
-    with pytest.raises(FloatingPointError):
-        list(pair.generate_many([prompt(4)[0]], 20, logits_processor=[Break()]))
+    assert str(answer.error) == str(error.value)
+    if "logits_warper" not in options:
+        assert len(answer.tokens) == 6
 
 
 def test_prompts_are_read_as_rows_become_free() -> None:
@@ -338,7 +377,7 @@ def test_prompts_are_read_as_rows_become_free() -> None:
 
 def test_invalid_arguments_are_rejected() -> None:
     pair = aligned_pair()
-    with pytest.raises(ValueError, match="max_batch must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="max_batch must be an integer of at least 1; got 0"):
         list(pair.generate_many([[1, 2]], max_batch=0))
     with pytest.raises(ValueError, match="empty prompt"):
         list(pair.generate_many([[1, 2], []]))

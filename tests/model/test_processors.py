@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -264,6 +265,33 @@ def test_constrained_decoding_matches_hugging_face_when_the_draft_violates_it(
         pair.model, ids, new=12, custom_generate=pair.custom_generate, **options
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_dead_ends_outside_the_answer_do_not_matter(value: float, method: str) -> None:
+    """Hugging Face's loop never asks for prefixes beside the answer or beyond its end."""
+    pair, ids = aligned_pair(), prompt(6, 3)
+    free = greedy_reference(pair.model, ids, new=16)[0].tolist()
+    dead: set[tuple[int, ...]] = set()
+
+    def only_the_answer(input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, prefix in enumerate(input_ids.tolist()):
+            if prefix != free[: len(prefix)]:
+                dead.add(tuple(prefix))
+                scores[row] = value
+        return scores
+
+    options = {"logits_processor": only_the_answer, "method": method}
+    assert pair.generate(ids, None, 16, **options).sequences[0].tolist() == free
+    assert bool(dead) == (method == "fsd")
+    assert any(list(prefix[: len(free)]) == free for prefix in dead) == (method == "fsd")
+    del free[12:]
+    dead.clear()
+    out = pair.generate(ids, None, 16, eos_token_id=free[11], **options)
+    assert out.sequences[0].tolist() == free
+    assert not any(list(prefix[:12]) == free for prefix in dead)
 
 
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])

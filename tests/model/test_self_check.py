@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from families import tiny_model
 from pairs import (
     greedy_reference,
     new_random_pair,
@@ -13,9 +16,9 @@ from pairs import (
     untrained_head,
 )
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import DraftModel, EagleFSD, EagleHead, NGramDrafter
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -60,6 +63,43 @@ def test_target_that_ignores_the_window_is_rejected() -> None:
     model.config.sliding_window = 4096
     _reject(model, "differs from plain passes over its paths")
     assert model.config.sliding_window == 4096
+
+
+def test_other_threads_do_not_see_the_short_window() -> None:
+    """Another thread decodes with the model while a pass of the check is in progress."""
+    model, ids = tiny_target("mistral-wide-window"), prompt(30)
+    expected = greedy_reference(model, ids, new=8)
+    found: list[Tensor] = []
+
+    def decode(*_: object) -> None:
+        handle.remove()
+        thread = threading.Thread(target=lambda: found.append(greedy_reference(model, ids, new=8)))
+        thread.start()
+        thread.join()
+
+    handle = model.model.register_forward_pre_hook(decode)
+    check_target(Target(model))
+    assert torch.equal(found[0], expected)
+    model.config.sliding_window = 4
+    assert not torch.equal(greedy_reference(model, ids, new=8), expected)
+
+
+@pytest.mark.parametrize(("model_type", "size"), [("electra", 32), ("rembert", 96)])
+def test_output_embedding_need_not_have_the_hidden_size(model_type: str, size: int) -> None:
+    """Only a draft head needs that, and is told so."""
+    model, ids = tiny_model(model_type), prompt(9)
+    expected = greedy_reference(model, ids, new=20)
+    for drafter in (NGramDrafter(), DraftModel(tiny_target()), None):
+        pair = EagleFSD(model, drafter, small_tree())
+        out = pair.generate(ids, max_new_tokens=20, method="fsd" if drafter else "ar")
+        assert torch.equal(out.sequences, expected)
+    head = EagleHead(LlamaConfig(vocab_size=96, hidden_size=64, num_attention_heads=4))
+    message = (
+        f"cannot have a draft head .*: its output projection takes vectors of size {size}, but"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        EagleFSD(model, head, small_tree()).generate(ids, max_new_tokens=4)
+    assert str(error.value).isprintable()
 
 
 def test_head_needs_a_target_whose_logits_are_a_projection() -> None:

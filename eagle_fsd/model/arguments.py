@@ -1,0 +1,132 @@
+"""Check and convert the arguments of calls: token ids, prompts, processors, and sets of options."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.text import one_line
+
+Config = TypeVar("Config", bound=Options)
+Item = TypeVar("Item")
+
+#: Default number of prompts that are decoded at once.
+MAX_BATCH = 32
+#: Bounds of token ids, which must fit 32 bits.
+MIN_TOKEN, MAX_TOKEN = -(2**31), 2**31 - 1
+
+
+class CallOptions(Options):
+    """Integer options of a call that belong to no other set of options."""
+
+    max_new_tokens: int = Field(default=256, ge=1, description="Maximum new tokens per row.")
+    details: int | None = Field(
+        default=None, ge=0, description="Alternatives to report for every token."
+    )
+    eos_token_id: int = Field(
+        default=0, ge=MIN_TOKEN, le=MAX_TOKEN, description="Token that ends a row."
+    )
+    pad_token_id: int | None = Field(
+        default=None, ge=MIN_TOKEN, le=MAX_TOKEN, description="Token that fills rows."
+    )
+    max_batch: int = Field(default=MAX_BATCH, ge=1, description="Prompts decoded at once.")
+    max_rows: int = Field(default=MAX_BATCH, ge=1, description="Requests decoded at once.")
+    max_length: int | None = Field(default=None, ge=1, description="Maximum tokens of a row.")
+
+
+def as_options(kind: type[Config], name: str, given: Config | Mapping[str, Any]) -> Config:
+    """Return a set of options, which may be given as a dictionary.
+
+    Args:
+        kind: The class of the options.
+        name: Name of the argument.
+        given: Its value.
+
+    Raises:
+        ValueError: It is neither, or an option is invalid.
+    """
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Mapping):
+        return kind.from_dict(given)
+    raise ValueError(f"{name} must be of type {kind.__name__} or dict; got {_shown(given)}")
+
+
+def as_list(name: str, given: Item | Sequence[Item] | None) -> list[Item]:
+    """Return processors or stopping criteria, which may be given as one or as several.
+
+    Args:
+        name: Name of the argument.
+        given: Its value; None for none.
+
+    Raises:
+        ValueError: One of them is no callable object.
+    """
+    if given is None:
+        return []
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    items: Any = given if several else [given]
+    for item in items:
+        if not callable(item) or isinstance(item, type):
+            raise ValueError(
+                f"{name} must be a Hugging Face object or a list of them; got {_shown(item)}"
+            )
+    return list(items)
+
+
+def end_tokens(given: int | Iterable[int]) -> list[int]:
+    """Return end-of-sequence tokens, which may be given as one, as several or as a set.
+
+    Args:
+        given: The value of ``eos_token_id``.
+
+    Raises:
+        ValueError: One of them is not an integer of 32 bits.
+    """
+    if hasattr(given, "flatten"):  # a tensor or an array
+        given = given.flatten().tolist()
+    several = isinstance(given, (Sequence, Set)) and not isinstance(given, str)
+    items: Iterable[Any] = given if several else [given]  # type: ignore[assignment]
+    ids = [CallOptions.from_dict({"eos_token_id": item}).eos_token_id for item in items]
+    return sorted(ids) if isinstance(given, Set) else ids
+
+
+def prompt_tensor(given: Tensor | Sequence[int]) -> Tensor:
+    """Return the token ids of a prompt as a tensor ``[S]``.
+
+    Args:
+        given: The token ids; an empty prompt is rejected later.
+
+    Raises:
+        ValueError: They are not a sequence of integers.
+    """
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # whatever torch raises
+        ids = torch.empty(())
+    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 1 or (len(ids) and not integers):
+        raise ValueError(f"a prompt must be a sequence of integers; got {_shown(given)}")
+    return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
+
+
+def name_of(item: object) -> str:
+    """Return the name of a function, or of an object's class.
+
+    Args:
+        item: A logits processor or the like.
+    """
+    return str(getattr(item, "__name__", type(item).__name__))
+
+
+def _shown(value: object) -> str:
+    """Return a value on one line, shortened; a tensor as its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return one_line(reprlib.repr(value))
