@@ -411,7 +411,7 @@ class StepGraphs:
 
 #: What the modules were like that functions have been compiled for, and these, by module.
 _versions: weakref.WeakKeyDictionary[
-    nn.Module, tuple[object, dict[Callable[..., Any], Callable[..., Any]]]
+    nn.Module, tuple[object, dict[Callable[..., Any], _Compiled[Any]]]
 ] = weakref.WeakKeyDictionary()
 #: Set while passes are compiled in the background. torch traces with state that threads share.
 _tracing = threading.Event()
