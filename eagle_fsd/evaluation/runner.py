@@ -235,10 +235,12 @@ class Evaluation:
         self.scores = {name: samples[0] for name, samples in scores.items()}
         rows = summarize(list(self.stores), records, self.scores)
         tree, acceptance = self.model.tree, self.model.acceptance
+        share = self.questions[self.process :: self.processes]
+        filled = min(self.config.batch, count * len(share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
         published = [question for question in self.questions if not question.extra]
         for row, method in zip(rows, self.methods, strict=True):
-            row["settings"] = method.describe(self.model)
+            row["settings"] = method.describe(self.model, rows=filled)
             each = (sample_records(records[method.name], sample) for sample in range(count))
             row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
             exact = None if method.name == EXACT.name else scores.get(EXACT.name)

@@ -39,6 +39,8 @@ from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
 from eagle_fsd.evaluation.runner import Evaluation
+from eagle_fsd.evaluation.statistics import is_loss_below
+from eagle_fsd.evaluation.tables import footnote, tree_text
 from eagle_fsd.model.acceptance import RULES
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import Origin
@@ -500,6 +502,16 @@ def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -
     wide, deep = ([record["choices"][0] for record in records] for records in found)
     assert [item["turns"] for item in wide] == [item["turns"] for item in deep]
     assert sum(item["idxs"][0] for item in wide) > sum(item["idxs"][0] for item in deep)
+
+
+def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
+    """Two answers fill a batch of two, and no batch of eight."""
+    single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
+    settings = Settings(exact=single, batch={"2": pairs, "8": eight})
+    for batch, expected in ((1, "8/6/1"), (2, "6/4/1"), (8, "6/4/1")):
+        report = run(tmp_path / str(batch), ["exact"], settings, batch=batch)
+        assert tree_text(report["rows"][0]) == expected
+        assert f"; tree {expected};" in footnote(report)
 
 
 def test_find_methods_drops_duplicates() -> None:
