@@ -111,6 +111,7 @@ class Evaluation:
         )
         self.about = {
             "questions": Path(request.questions).name,
+            "skip": request.skip,
             "count": len(questions),
             "target": request.target or "bundled",
             "drafter": request.drafter or "bundled",
@@ -143,9 +144,10 @@ class Evaluation:
                 self.chat_template.render(question.first_chat(), add_generation_prompt=True)
             except ValueError as error:
                 raise ValueError(f"question {question.question_id!r}: {error}") from error
-        scoring = ("count", "grader")  # answers do not depend on these
+        # Answers do not depend on the grader. They do not depend on the count either, but a bound
+        # that is read again and again while a run grows errs more often than it states.
         inputs = {
-            **{key: value for key, value in self.about.items() if key not in scoring},
+            **{key: value for key, value in self.about.items() if key != "grader"},
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             **self._fingerprints(),
@@ -344,9 +346,8 @@ def evaluate(
     """Answer questions with several methods, and report speed and quality side by side.
 
     Answers and report are written to the request's output folder. An interrupted evaluation resumes
-    there, and a larger count answers only the new questions; answers with other settings or
-    weights are rejected. Under ``accelerate launch`` the
-    processes share the questions.
+    there; another count, and answers with other settings or weights are rejected. Under
+    ``accelerate launch`` the processes share the questions.
 
     Args:
         request: What to evaluate.

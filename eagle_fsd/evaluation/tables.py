@@ -415,8 +415,9 @@ def measurement(report: dict[str, Any]) -> str:
         compiled = ", compiled (answers: not compiled)"
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
+    first = f" after the first {about['skip']}" if about.get("skip") else ""
     return (
-        f"{report['questions']} questions of {about['questions']}, batch size {batch}"
+        f"{report['questions']} questions of {about['questions']}{first}, batch size {batch}"
         f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {threads}{compiled}{shape}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"

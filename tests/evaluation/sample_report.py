@@ -89,6 +89,7 @@ def make_report(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return {
         "about": {
             "questions": "bundled",
+            "skip": 0,
             "count": 100,
             "target": "bundled",
             "drafter": "bundled",
