@@ -163,8 +163,9 @@ def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
     assert len(stopped.drafted) < len(whole.drafted)
 
 
-def planned(*_: Any) -> TreePlan:
+def planned(*_: Any, race_again: bool) -> TreePlan:
     """Every method with a small tree, as if no other one had been predicted."""
+    assert race_again
     methods = [EXACT, *(method for group in fsd_series(GRID).values() for method in group)]
     return plan({method.name: 150.0 - 10 * at for at, method in enumerate(methods)})
 
@@ -230,8 +231,9 @@ GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratio
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreePlan, "make", planned)
-    config = EvaluationConfig(max_new_tokens=12)
-    report = sweep(EvaluationRequest(count=2, out=tmp_path), config, GRID, rules=False)
+    config, stored = EvaluationConfig(max_new_tokens=12), Settings(threshold=0.1, min_ratio=0.0)
+    request = EvaluationRequest(count=2, out=tmp_path)
+    report = sweep(request, config, GRID, rules=False, settings=stored)
     assert report is not None
     names = [item["method"] for item in report["rows"]]
     series = [f"{d} T={t}{r}" for d in ("js", "kl") for r in ("", " r=0.3") for t in (0.1, 0.4)]
@@ -260,7 +262,7 @@ def test_a_sweep_is_judged_in_pairs(
 ) -> None:
     """Exact decoding has a tree of its own here, and is what the others are compared with."""
     stub.reply_with(lambda _: "[[C]]")
-    monkeypatch.setattr(TreePlan, "make", lambda *_: plan({"exact": 100.0, "T=0.4": 120.0}))
+    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: plan({"exact": 100.0, "T=0.4": 120.0}))
     request = pairwise_request(stub, 2, tmp_path / "out")
     grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
     report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
