@@ -41,7 +41,12 @@ from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
-from eagle_fsd.evaluation.report import harness_accuracy, score_records, summarize
+from eagle_fsd.evaluation.report import (
+    harness_accuracy,
+    limit_losses,
+    score_records,
+    summarize,
+)
 from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
@@ -257,6 +262,7 @@ class Evaluation:
             "sessions": sessions,
             "questions": len(self.questions),
             "unscored": self._unscored(),
+            **limit_losses(rows),
             "rows": rows,
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         }
@@ -588,7 +594,7 @@ def _add_judgments(
         arguments = endpoint, evaluation.questions, records, folder, request.judge_parallel
         found: dict[str, dict[str, Any]]
         if request.judge_mode == "pair":
-            pairs = pair_summary(judge_pairs(*arguments, progress))
+            pairs = pair_summary(judge_pairs(*arguments, progress), report["limit_confidence"])
             found = {name: {"pairs": values} for name, values in pairs.items()}
         else:
             found = judge_summary(judge_answers(*arguments, progress))

@@ -147,7 +147,7 @@ def sweep(
             config,
         )
         report["divergences"] = found.summary()
-        limit_losses(report["rows"], len(screened))
+        report |= limit_losses(report["rows"], len(screened))
         report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
         report["trees"] = trees
         report["omitted"] = omitted
