@@ -15,8 +15,8 @@ from eagle_fsd.evaluation.config import EvaluationConfig
 from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import balanced_subset
-from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Row
+from eagle_fsd.evaluation.statistics import confidence_per_test, loss_bound
+from eagle_fsd.evaluation.tables import Row, points_text
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
@@ -78,7 +78,7 @@ def conclusions(
     if not compared or all(row["method"] != "exact" for row in rows):
         return []
     count = len(compared) + dropped
-    level = 1 - (1 - confidence) / count
+    level = confidence_per_test(confidence, count)
     faster = [(row, _loss_bound(row, level)) for row in compared if is_faster(row)]
     settings = f"all {count} settings" if count > 1 else "the setting"
     proof = f"(exact paired bound, {100 * confidence:g}% confidence for {settings})"
@@ -91,10 +91,10 @@ def conclusions(
             sentences.append(f"{start} {_describe(*best)}.")
         else:
             paired = max(row["against_exact"]["paired"] for row in compared)
-            least = 100 * loss_bound(0, 0, paired, level)
+            least = points_text(loss_bound(0, 0, paired, level))
             sentences.append(
                 f"{start} exact decoding; {paired} questions without any difference show a loss of"
-                f" at most {least:.1f} points."
+                f" at most {least} points."
             )
     return sentences
 
@@ -113,7 +113,7 @@ def _describe(row: Row, bound: float) -> str:
         f"{row['method']}, {plain}{row['speed_over_exact']:.2f} times exact decoding;"
         f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
         f" {against['gained']} gained of {against['paired']}), and the loss is at most"
-        f" {100 * max(0.0, bound):.1f} points"
+        f" {points_text(bound)} points"
     )
 
 

@@ -114,7 +114,7 @@ class AnswerStore:
         fingerprint_inputs: Everything all answers depend on: target, head, settings, seed. Existing
             answers made from other values are rejected.
         questions: A fingerprint of each question, by id and in order. Answers to other questions
-            are rejected; there may be more questions than in an earlier run.
+            are rejected.
         process: Index of the process, which determines the part it writes.
         processes: Number of processes.
     """
@@ -179,6 +179,12 @@ class AnswerStore:
             if before.get(key) != now.get(key)
         ]
         if changed:
+            if before.get("count", now.get("count")) != now.get("count"):
+                advice = (
+                    "bounds do not hold for a run that grows, so the number of questions is fixed"
+                    " before the first answer; choose another output folder, and leave out these"
+                    f" questions with --skip {before.get('skip', 0) + before['count']}"
+                )
             raise ValueError(
                 f"{self.path} holds answers with other settings ({'; '.join(changed)}): {advice}"
             )

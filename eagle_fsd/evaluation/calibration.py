@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -59,6 +59,7 @@ from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
@@ -70,11 +71,16 @@ from eagle_fsd.evaluation.runner import (
     on_first_process,
     run_evaluation,
 )
-from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
-from eagle_fsd.evaluation.tables import Row, Table
+from eagle_fsd.evaluation.statistics import (
+    confidence_per_test,
+    is_loss_below,
+    least_questions,
+    loss_bound,
+)
+from eagle_fsd.evaluation.tables import Row, Table, points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
-from eagle_fsd.evaluation.tuning.race import Runner, race
-from eagle_fsd.evaluation.tuning.search import TreePlan, open_workload, shape
+from eagle_fsd.evaluation.tuning.race import race_exact
+from eagle_fsd.evaluation.tuning.search import TIMED_TREES, TreePlan, open_workload, shape
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import SETTINGS_FILE, Settings, TreeConfig
 from eagle_fsd.model.identity import identify
@@ -106,8 +112,14 @@ MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
 #: File with the trees of all settings, and with the ids of the questions of both stages, the names
 #: of the settings to choose from, and whether passes are compiled.
 TREES_FILE, QUESTIONS_FILE = "trees.json", "questions.json"
-#: File with the bounds and the settings to test, fixed before a fresh question is answered.
+#: File with the bounds, the tree of exact decoding and the settings to test, fixed before a fresh
+#: question is answered.
 TESTS_FILE = "tests.json"
+#: Advice where a calibration cannot be resumed.
+OTHER_QUESTIONS = (
+    "choose another output folder, and with --skip or --seed other questions: those that have"
+    " tested a setting must not be tested again"
+)
 #: Values of a row that are measured separately, one batch of questions at a time.
 SPEED_FIELDS = (
     *("tokens_per_second", "latency", "speedup", "speedup_interval"),
@@ -301,21 +313,27 @@ def calibrate(
 
         plan = on_first_process(drop)
 
-    def choose() -> list[Method]:
+    def choose() -> tuple[Method, list[Method]]:
+        fixed = read_tests(folder, bounds)
         model.compiled = config.batch if trees.compiled else 0
-        measured = race_settings(workload, exact, plan, progress)
+        likely = [item.tree for item in engine_trees(trees, EXACT, engine)[:TIMED_TREES]]
+        raced = [TreeConfig(**fixed["exact"])] if fixed else [exact_tree(trees, engine), *likely]
+        best, measured = race_settings(workload, raced, plan, progress)
         for name, row in rows.items():
             row |= measured.get(name, dict.fromkeys(SPEED_FIELDS))
+        rows[EXACT.name]["settings"] = best.describe(model)
         methods = {item.name: item.method for item in plan}
-        compared = [rows[name] for name in methods]
-        names = fix_tests(
-            folder,
-            bounds,
-            lambda: [row["method"] for row in choose_tests(compared, bounds, len(fresh))],
-        )
-        return [methods[name] for name in names]
+        if not fixed:
+            found = choose_tests([rows[name] for name in methods], bounds, len(fresh))
+            fixed = {
+                "bounds": bounds.model_dump(),
+                "exact": best.pair_for(model).tree.model_dump(),
+                "tests": [row["method"] for row in found],
+            }
+            atomic_write(folder / TESTS_FILE, json.dumps(fixed) + "\n")
+        return best, [methods[name] for name in fixed["tests"]]
 
-    tests = on_first_process(choose)
+    exact, tests = on_first_process(choose)
     tested: list[Method] = []
     result: list[Calibration] = []
 
@@ -330,8 +348,8 @@ def calibrate(
         verdicts = [certify(by_name[item.name], bounds, len(tests)) for item in tested]
         method = tested[-1] if verdicts and verdicts[-1].certified else exact
         table = selection_table(list(rows.values()), tests)
-        report["selection"] = list(rows.values())
-        report["tables"] = [table, *([verdict_table(verdicts)] if verdicts else [])]
+        report |= limit_losses(report["rows"], len(tests) - len(tested), bounds.confidence)
+        report["selection"], report["tables"] = list(rows.values()), [table]
         report["conclusions"] = [conclude(verdicts, bounds, len(tests), len(candidates))]
         report["calibration"] = chosen_settings(model, method, exact, verdicts, bounds, report)
         tree = method.pair_for(model).tree
@@ -498,25 +516,29 @@ def drop_settings(
 
 
 def race_settings(
-    workload: Workload, exact: Method, plan: Sequence[Setting], progress: ProgressFactory
-) -> dict[str, Row]:
+    workload: Workload,
+    trees: Sequence[TreeConfig],
+    plan: Sequence[Setting],
+    progress: ProgressFactory,
+) -> tuple[Method, dict[str, Row]]:
     """Measure the speeds of settings, and of exact and plain decoding.
 
     Args:
         workload: The prompts.
-        exact: Exact decoding with its tree.
+        trees: The best trees of exact decoding.
         plan: The settings.
         progress: Reports progress.
 
     Returns:
-        :data:`SPEED_FIELDS` by method, exact decoding first.
+        Exact decoding with the fastest of the trees, with which all are compared, and
+        :data:`SPEED_FIELDS` by method.
     """
-    reference, plain = Runner(exact, workload), Runner(PLAIN, workload)
-    runners = [Runner(item.method, workload) for item in plan]
+    others = [*(item.method for item in plan), PLAIN]
     with progress("measuring speeds") as advance:
-        race([reference, *runners, plain], advance, keep=[reference, *runners, plain])
+        runners = race_exact(workload, trees, others, advance)
+    reference, *_, plain = runners
     found = {}
-    for runner in (reference, *runners, plain):
+    for runner in runners:
         over_exact, over_plain = runner.over(reference), runner.over(plain)
         waits = [seconds for seconds, _ in runner.timings]
         found[runner.method.name] = {
@@ -530,7 +552,7 @@ def race_settings(
             "speed_over_exact": over_exact.value,
             "speed_over_exact_interval": None if runner is reference else over_exact.interval,
         }
-    return found
+    return reference.method, found
 
 
 def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
@@ -608,41 +630,36 @@ def check_folder(
         if json.loads(file.read_text(encoding="utf-8")) != plan:
             raise ValueError(
                 f"{folder} holds a calibration on other questions (or with another --count), with"
-                " other settings to choose from or another --compile: choose another output folder,"
-                " or delete this one"
+                f" other settings to choose from or another --compile: {OTHER_QUESTIONS}"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(file, json.dumps(plan) + "\n")
 
 
-def fix_tests(
-    folder: Path, bounds: LossBounds, choose: Callable[[], Sequence[str]]
-) -> Sequence[str]:
-    """Return the settings to test; if a calibration is resumed, those of its beginning.
+def read_tests(folder: Path, bounds: LossBounds) -> dict[str, Any]:
+    """Return what a calibration that is resumed has fixed: ``exact``, its tree, and ``tests``.
 
-    Speeds are measured again then, and would choose others, whose certificates would add to those
-    of the former.
+    Speeds are measured again then, and would choose other settings, whose certificates would add to
+    those of the former.
 
     Args:
         folder: The output folder.
         bounds: The largest loss to accept.
-        choose: Chooses the settings' names.
+
+    Returns:
+        The contents of :data:`TESTS_FILE`; an empty dictionary if there is none.
 
     Raises:
         ValueError: The folder holds a calibration with other bounds.
     """
     file = folder / TESTS_FILE
     if not file.exists():
-        tests = list(choose())
-        atomic_write(file, json.dumps({"bounds": bounds.model_dump(), "tests": tests}) + "\n")
-        return tests
-    found = json.loads(file.read_text(encoding="utf-8"))
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if found["bounds"] != bounds.model_dump():
-        raise ValueError(
-            f"{folder} holds a calibration with other bounds: choose another output folder"
-        )
-    return list(found["tests"])
+        raise ValueError(f"{folder} holds a calibration with other bounds: {OTHER_QUESTIONS}")
+    return found
 
 
 def remove_questions(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
@@ -678,12 +695,21 @@ def check_questions(
         raise ValueError("these questions have no score, so that a loss cannot be bounded")
     if "code" in kinds and not execute_code:
         raise ValueError("answers with code are scored by running them; use --execute-code")
-    least = 100 * loss_bound(0, 0, len(questions), confidence)
-    if least <= max_drop:
+    least = loss_bound(0, 0, len(questions), confidence)
+    if 100 * least <= max_drop:
         return None
+    advice = "use"
+    if max_drop:
+        needed = [
+            least_questions(max_drop / 100, confidence_per_test(confidence, tests))
+            for tests in range(1, MAX_TESTS + 1)
+        ]
+        advice = (
+            f"{needed[0]} can, {needed[1]} if two settings are tested; use a larger --count, or"
+        )
     return (
-        f"{len(questions)} fresh questions cannot show a loss below {least:.2f} points even if"
-        f" nothing is lost; use more questions, or a --max-drop above {max_drop:g}"
+        f"{len(questions)} fresh questions cannot show a loss below {points_text(least)} points"
+        f" even if nothing is lost; {advice} a --max-drop above {max_drop:g}"
     )
 
 
@@ -766,16 +792,6 @@ def _chance(
     return float(repeats @ np.array(passed, dtype=float)) / DRAWS
 
 
-def confidence_per_test(confidence: float, tests: int) -> float:
-    """Return the confidence of each test, so that all of them together have the stated one.
-
-    Args:
-        confidence: The confidence of all tests together (Bonferroni).
-        tests: Number of tests.
-    """
-    return 1 - (1 - confidence) / tests
-
-
 def _outcomes(row: Row) -> tuple[int, int, int]:
     """Return the numbers of lost, gained and paired questions."""
     against = row["against_exact"]
@@ -799,7 +815,7 @@ def certify(row: Row, bounds: LossBounds, tests: int) -> Verdict:
     level = confidence_per_test(bounds.confidence, tests)
     lost, gained, paired = _outcomes(row)
     passed = is_loss_below(bounds.max_drop / 100, lost, gained, paired, level)
-    return Verdict(row, 100 * loss_bound(lost, gained, paired, level), passed)
+    return Verdict(row, 100 * max(0.0, loss_bound(lost, gained, paired, level)), passed)
 
 
 def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, settings: int) -> str:
@@ -826,18 +842,18 @@ def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, settin
         sentences.append(
             f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
             f" {paired} questions that had no part in its selection, it {_changes(last)}, so that"
-            f" {confidence} it loses at most {last.drop:.2f} points of accuracy relative to exact"
-            " decoding."
+            f" {confidence} it loses at most {points_text(last.drop / 100)} points of accuracy"
+            " relative to exact decoding."
         )
         sentences += [
             f"{item.row['method']} was tested before and is not certified: it {_changes(item)},"
-            f" which shows at most {item.drop:.2f} points, not {allowed}."
+            f" which shows at most {points_text(item.drop / 100)} points, not {allowed}."
             for item in failed
         ]
     else:
         found = "; ".join(
-            f"{item.row['method']} {_changes(item)}, so that it loses at most {item.drop:.2f}"
-            " points"
+            f"{item.row['method']} {_changes(item)}, so that it loses at most"
+            f" {points_text(item.drop / 100)} points"
             for item in failed
         )
         sentences.append(
@@ -888,7 +904,7 @@ def chosen_settings(
     )
     about, dtype = report["about"], model.target.dtype
     copied = (
-        *("questions", "count", "seed", "temperature", "batch", "answer_batch"),
+        *("questions", "skip", "count", "seed", "temperature", "batch", "answer_batch"),
         *("compiled", "max_new_tokens", "template"),
     )
     trees = {1: model.exact_tree, **model.batch_trees, about["batch"]: lossless.tree}
@@ -941,31 +957,16 @@ def selection_table(rows: Sequence[Row], tests: Sequence[Method]) -> Table:
     order = {method.name: number for number, method in enumerate(tests, 1)}
     cells = []
     for row in rows:
-        name, tau, accuracy, changes, speed, over = _cells(row)
-        mark = f" (test {order[row['method']]})" if row["method"] in order else ""
-        cells.append([name + mark, str(row["scored"]), tau, accuracy, changes, speed, over])
+        against, number = row.get("against_exact", {}), order.get(row["method"])
+        cells.append(
+            [
+                row["method"] + (f" (test {number})" if number else ""),
+                str(row["scored"]),
+                f"{row['tau']:.2f}",
+                f"{row['accuracy']:.1%}" if row["accuracy"] is not None else "",
+                f"{against['lost']}/{against['gained']}" if "lost" in against else "",
+                f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else "",
+                f"{row['speed_over_exact']:.2f}" if row["speed_over_exact"] else "",
+            ]
+        )
     return headers, cells
-
-
-def verdict_table(verdicts: Sequence[Verdict]) -> Table:
-    """Return a table of the tested settings and their outcomes.
-
-    Args:
-        verdicts: The verdicts.
-    """
-    headers = ["certificate", "tau", "accuracy", "lost/gained", "tokens/s", "x exact"]
-    headers += ["points lost <="]
-    return headers, [[*_cells(item.row), f"{item.drop:.2f}"] for item in verdicts]
-
-
-def _cells(row: Row) -> list[str]:
-    """Return the cells that both tables share."""
-    against = row.get("against_exact", {})
-    return [
-        row["method"],
-        f"{row['tau']:.2f}",
-        f"{row['accuracy']:.1%}" if row["accuracy"] is not None else "",
-        f"{against['lost']}/{against['gained']}" if "lost" in against else "",
-        f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else "",
-        f"{row['speed_over_exact']:.2f}" if row["speed_over_exact"] else "",
-    ]

@@ -33,6 +33,11 @@ class EvaluationRequest(PairOptions):
         description="Number of questions, spread evenly over the set's categories; default: all"
         " of them. Of the bundled questions: 100; calibrate 2000, tune 32, bench 20.",
     )
+    skip: int = Field(
+        0,
+        ge=0,
+        description="Leave out this many questions, such as those of a run with this --count.",
+    )
     grader: str | None = Field(
         None,
         description="How answers are scored: exact, regex, number, strict-match, flexible-extract,"

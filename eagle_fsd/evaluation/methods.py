@@ -81,11 +81,12 @@ class Method:
         assert end is not None
         return PhaseRule(self.rule, begin, end)
 
-    def describe(self, model: EagleFSD) -> dict[str, Any]:
+    def describe(self, model: EagleFSD, rows: int = 1) -> dict[str, Any]:
         """Return the settings that this method's answers depend on, as JSON values.
 
         Args:
             model: The pair, whose settings the method's override.
+            rows: Number of prompts that are decoded at once, for the shape of the tree.
         """
         if self.decoder == "hf":
             assistant = self.assistant.config._name_or_path if self.assistant else None
@@ -105,7 +106,10 @@ class Method:
             )
             return {"method": repr(rule), **phase, **shape, **others}
         if pair.acceptance == pair.acceptance.overridden(EAGLE_ACCEPTANCE):
-            trees = {str(rows): tree.model_dump() for rows, tree in pair.batch_trees.items()}
+            used = [least for least in sorted(pair.batch_trees) if least <= rows]
+            tree = pair.batch_trees[used[-1]] if used else pair.tree
+            shape = dict(zip(shape, (tree.total_tokens, tree.depth, tree.top_k), strict=True))
+            trees = {str(least): item.model_dump() for least, item in pair.batch_trees.items()}
             batch = {"batch_trees": trees} if trees else {}
             return {"method": "exact", **shape, **adaptive, **batch}
         return {"method": "fsd", **values}

@@ -51,7 +51,12 @@ def add_tradeoff(report: dict[str, Any], folder: Path) -> None:
         report["figures"] = ["tradeoff.png"]
 
 
-def draw_tradeoff(report: dict[str, Any], series: Mapping[str, Sequence[str]], path: Path) -> None:
+def draw_tradeoff(
+    report: dict[str, Any],
+    series: Mapping[str, Sequence[str]],
+    path: Path,
+    marked: str | None = None,
+) -> None:
     """Draw quality against speed, with 95% intervals and the Pareto front.
 
     Each color is a series. Methods of the same rule that are in no series form one, whose color is
@@ -62,6 +67,7 @@ def draw_tradeoff(report: dict[str, Any], series: Mapping[str, Sequence[str]], p
         report: The report of a sweep.
         series: Names of the methods on each line, by the line's label.
         path: The PNG file; an SVG file is written beside it.
+        marked: Name of the method with the settings of ``fsd.json``, which gets a ring.
     """
     known = {point.name: point for point in points(report["rows"])}
     # Baselines are much slower and would compress the rest of the plot.
@@ -72,7 +78,7 @@ def draw_tradeoff(report: dict[str, Any], series: Mapping[str, Sequence[str]], p
         axis.set_xlim(speed_range(list(found.values())))
         axis.set_ylim(quality_range(list(found.values())))
         axis.set_ylabel("accuracy (%)" if scored else "log-probability (nats/token)")
-        _draw_methods(axis, found, series)
+        _draw_methods(axis, found, series, marked)
     axis.set_xlabel("tokens/s, including the prefill")
     if "plain" in known:
         plain = known["plain"].speed
@@ -85,7 +91,10 @@ def draw_tradeoff(report: dict[str, Any], series: Mapping[str, Sequence[str]], p
 
 
 def _draw_methods(
-    axis: Any, found: Mapping[str, Point], series: Mapping[str, Sequence[str]]
+    axis: Any,
+    found: Mapping[str, Point],
+    series: Mapping[str, Sequence[str]],
+    marked: str | None,
 ) -> None:
     """Draw the methods of :func:`draw_tradeoff`, the Pareto front, and the legend."""
     front = pareto_front(list(found.values()))
@@ -119,6 +128,10 @@ def _draw_methods(
         axis.axhline(exact.quality, color=GRAY, linewidth=0.8, zorder=0)
         style = {"marker": "*", "markersize": 15, "color": "black", "linestyle": ""}
         axis.plot([exact.speed], [exact.quality], label="exact", zorder=5, **style)
+    if marked is not None and marked in found:
+        ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "color": "black"}
+        place = [found[marked].speed], [max(found[marked].quality, floor)]
+        axis.plot(*place, linestyle="", zorder=5, label=f"fsd.json: {marked}", **ring)
     axis.plot([], [], "o", color=GRAY, markerfacecolor="white", label="hollow: clearly beaten")
     axis.legend(frameon=False, fontsize=SMALL, loc="best")
     labels.sort(key=lambda item: item[0] not in best)

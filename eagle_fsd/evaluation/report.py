@@ -22,14 +22,15 @@ from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
 from eagle_fsd.evaluation.statistics import (
     Mean,
     Ratio,
+    confidence_per_test,
     loss_bound,
     mcnemar_p,
     proportion_interval,
 )
 from eagle_fsd.model.verify import Origin
 
-#: Probability that any of a report's limits on the loss of accuracy is too low.
-LIMIT_ERROR = 0.05
+#: Probability that all limits of a report on the loss of quality hold.
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -238,37 +239,43 @@ def summarize(
         scores: Whether each answer is correct, by method and question.
 
     Returns:
-        A row per method, with the limits of :func:`limit_losses`.
+        A row per method.
     """
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", "exact", "hf")]
-    rows = [found[name].as_row(*references) for name in methods]
-    limit_losses(rows)
-    return rows
+    return [found[name].as_row(*references) for name in methods]
 
 
-def limit_losses(rows: Sequence[dict[str, Any]], dropped: int = 0) -> None:
+def limit_losses(
+    rows: Sequence[dict[str, Any]], others: int = 0, confidence: float = CONFIDENCE
+) -> dict[str, float]:
     """Bound the difference of every method from exact decoding, of all methods at once.
 
     ``against_exact`` gets ``loss_limit``, an exact upper limit on the loss of accuracy, and its
-    ``agreement`` gets ``changed_limit``, one on the share of changed answers. With 95% confidence,
-    the limits of a kind hold for all methods (Bonferroni).
+    ``agreement`` gets ``changed_limit``, one on the share of changed answers. The error probability
+    is divided among the methods (Bonferroni).
 
     Args:
         rows: Rows of a report.
-        dropped: Number of methods that were dropped after comparing them on the same questions.
+        others: Number of further methods that are compared on the same questions: those that were
+            dropped, or whose test was planned and not necessary.
+        confidence: Confidence that the limits of a kind hold for all methods.
+
+    Returns:
+        Values of the report: ``confidence``, and ``limit_confidence``, that of each limit.
     """
     compared = [
         row["against_exact"]
         for row in rows
         if "against_exact" in row and row["method"] not in BASELINES
     ]
+    level = confidence_per_test(confidence, max(1, len(compared) + others))
     for against in compared:
-        level = 1 - LIMIT_ERROR / (len(compared) + dropped)
         if "lost" in against:
             counts = (against[name] for name in ("lost", "gained", "paired"))
             against["loss_limit"] = loss_bound(*counts, level)
         against["agreement"]["changed_limit"] = changed_limit(against["agreement"], level)
+    return {"confidence": confidence, "limit_confidence": level}
 
 
 def score_records(

@@ -41,7 +41,12 @@ from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
-from eagle_fsd.evaluation.report import harness_accuracy, score_records, summarize
+from eagle_fsd.evaluation.report import (
+    harness_accuracy,
+    limit_losses,
+    score_records,
+    summarize,
+)
 from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
@@ -111,6 +116,7 @@ class Evaluation:
         )
         self.about = {
             "questions": Path(request.questions).name,
+            "skip": request.skip,
             "count": len(questions),
             "target": request.target or "bundled",
             "drafter": request.drafter or "bundled",
@@ -143,9 +149,10 @@ class Evaluation:
                 self.chat_template.render(question.first_chat(), add_generation_prompt=True)
             except ValueError as error:
                 raise ValueError(f"question {question.question_id!r}: {error}") from error
-        scoring = ("count", "grader")  # answers do not depend on these
+        # Answers do not depend on the grader. They do not depend on the count either, but a bound
+        # that is read again and again while a run grows errs more often than it states.
         inputs = {
-            **{key: value for key, value in self.about.items() if key not in scoring},
+            **{key: value for key, value in self.about.items() if key != "grader"},
             "dtype": str(model.target.dtype),
             "device": model.target.device.type,
             **self._fingerprints(),
@@ -235,10 +242,12 @@ class Evaluation:
         self.scores = {name: samples[0] for name, samples in scores.items()}
         rows = summarize(list(self.stores), records, self.scores)
         tree, acceptance = self.model.tree, self.model.acceptance
+        share = self.questions[self.process :: self.processes]
+        filled = min(self.config.batch, count * len(share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
         published = [question for question in self.questions if not question.extra]
         for row, method in zip(rows, self.methods, strict=True):
-            row["settings"] = method.describe(self.model)
+            row["settings"] = method.describe(self.model, rows=filled)
             each = (sample_records(records[method.name], sample) for sample in range(count))
             row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
             exact = None if method.name == EXACT.name else scores.get(EXACT.name)
@@ -253,6 +262,7 @@ class Evaluation:
             "sessions": sessions,
             "questions": len(self.questions),
             "unscored": self._unscored(),
+            **limit_losses(rows),
             "rows": rows,
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         }
@@ -342,9 +352,8 @@ def evaluate(
     """Answer questions with several methods, and report speed and quality side by side.
 
     Answers and report are written to the request's output folder. An interrupted evaluation resumes
-    there, and a larger count answers only the new questions; answers with other settings or
-    weights are rejected. Under ``accelerate launch`` the
-    processes share the questions.
+    there; another count, and answers with other settings or weights are rejected. Under
+    ``accelerate launch`` the processes share the questions.
 
     Args:
         request: What to evaluate.
@@ -585,7 +594,7 @@ def _add_judgments(
         arguments = endpoint, evaluation.questions, records, folder, request.judge_parallel
         found: dict[str, dict[str, Any]]
         if request.judge_mode == "pair":
-            pairs = pair_summary(judge_pairs(*arguments, progress))
+            pairs = pair_summary(judge_pairs(*arguments, progress), report["limit_confidence"])
             found = {name: {"pairs": values} for name, values in pairs.items()}
         else:
             found = judge_summary(judge_answers(*arguments, progress))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -139,6 +140,33 @@ def is_loss_below(
     if loss >= 1.0:
         return True
     return count > 0 and _LossTest.of(lost, gained, count, confidence).excess(loss) <= 0
+
+
+def least_questions(loss: float, confidence: float = 0.95) -> int:
+    """Return how many questions show that a loss is small enough if no answer changes.
+
+    Args:
+        loss: The largest loss as a fraction, above 0.
+        confidence: As for :func:`loss_bound`.
+    """
+
+    def suffice(count: int) -> bool:
+        return is_loss_below(loss, 0, 0, count, confidence)
+
+    count = 1
+    while not suffice(count):
+        count *= 2
+    return bisect_left(range(count), True, lo=count // 2, key=suffice)
+
+
+def confidence_per_test(confidence: float, tests: int) -> float:
+    """Return the confidence of each test, so that all of them together have the stated one.
+
+    Args:
+        confidence: The confidence of all tests together (Bonferroni).
+        tests: Number of tests.
+    """
+    return 1 - (1 - confidence) / tests
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def sweep(
     """Evaluate every setting of a grid, and draw quality against speed.
 
     Writes ``tradeoff``, ``divergence``, ``accepted`` and, for greedy answers, ``regret`` beside the
-    report, as PNG and SVG.
+    report, as PNG and SVG. In ``tradeoff``, the settings of the pair's ``fsd.json`` have a ring.
 
     Args:
         request: What to evaluate.
@@ -106,7 +106,7 @@ def sweep(
         questions = requested_questions(request, config.seed)
         check_request(request, config, [EXACT, *methods], questions)
     model = load_share(request, settings)
-    model.acceptance = given_acceptance(settings)
+    stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
     workload = open_workload(model, raced, request, config)
 
@@ -115,7 +115,13 @@ def sweep(
 
     plan = on_first_process(
         lambda: TreePlan.make(
-            workload, methods, folder / TREES_FILE, progress, compiles, request.compiled
+            workload,
+            methods,
+            folder / TREES_FILE,
+            progress,
+            compiles,
+            request.compiled,
+            race_again=True,
         )
     )
     request = request.updated(compiled=plan.compiled)
@@ -141,7 +147,7 @@ def sweep(
             config,
         )
         report["divergences"] = found.summary()
-        limit_losses(report["rows"], len(screened))
+        report |= limit_losses(report["rows"], len(screened))
         report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
         report["trees"] = trees
         report["omitted"] = omitted
@@ -152,7 +158,8 @@ def sweep(
             label: [method.name for method in group if method.name in names]
             for label, group in series.items()
         }
-        draw_tradeoff(report, lines, folder / "tradeoff.png")
+        own = [item.name for item in kept if item.pair_for(model).acceptance == stored]
+        draw_tradeoff(report, lines, folder / "tradeoff.png", own[0] if own else None)
         draw_divergences(found, grid.thresholds, report, folder / "divergence.png")
         draw_positions(report, folder / "accepted.png")
         draw_trees(trees, folder / "trees.png", report)

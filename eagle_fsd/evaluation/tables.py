@@ -35,7 +35,9 @@ def speed_table(rows: Sequence[Row]) -> Table:
             "method": row["method"],
             "tokens/s": _number(row["tokens_per_second"], ".1f"),
             "x plain": _number(row["speedup"], ".2f"),
-            "x exact": _speed_over_exact(row),
+            "x exact": _number(row["speed_over_exact"], ".2f")
+            if row["method"] == "exact"
+            else _with_interval(row, "speed_over_exact", ".2f"),
             "x hf": _number(row.get("speed_over_hf"), ".2f"),
             "tau": _number(row["tau"], ".2f"),
             "median s": _number((row["latency"] or {}).get("median"), ".3f"),
@@ -66,7 +68,7 @@ def quality_table(rows: Sequence[Row]) -> Table:
                 "n": str(row["scored"] or row["answers"]),
                 "accuracy": _with_interval(row, "accuracy", ".1%"),
                 "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
-                "loss <=": "" if limit is None else f"{100 * max(0.0, limit):.1f} points",
+                "loss <=": "" if limit is None else f"{points_text(limit)} points",
                 "nats/token": _number(row["log_likelihood"], ".3f"),
                 "vs exact": _with_interval(against, "log_likelihood_change", "+.3f"),
             }
@@ -196,14 +198,6 @@ def tree_text(row: Row) -> str:
     settings = row.get("settings") or {}
     names = ("total_tokens", "depth", "tree_top_k")
     return "/".join(str(settings[name]) for name in names) if names[0] in settings else ""
-
-
-def _speed_over_exact(row: Row) -> str:
-    """Format the speed relative to exact decoding, with half the width of its interval."""
-    value, interval = row["speed_over_exact"], row["speed_over_exact_interval"]
-    if value is None or interval is None or row["method"] == "exact":
-        return _number(value, ".2f")
-    return f"{value:.2f} ± {(interval[1] - interval[0]) / 2:.2f}"
 
 
 def phase_table(rows: Sequence[Row]) -> Table:
@@ -415,12 +409,13 @@ def measurement(report: dict[str, Any]) -> str:
         compiled = ", compiled (answers: not compiled)"
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
+    first = f" after the first {about['skip']}" if about.get("skip") else ""
     return (
-        f"{report['questions']} questions of {about['questions']}, batch size {batch}"
+        f"{report['questions']} questions of {about['questions']}{first}, batch size {batch}"
         f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
         f" {_machine(report)}, {threads}{compiled}{shape}; torch {versions['torch']},"
         f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
-        f" revision {', '.join(revisions)}. Intervals are 95%."
+        f" revision {', '.join(revisions)}."
     )
 
 
@@ -430,7 +425,7 @@ def footnote(report: dict[str, Any]) -> str:
     Args:
         report: The report.
     """
-    about, sentences = report["about"], [measurement(report)]
+    about, sentences = report["about"], [measurement(report), "Intervals are 95%."]
     if about["template"]:
         sentences.append(f"FastChat template {about['template']}.")
     if about["system"]:
@@ -460,8 +455,11 @@ def footnote(report: dict[str, Any]) -> str:
         sentences.append("MiB is the process's peak memory.")
     sentences.append("Seconds (s) are per answer.")
     if any("loss_limit" in row.get("against_exact", {}) for row in report["rows"]):
+        both, each = (100 * report[name] for name in ("confidence", "limit_confidence"))
+        every = f" ({each:.4g}% for each)" if each > both else ""
         sentences.append(
-            "Limits on the loss of accuracy are exact, at 95% confidence for all methods at once."
+            f"Limits on the loss of accuracy are exact, at {both:.4g}% confidence for all methods"
+            f" at once{every}."
         )
     if any(row.get("phase_shares") for row in report["rows"]):
         sentences.append("Phases are shares of the decoding time, without the prefill.")
@@ -510,6 +508,15 @@ def _look_up(value: Any, path: Sequence[str]) -> Any:
             return None
         value = value[int(key)] if key.isdigit() else value.get(key)
     return value
+
+
+def points_text(loss: float) -> str:
+    """Format an upper bound on a loss of accuracy in percentage points, rounded up, at least 0.
+
+    Args:
+        loss: The bound as a fraction.
+    """
+    return f"{math.ceil(10000 * max(0.0, loss)) / 100:.2f}"
 
 
 def _number(value: float | None, form: str) -> str:

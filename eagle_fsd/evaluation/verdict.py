@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_fsd.evaluation.analysis import MARGINS, comparable_rows, is_faster
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
-from eagle_fsd.evaluation.tables import Row, tree_text
+from eagle_fsd.evaluation.tables import Row, points_text, tree_text
 
 #: Estimated loss of accuracy up to which a method may be shown where no bound is small enough.
 MAX_SHOWN_LOSS = 0.01
@@ -92,21 +92,20 @@ def _quality(row: Row, sampled: bool) -> str:
     against = row["against_exact"]
     pairs = (row.get("judge") or {}).get("pairs")
     if "loss_limit" in against:
-        limit = 100 * max(0.0, against["loss_limit"])
         return (
             f"of {against['paired']} questions it loses {against['lost']} and gains"
             f" {against['gained']}, so that with 95% confidence its loss of accuracy is at most"
-            f" {limit:.1f} points"
+            f" {points_text(against['loss_limit'])} points"
         )
     if pairs:
-        limit = 100 * max(0.0, pairs["loss_limit"])
         unclear = ""
         if count := pairs["unclear"]:
             unclear = f", and is unclear about {count}, which count{'s' * (count == 1)} as worse"
         return (
             f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
             f" {pairs['won']} better{unclear}, so that with 95% confidence the share of worse"
-            f" answers exceeds that of better ones by at most {limit:.1f} points"
+            f" answers exceeds that of better ones by at most {points_text(pairs['loss_limit'])}"
+            " points"
         )
     found = against["agreement"]
     if sampled or not found["answers"]:

@@ -90,7 +90,9 @@ def test_generate_prints_the_answer_of_one_process(sampled: bool, run: Run) -> N
 @pytest.mark.slow
 def test_evaluate_resumes_and_writes_the_answers_of_one_process(run: Run, tmp_path: Path) -> None:
     together, alone = tmp_path / "together", tmp_path / "alone"
-    assert run("evaluate", "--count", 2, *EVALUATE, "--out", together)[0] == 0
+    assert run("evaluate", "--count", 4, *EVALUATE, "--out", together)[0] == 0
+    for file in together.glob("*.jsonl"):
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
     kept = read_jsonl(together / "exact.jsonl")
     report = split("evaluate", "--count", 4, *EVALUATE, "--out", together)
     assert run("evaluate", "--count", 4, *EVALUATE, "--out", alone)[0] == 0

@@ -18,6 +18,7 @@ def make_row(
     row: dict[str, Any] = {
         "method": method,
         "answers": 100,
+        "tokens": 1000,
         "scored": 100 if scored else 0,
         "failed": 0,
         "cut_off": 0,
@@ -89,6 +90,7 @@ def make_report(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return {
         "about": {
             "questions": "bundled",
+            "skip": 0,
             "count": 100,
             "target": "bundled",
             "drafter": "bundled",
@@ -113,6 +115,8 @@ def make_report(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
         "sessions": {"a": {"environment": environment}},
         "questions": 100,
         "unscored": None,
+        "confidence": 0.95,
+        "limit_confidence": 0.95,
         "rows": rows,
         "written": "2026-01-02 03:04:05",
         **values,

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sample_report import make_report, make_row
 from stub_judge import StubJudge, pairwise_request
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.evaluation import calibration, engines
+from eagle_fsd.evaluation import calibration, engines, methods
 from eagle_fsd.evaluation.calibration import (
     MAX_TESTS,
+    SPEED_FIELDS,
     Setting,
     add_rows,
     calibrate,
@@ -31,12 +35,12 @@ from eagle_fsd.evaluation.calibration import (
     check_questions,
     choose_tests,
     conclude,
-    confidence_per_test,
     count_unscored_as_wrong,
     drop_settings,
     exact_tree,
-    fix_tests,
     plan_settings,
+    race_settings,
+    read_tests,
     remove_questions,
     split_questions,
 )
@@ -46,17 +50,19 @@ from eagle_fsd.evaluation.config import (
     EvaluationRequest,
     LossBounds,
 )
+from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method, rule_method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.runner import ANSWER_SHARE
-from eagle_fsd.evaluation.statistics import is_loss_below, loss_bound
-from eagle_fsd.evaluation.tables import footnote
+from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
+from eagle_fsd.evaluation.tables import footnote, points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
+from eagle_fsd.utils.progress import no_progress
 
 Run = Callable[..., tuple[int, str, str]]
 QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
@@ -195,7 +201,7 @@ def test_the_conclusion_states_the_bound() -> None:
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
         " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
-        f" {good.drop:.2f} points of accuracy relative to exact decoding."
+        f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
     )
     assert good.certified
     assert not bad.certified
@@ -204,7 +210,7 @@ def test_the_conclusion_states_the_bound() -> None:
         "Exact decoding: nothing is certified to lose at most 1 points of accuracy relative to"
         " exact decoding. On 1000 questions that had no part in the selection, with 95%"
         " confidence: b lost 12 answers and gained 1, so that it loses at most"
-        f" {bad.drop:.2f} points."
+        f" {points_text(bad.drop / 100)} points."
     )
     assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
 
@@ -219,12 +225,13 @@ def test_the_conclusion_of_several_tests_states_the_confidence_of_each() -> None
     assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
     assert (
         "fast was tested before and is not certified: it lost 12 answers and gained 1, which shows"
-        f" at most {bad.drop:.2f} points, not 1 points."
+        f" at most {points_text(bad.drop / 100)} points, not 1 points."
     ) in found
     assert "Each of up to 2 tests has a confidence of 97.5%" in found
     found = conclude([bad, worse], BOUNDS, 2, 9)
     assert found.startswith("Exact decoding: nothing is certified")
-    assert f"gained 1, so that it loses at most {bad.drop:.2f} points; lossy lost 20" in found
+    bound = points_text(bad.drop / 100)
+    assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
     assert "97.5%" in found
 
 
@@ -415,9 +422,12 @@ def test_rows_without_a_score_are_rejected() -> None:
 def test_questions_are_checked_before_they_are_answered() -> None:
     scored = [Question(number, "c", ("?",), "number", "1") for number in range(100)]
     assert check_questions(3.0, 0.95, scored, False) is None
-    warning = check_questions(0.5, 0.95, scored, False)
-    assert warning is not None
-    assert "100 fresh questions cannot show a loss below 2.96 points" in warning
+    assert check_questions(0.5, 0.95, scored, False) == (
+        "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600 can,"
+        " 745 if two settings are tested; use a larger --count, or a --max-drop above 0.5"
+    )
+    assert loss_bound(0, 0, 744, 0.975) > 0.005 >= loss_bound(0, 0, 745, 0.975)
+    assert "; use a --max-drop above 0" in str(check_questions(0.0, 0.95, scored, False))
     with pytest.raises(ValueError, match="have no score"):
         check_questions(0.5, 0.95, [Question(0, "c", ("?",))], False)
     code = [Question(0, "c", ("?",), "code", "")]
@@ -428,10 +438,35 @@ def test_questions_are_checked_before_they_are_answered() -> None:
 
 def test_tests_are_fixed_before_fresh_questions_are_answered(tmp_path: Path) -> None:
     bounds = LossBounds(max_drop=1.0)
-    assert fix_tests(tmp_path, bounds, lambda: ["b", "a"]) == ["b", "a"]
-    assert fix_tests(tmp_path, bounds, lambda: ["c"]) == ["b", "a"]
-    with pytest.raises(ValueError, match="other bounds: choose another output folder"):
-        fix_tests(tmp_path, LossBounds(max_drop=2.0), lambda: ["c"])
+    assert not read_tests(tmp_path, bounds)
+    fixed = {"bounds": bounds.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
+    (tmp_path / "tests.json").write_text(json.dumps(fixed))
+    assert read_tests(tmp_path, bounds) == fixed
+    with pytest.raises(ValueError, match="other bounds: choose another output folder, and with -"):
+        read_tests(tmp_path, LossBounds(max_drop=2.0))
+
+
+def test_the_fastest_tree_of_exact_decoding_is_the_reference() -> None:
+    """Whichever tree won the race at the beginning of the search."""
+    seconds = {48: 1.07, 24: 1.0, None: 4.0, 12: 0.5}
+    raced: list[int | None] = []
+
+    def decode(_: object, method: Method, *__: int) -> tuple[list[Any], float]:
+        size = method.tree.total_tokens if method.tree else None
+        raced.append(size)
+        answer = SimpleNamespace(tokens=[0], stats=SimpleNamespace(steps=1))
+        return [answer], seconds[size]
+
+    config = SimpleNamespace(batch=1)
+    prompts: Any = SimpleNamespace(groups=8, config=config, pair=lambda: None, decode=decode)
+    slow, fast = (TreeConfig(total_tokens=n, depth=8, top_k=4) for n in (48, 24))
+    setting = Setting(Method("a", tree=TREE), "a", 2.0)
+    best, found = race_settings(prompts, [slow, fast, slow], [setting], no_progress)
+    assert best.tree == fast
+    assert found["a"]["speed_over_exact"] == pytest.approx(2.0)
+    assert found["exact"]["speed_over_exact_interval"] is None
+    assert raced[4:8] == [48, 24, 12, None]  # in turn, after each has warmed up
+    assert raced.count(48) == raced.count(12) == 9
 
 
 def test_used_questions_are_removed_whatever_their_ids() -> None:
@@ -487,7 +522,8 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     (folder / "trees.json").touch()
     check_folder(folder, *split_questions(questions[:20]), names, None)
     for count, settings, compiled in ((40, names, None), (20, names[:1], None), (20, names, True)):
-        with pytest.raises(ValueError, match=r"another --count.* choose another output folder"):
+        words = r"another --count.* output folder, and with --skip or --seed other questions"
+        with pytest.raises(ValueError, match=words):
             check_folder(folder, *split_questions(questions[:count]), settings, compiled)
 
 
@@ -546,7 +582,7 @@ TREE, EXACT_TREE = (
 def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """One setting, which is selected however its speed is measured."""
     method = Method("T=0.05 r=0.3 tree 12-10-1", {"threshold": 0.05, "min_ratio": 0.3}, tree=TREE)
-    monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, {}))
+    monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, {"exact": []}))
     settings = [Setting(method, "T=0.05 r=0.3", 1.5)]
     monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
     monkeypatch.setattr(calibration, "choose_tests", lambda rows, *_: rows)
@@ -602,15 +638,16 @@ def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
     """The answers, which are decoded in batches, are not."""
     raced: list[int] = []
 
-    def race_settings(workload: Workload, *_: object) -> dict[str, dict[str, Any]]:
+    def race_settings(workload: Workload, *_: object) -> tuple[Method, dict[str, Any]]:
         raced.append(workload.model.compiled)
-        return {}
+        return replace(methods.EXACT, tree=EXACT_TREE), {}
 
     def make(*arguments: Any) -> TreePlan:
-        _, methods, *_, compiles, compiled = arguments
-        planned = TreePlan(EXACT_TREE, dict.fromkeys(["exact", *(m.name for m in methods)], ()))
+        _, candidates, *_, compiles, compiled = arguments
+        names = ["exact", *(method.name for method in candidates)]
         assert compiled is asked
-        return replace(planned, compiled=compiles([methods[0], *methods]))
+        plan = TreePlan(EXACT_TREE, dict.fromkeys(names, ()))
+        return replace(plan, compiled=compiles([candidates[0], *candidates]))
 
     def trial(model: EagleFSD, tokens: float, trees: int) -> bool:
         assert (tokens, trees) == (5 * 1 * 200 * ANSWER_SHARE, 2)  # plain decoding and one tree
@@ -627,6 +664,32 @@ def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
     assert {item["compiled"] for item in found.report["sessions"].values()} == {False}
     assert found.report["calibration"]["about"]["compiled"] is True
     assert ", compiled (answers: not compiled);" in footnote(found.report)
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "planned")
+def test_a_report_shows_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the confidence of each of two tests, the second of which is not necessary."""
+
+    def run_evaluation(*arguments: Any) -> dict[str, Any]:
+        rows = [make_row(method.name, 1.0, lost=1) for method in arguments[2]]
+        report = make_report(rows)
+        arguments[5].on_report(None, report)
+        return report
+
+    settings = [Setting(Method(name, tree=TREE), name, 1.5) for name in ("a", "b")]
+    speeds = {name: {key: make_row(name, 1.5)[key] for key in SPEED_FIELDS} for name in ("a", "b")}
+    exact = replace(methods.EXACT, tree=EXACT_TREE)
+    monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
+    monkeypatch.setattr(calibration, "race_settings", lambda *_: (exact, speeds))
+    monkeypatch.setattr(calibration, "run_evaluation", run_evaluation)
+    request = EvaluationRequest(count=10, out=tmp_path)
+    found = calibrate(request, LossBounds(max_drop=20.0, confidence=0.8), CONFIG, GRID)
+    assert found is not None
+    assert found.chosen == "a"
+    text, bound = report_text(found.report), f"{points_text(loss_bound(1, 0, 100, 0.9))} points"
+    assert f"loses at most {bound} of accuracy" in found.conclusion
+    assert re.findall(r"[0-9.]+ points", text) == [bound, bound]  # sentence and table
+    assert "at 80% confidence for all methods at once (90% for each)." in text
 
 
 @pytest.mark.slow

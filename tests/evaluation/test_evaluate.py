@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import json
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
-from eagle_fsd.evaluation.answer_store import Session
+from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session
 from eagle_fsd.evaluation.answering import Answerer, answer_log_probs
 from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.evaluation.methods import (
@@ -39,6 +41,8 @@ from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
 from eagle_fsd.evaluation.runner import Evaluation
+from eagle_fsd.evaluation.statistics import is_loss_below
+from eagle_fsd.evaluation.tables import footnote, tree_text
 from eagle_fsd.model.acceptance import RULES
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.verify import Origin
@@ -293,19 +297,41 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     assert "The answers come from 2 sessions" in (tmp_path / "report.md").read_text()
 
 
-def test_a_larger_count_answers_only_the_new_questions(tmp_path: Path) -> None:
-    run(tmp_path, ["exact", "fsd"], request={"count": 1})
-    before = read_jsonl(tmp_path / "exact.jsonl")
-    report = run(tmp_path, ["exact", "fsd"], request={"count": 3})
-    after = read_jsonl(tmp_path / "exact.jsonl")
-    assert after[:1] == before
-    assert [record["question_id"] for record in after] == [0, 1, 2]
-    assert [row["answers"] for row in report["rows"]] == [3, 3]
-    assert len({record["session"] for record in after}) == 2
-    run(tmp_path / "whole", ["exact"], request={"count": 3})
-    whole = read_jsonl(tmp_path / "whole" / "exact.jsonl")
-    turns = [[record["choices"][0]["turns"] for record in found] for found in (after, whole)]
-    assert turns[0] == turns[1]
+def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path) -> None:
+    """A setting that loses exactly the margin is shown to lose at most that in 5% of the runs.
+
+    A user looks at 100 questions, and as long as the bound exceeds the margin, asks for 100 more.
+    With 3,000 runs, the standard deviation of the share is 0.4 points; a share above the stated
+    error plus five of them has a probability below 1e-6. Runs of up to 500 questions that grow in
+    the same folder would err in 10%.
+    """
+    questions, looks = bundled_questions(500), []
+
+    def store(count: int) -> AnswerStore:
+        request, config = EvaluationRequest(), EvaluationConfig()
+        grown = Evaluation(model, questions[:count], [EXACT], request, config, tmp_path)
+        grown.open()
+        return grown.stores["exact"]
+
+    for count in range(100, 501, 100):
+        with contextlib.suppress(ValueError):
+            choice = {name: [0] for name in CHOICE_LISTS}
+            record = {"question_id": 0, "session": "a", "batch": 0, "choices": [choice]}
+            store(count).append(record)
+            looks.append(count)
+    loss, samples = 0.05, 3000
+    random = np.random.default_rng(0)
+    parts = random.multinomial(100, [loss + 0.01, 0.01, 0.98 - loss], (samples, 5))
+    outcomes = parts.cumsum(1)[..., :2]
+    passed = np.zeros(samples, dtype=bool)
+    for count in looks:
+        found, index = np.unique(outcomes[:, count // 100 - 1], axis=0, return_inverse=True)
+        holds = [is_loss_below(loss, int(lost), int(gained), count) for lost, gained in found]
+        passed |= np.array(holds)[index.ravel()]
+    assert 0.01 < passed.mean() <= 0.05 + 5 * 0.004
+    assert looks == [100]
+    with pytest.raises(ValueError, match=r"fixed before the first answer; .* --skip 100$"):
+        store(500)
 
 
 def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, tmp_path: Path) -> None:
@@ -500,6 +526,16 @@ def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -
     wide, deep = ([record["choices"][0] for record in records] for records in found)
     assert [item["turns"] for item in wide] == [item["turns"] for item in deep]
     assert sum(item["idxs"][0] for item in wide) > sum(item["idxs"][0] for item in deep)
+
+
+def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
+    """Two answers fill a batch of two, and no batch of eight."""
+    single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
+    settings = Settings(exact=single, batch={"2": pairs, "8": eight})
+    for batch, expected in ((1, "8/6/1"), (2, "6/4/1"), (8, "6/4/1")):
+        report = run(tmp_path / str(batch), ["exact"], settings, batch=batch)
+        assert tree_text(report["rows"][0]) == expected
+        assert f"; tree {expected};" in footnote(report)
 
 
 def test_find_methods_drops_duplicates() -> None:

@@ -88,7 +88,7 @@ def test_every_answer_is_compared_in_both_orders(
     assert first["g1_user_prompt"] == "Q write A fsd write B exact write"
     assert first["g2_user_prompt"] == "Q write A exact write B fsd write"
     assert (first["g1_winner"], first["g2_winner"]) == ("model_1", "model_1")
-    summary = pair_summary(found)
+    summary = pair_summary(found, 0.95)
     assert summary["plain"] | {"loss_limit": None} == {
         **{"questions": 4, "won": 0, "tied": 4, "lost": 0, "unclear": 0, "loss_limit": None}
     }
@@ -111,7 +111,7 @@ def test_unclear_replies_count_as_losses_in_the_limit(
     stub.reply_with(lambda _: "Both are fine.")
     found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert {item.outcome for item in found if item.model == "fsd"} == {None}
-    summary = pair_summary(found)["fsd"]
+    summary = pair_summary(found, 0.95)["fsd"]
     expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
     assert summary == {**expected, "loss_limit": loss_bound(4, 0, 4)}
 
@@ -149,7 +149,7 @@ def test_the_turns_of_a_question_count_as_one() -> None:
         comparison(4, 1, "A", "B"),  # won, then unclear
         comparison(4, 2, "A", "?"),
     ]
-    summary = pair_summary(found)["fsd"]
+    summary = pair_summary(found, 0.95)["fsd"]
     names = ("questions", "won", "tied", "lost", "unclear")
     assert [summary[name] for name in names] == [4, 1, 1, 1, 1]
     assert summary["loss_limit"] == loss_bound(2, 1, 4)

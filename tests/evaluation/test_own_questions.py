@@ -345,6 +345,11 @@ def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
         assert (len(few), len(more)) == (2, 4)
         by_id = {item.question_id: item for item in more}
         assert all(by_id[item.question_id] == item for item in few)
+        others = requested_questions(request(name, few_shot=3, count=2, skip=2))
+        assert {item.question_id for item in [*few, *others]} == by_id.keys()
+        if name != "bundled":
+            with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
+                requested_questions(request(name, few_shot=3, skip=6))
     solution = bundled_questions(1)[0]
     assert few[0].opening()[0]["content"] == solution.turns[0]
     assert few[0].opening()[1]["content"] == solution.answer

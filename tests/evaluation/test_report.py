@@ -10,7 +10,7 @@ import pytest
 from sample_report import make_report, make_row
 
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.report import harness_accuracy, summarize
+from eagle_fsd.evaluation.report import harness_accuracy, limit_losses, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import (
     agreement_table,
@@ -73,7 +73,8 @@ def test_figures_of_known_answers() -> None:
         "exact": {0: True, 1: True},
         "fsd": {0: False, 1: True},
     }
-    plain, exact, fuzzy = summarize(list(records), records, scores)
+    plain, exact, fuzzy = rows = summarize(list(records), records, scores)
+    limit_losses(rows)
     assert plain["tokens_per_second"] == 1.5
     assert exact["speedup"] == pytest.approx(4.0 / 1.5)
     assert exact["speed_over_exact"] == 1.0
@@ -93,7 +94,6 @@ def test_figures_of_known_answers() -> None:
     assert fuzzy["against_exact"]["agreement"]["identical"] == 2  # token ids, not texts
     assert fuzzy["regret"]["per_token"] == pytest.approx(0.25)
     assert fuzzy["latency"] == {"median": 1.5, "p95": 1.5}
-    rows = [plain, exact, fuzzy]
     headers, cells = speed_table(rows)
     assert headers == [
         "method",
@@ -105,7 +105,8 @@ def test_figures_of_known_answers() -> None:
         "p95 s",
         "MiB",
     ]
-    assert cells[2][:3] == ["fsd", "6.0", "4.00"]
+    assert cells[2][:4] == ["fsd", "6.0", "4.00", f"1.50 ({low:.2f} to {high:.2f})"]
+    assert cells[1][3] == "1.00"
     text = markdown(*quality_table(rows))
     assert "| fsd | 2 | 50.0% ± 40.5% | 1/0 |" in text
     headers, cells = agreement_table(rows)
@@ -132,10 +133,13 @@ def test_limits_on_the_loss_hold_at_once() -> None:
         for name in ("plain", "exact", "a", "b")
     }
     scores: dict[str, Any] = {name: dict.fromkeys(range(4), True) for name in records}
-    plain, _, a, b = summarize(list(records), records, scores)
+    plain, _, a, b = rows = summarize(list(records), records, scores)
+    limits = limit_losses(rows)
     assert "loss_limit" not in plain["against_exact"]
     assert a["against_exact"]["loss_limit"] == b["against_exact"]["loss_limit"]
     assert a["against_exact"]["loss_limit"] == loss_bound(0, 0, 4, 0.975)
+    words = "are exact, at 95% confidence for all methods at once (97.5% for each)."
+    assert words in footnote(make_report([make_row("fsd", 1.5)], **limits))
 
 
 def test_lost_and_gained_answers_are_counted() -> None:

@@ -30,8 +30,10 @@ from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import Loaded
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.sweep import screen, slow_methods, sweep
+from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
+from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.progress import no_progress
 
@@ -74,10 +76,10 @@ def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
         " for all 4 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
         " points (10 lost, 0 gained of 100), and the loss is at most "
     )
-    bound = 100 * loss_bound(4, 2, 100, 1 - 0.05 / 4)
+    bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 4))
     assert ": d, 2.60 times plain decoding" in narrow
     assert narrow.endswith(
-        f"-2.0 points (4 lost, 2 gained of 100), and the loss is at most {bound:.1f} points."
+        f"-2.0 points (4 lost, 2 gained of 100), and the loss is at most {bound} points."
     )
     assert conclusions([item for item in ROWS if item["method"] != "exact"]) == []
 
@@ -94,7 +96,7 @@ def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
 def test_conclusions_fall_back_to_exact_decoding(other: dict[str, Any]) -> None:
     (found,) = conclusions([ROWS[1], other], margins=(0.05,))
     assert "for the setting): exact decoding; 100 questions without any difference show" in found
-    assert found.endswith("a loss of at most 3.0 points.")
+    assert found.endswith("a loss of at most 2.97 points.")
 
 
 def test_dropped_settings_count_in_the_bounds() -> None:
@@ -108,7 +110,7 @@ def test_dropped_settings_count_in_the_bounds() -> None:
         assert found["changed_limit"] == changed_limit(found, level)
         (sentence,) = conclusions(rows, margins=(0.5,), dropped=dropped)
         assert f"for all {2 + dropped} settings" in sentence
-        assert f"at most {100 * loss_bound(2, 1, 100, level):.1f} points" in sentence
+        assert f"at most {points_text(loss_bound(2, 1, 100, level))} points" in sentence
 
 
 def test_fewer_questions_never_recommend_a_worse_setting() -> None:
@@ -163,8 +165,9 @@ def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
     assert len(stopped.drafted) < len(whole.drafted)
 
 
-def planned(*_: Any) -> TreePlan:
+def planned(*_: Any, race_again: bool) -> TreePlan:
     """Every method with a small tree, as if no other one had been predicted."""
+    assert race_again
     methods = [EXACT, *(method for group in fsd_series(GRID).values() for method in group)]
     return plan({method.name: 150.0 - 10 * at for at, method in enumerate(methods)})
 
@@ -230,8 +233,9 @@ GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratio
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreePlan, "make", planned)
-    config = EvaluationConfig(max_new_tokens=12)
-    report = sweep(EvaluationRequest(count=2, out=tmp_path), config, GRID, rules=False)
+    config, stored = EvaluationConfig(max_new_tokens=12), Settings(threshold=0.1, min_ratio=0.0)
+    request = EvaluationRequest(count=2, out=tmp_path)
+    report = sweep(request, config, GRID, rules=False, settings=stored)
     assert report is not None
     names = [item["method"] for item in report["rows"]]
     series = [f"{d} T={t}{r}" for d in ("js", "kl") for r in ("", " r=0.3") for t in (0.1, 0.4)]
@@ -244,8 +248,12 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
     text = (tmp_path / "report.md").read_text()
     assert all(sentence in text for sentence in report["conclusions"])
     assert "| tokens per pass | >= 1 |" in text
+    assert "<!-- fsd.json: js T=0.1 -->" in (tmp_path / "tradeoff.svg").read_text()
     for name in ("tradeoff", "trees", "divergence", "accepted", "regret"):
         assert f"![{name}.png]({name}.png)" in text
+        shows = "95% intervals" in (tmp_path / f"{name}.svg").read_text()
+        assert shows == (name == "tradeoff")
+        assert "Intervals" not in (tmp_path / f"{name}.svg").read_text()
         assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
         with Image.open(tmp_path / f"{name}.png") as picture:
             about = json.loads(picture.text["Description"])
@@ -260,7 +268,7 @@ def test_a_sweep_is_judged_in_pairs(
 ) -> None:
     """Exact decoding has a tree of its own here, and is what the others are compared with."""
     stub.reply_with(lambda _: "[[C]]")
-    monkeypatch.setattr(TreePlan, "make", lambda *_: plan({"exact": 100.0, "T=0.4": 120.0}))
+    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: plan({"exact": 100.0, "T=0.4": 120.0}))
     request = pairwise_request(stub, 2, tmp_path / "out")
     grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
     report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)

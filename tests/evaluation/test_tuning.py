@@ -47,6 +47,7 @@ from eagle_fsd.evaluation.tuning.tune import (
     BatchTree,
     Tuning,
     _product_speedup,
+    race_again,
     tries_bfloat16,
     tune,
     tuned_settings,
@@ -323,7 +324,7 @@ class TimedRunner(Runner):
         super().__init__(Method(name, tree=shape), prompts)
 
     def warm_up(self) -> None:
-        assert not self.timings
+        self.timings.clear()
 
     def answer(self, group: int) -> None:
         assert group == len(self.timings)
@@ -377,6 +378,21 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
     assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
     assert set(rows[0]["over"]) == {"plain", "next"}
     assert json.dumps(won.as_dict())
+
+
+def test_the_best_trees_of_exact_decoding_are_raced_once_more() -> None:
+    """In turn with those of FSD: the first race was disturbed, and a slower tree won it."""
+    exact, fsd = finished_race(2.0, 1.0, 1.1), finished_race(2.0, 0.5, 0.6)
+    disturbed, best = exact.trees
+    disturbed.seconds, best.seconds = 1.1, 1.0
+    assert {"exact", "plain"} == {item.method.name for item in exact.finalists}
+    turns: list[tuple[int, int]] = []
+    race_again(exact, fsd, lambda *at: turns.append(at))
+    assert turns[-1] == (5 * 32, 5 * 32)
+    assert exact.trees == [best, disturbed]
+    assert [fsd.references["exact"], fsd.references["plain"]] == [best, exact.finalists[-1]]
+    assert fsd.finalists[2:] == [best, exact.finalists[-1]]
+    assert "2.0" in fsd.sentence().partition(" as fast as exact")[0]
 
 
 def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
@@ -447,6 +463,31 @@ def test_the_best_trees_are_chosen_by_measured_steps(
     assert (plan.exact, plan.compiled) == (long.tree, True)
     assert rounds[long.tree] == 3 * search.TIMED_ROUNDS
     assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan  # from the file
+
+
+def test_trees_of_exact_decoding_are_raced_again_after_all_trees_are_known(
+    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, rival, fast = tree(48, 8, 4), tree(24, 10, 2), tree(12, 10, 1)
+    likely = {"exact": (rival, 200.0), "a": (fast, 300.0), "b": (fast, 250.0)}
+    plan = {name: [Candidate(item, 3.0, speed)] for name, (item, speed) in likely.items()}
+    raced: list[tuple[str, TreeConfig | None]] = []
+
+    def race_exact(_: Workload, trees: Any, others: Sequence[Method], *__: Any) -> list[Any]:
+        raced.extend([*(("exact", item) for item in trees), *((m.name, m.tree) for m in others)])
+        return [SimpleNamespace(method=replace(EXACT, tree=rival)), None]
+
+    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
+    monkeypatch.setattr(search, "predict_trees", lambda *_: plan)
+    monkeypatch.setattr(search, "step_seconds", lambda *_: 0.01)
+    monkeypatch.setattr(search, "race_exact", race_exact)
+    monkeypatch.setattr(TreeRace, "run", lambda *_: None)
+    monkeypatch.setattr(TreeRace, "tree", first)
+    methods = Method("a"), Method("b")
+    arguments = workload(model, 2), methods, tmp_path / "trees.json", no_progress
+    found = [TreePlan.make(*arguments, race_again=True) for _ in range(2)]
+    assert [item.exact for item in found] == [rival, rival]
+    assert raced == [("exact", first), ("exact", rival), ("a", fast)]  # not when it is resumed
 
 
 # -- the command -----------------------------------------------------------------------------------

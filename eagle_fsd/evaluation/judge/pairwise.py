@@ -23,15 +23,13 @@ from eagle_fsd.evaluation.judge.client import (
     judgment_file,
 )
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
-from eagle_fsd.evaluation.methods import BASELINES, EXACT
+from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.chat_api import Endpoint
 
 #: The reply recorded for identical answers, about which the judge is not asked.
 IDENTICAL = "The answers are identical. [[C]]"
-#: Probability that any method's limit is too low.
-LIMIT_ERROR = 0.05
 
 
 @dataclass(frozen=True)
@@ -138,36 +136,35 @@ def judge_pairs(
     return ask(endpoint, wanted, judgment_file(out, judge, "pair"), parallel, progress)
 
 
-def pair_summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
+def pair_summary(comparisons: Sequence[Comparison], confidence: float) -> dict[str, dict[str, Any]]:
     """Summarize the comparisons of each method.
 
     The turns of a question count as one: the method wins if it wins more of them than it loses.
 
     Args:
         comparisons: The comparisons of all methods.
+        confidence: Confidence of each method's limit.
 
     Returns:
         For each method ``questions`` (their number), ``won``, ``tied``, ``lost`` and ``unclear``,
         the number of questions of which any comparison has no outcome; and ``loss_limit``, an exact
         upper limit on the share of questions lost minus that of questions won, in which unclear
-        questions count as lost. With 95% confidence, the limits of all methods but the baselines
-        hold at once.
+        questions count as lost.
     """
     outcomes: dict[str, dict[int | str, list[int | None]]] = defaultdict(lambda: defaultdict(list))
     for item in comparisons:
         outcomes[item.model][item.question_id].append(item.outcome)
-    tested = sum(name not in BASELINES for name in outcomes)
     summary = {}
     for model, found in outcomes.items():
         clear = [sum(turn or 0 for turn in turns) for turns in found.values() if None not in turns]
         won, lost = sum(value > 0 for value in clear), sum(value < 0 for value in clear)
-        unclear, level = len(found) - len(clear), 1 - LIMIT_ERROR / max(1, tested)
+        unclear = len(found) - len(clear)
         summary[model] = {
             "questions": len(found),
             "won": won,
             "tied": len(clear) - won - lost,
             "lost": lost,
             "unclear": unclear,
-            "loss_limit": loss_bound(lost + unclear, won, len(found), level),
+            "loss_limit": loss_bound(lost + unclear, won, len(found), confidence),
         }
     return summary

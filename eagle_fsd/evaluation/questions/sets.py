@@ -166,7 +166,8 @@ def requested_questions(
     every question as a user's and an assistant's message, and are not asked themselves.
 
     Args:
-        request: The request.
+        request: The request. The questions that it skips are those that a request without ``skip``
+            and with so large a count selects.
         seed: As for :func:`find_questions`.
         progress: Reports a download.
 
@@ -180,12 +181,17 @@ def requested_questions(
     name, shots = request.questions, request.few_shot or 0
     count = None
     if name in GENERATED_SETS:
-        count = (request.count or DEFAULT_BUNDLED_COUNT) + shots
+        count = request.skip + (request.count or DEFAULT_BUNDLED_COUNT) + shots
     questions = find_questions(name, count, seed, progress, grader)
     suitable = [item for item in questions if len(item.turns) == 1 and _solution(item)]
     examples = suitable[:shots]
     shown = {item.question_id for item in examples}
     rest = [item for item in questions if item.question_id not in shown]
+    if request.skip:
+        skipped = {item.question_id for item in balanced_subset(rest, request.skip)}
+        rest = [item for item in rest if item.question_id not in skipped]
+        if not rest:
+            raise QuestionSetError(f"--skip {request.skip} leaves no question of {name!r}")
     if len(examples) < shots or not rest:
         raise QuestionSetError(
             f"--few-shot {shots} requires {shots + 1} questions, {shots} of them with one turn and"

@@ -7,14 +7,15 @@ speed affect all of them alike; their speeds are compared on the prompts that al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.statistics import Ratio
 from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.progress import Progress
 
@@ -24,7 +25,7 @@ FIRST_ROUND = 4
 FINALISTS = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Runner:
     """A candidate in a race.
 
@@ -100,10 +101,9 @@ def race(
         The candidates that answered all prompts, fastest first.
     """
     total = runners[0].workload.groups
-    kept = [id(runner) for runner in keep]
     active = list(runners)
-    sizes = round_sizes(len(active) - len(kept), total)
-    work = _answers(len(active), len(kept), sizes)
+    sizes = round_sizes(len(active) - len(keep), total)
+    work = _answers(len(active), len(keep), sizes)
     done = 0
     for runner in active:
         runner.warm_up()
@@ -118,10 +118,33 @@ def race(
         first = size
         active.sort(key=lambda runner: -runner.tokens_per_second)
         if size < total:
-            others = [runner for runner in active if id(runner) not in kept]
-            dropped = {id(runner) for runner in others[_survivors(len(others)) :]}
-            active = [runner for runner in active if id(runner) not in dropped]
+            others = [runner for runner in active if runner not in keep]
+            dropped = others[_survivors(len(others)) :]
+            active = [runner for runner in active if runner not in dropped]
     return active
+
+
+def race_exact(
+    workload: Workload, trees: Iterable[TreeConfig], others: Sequence[Method], progress: Progress
+) -> list[Runner]:
+    """Race the best trees of exact decoding once more, in turn with what is compared with it.
+
+    If another program disturbs the race that selects a tree, a slower one may win it, and all
+    methods look faster relative to exact decoding than they are.
+
+    Args:
+        workload: The prompts.
+        trees: The trees of exact decoding.
+        others: The methods that are compared with it.
+        progress: As for :func:`race`.
+
+    Returns:
+        Exact decoding with the fastest of the trees, and the other methods in their order.
+    """
+    exact = [Runner(replace(EXACT, tree=tree), workload) for tree in dict.fromkeys(trees)]
+    runners = [Runner(method, workload) for method in others]
+    race([*exact, *runners], progress, keep=[*exact, *runners])
+    return [max(exact, key=lambda runner: runner.tokens_per_second), *runners]
 
 
 def round_sizes(candidates: int, total: int) -> list[int]:

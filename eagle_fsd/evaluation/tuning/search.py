@@ -22,7 +22,7 @@ from eagle_fsd.evaluation.tuning.candidates import (
 )
 from eagle_fsd.evaluation.tuning.costs import StepCosts, measure_costs, step_seconds
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths
-from eagle_fsd.evaluation.tuning.race import Runner, race
+from eagle_fsd.evaluation.tuning.race import Runner, race, race_exact
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
@@ -116,8 +116,7 @@ class TreeRace:
     @property
     def trees(self) -> list[Runner]:
         """The finalists that are not references, fastest first."""
-        references = list(map(id, self.references.values()))
-        return [item for item in self.finalists if id(item) not in references]
+        return [item for item in self.finalists if item not in self.references.values()]
 
     @property
     def tree(self) -> TreeConfig:
@@ -129,15 +128,15 @@ class TreeRace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON values."""
-        names = {id(runner): name for name, runner in self.references.items()}
+        names = {runner: name for name, runner in self.references.items()}
         guesses = {item.tree: item for item in self.predicted}
         rows = []
         for place, runner in enumerate(self.finalists):
             tree = runner.method.tree
-            guess = guesses.get(tree) if tree is not None and id(runner) not in names else None
+            guess = guesses.get(tree) if tree is not None and runner not in names else None
             rows.append(
                 {
-                    "name": names.get(id(runner), self.method.name),
+                    "name": names.get(runner, self.method.name),
                     "tree": tree.model_dump() if tree else None,
                     "tau": runner.tau,
                     "predicted_tau": guess.tau if guess else None,
@@ -244,6 +243,7 @@ class TreePlan:
         progress: ProgressFactory,
         compiles: Callable[[Sequence[Method]], bool] | None = None,
         compiled: bool | None = False,
+        race_again: bool = False,
     ) -> TreePlan:
         """Predict the trees of all methods, and race those of exact decoding.
 
@@ -258,6 +258,8 @@ class TreePlan:
                 trees are then timed again, because other trees are faster with compiled passes.
             compiled: What ``compiles`` was asked for; None if a trial decides. A plan for another
                 request is not resumed.
+            race_again: Race the best trees of exact decoding once more at the end, in turn with the
+                fastest of the methods.
         """
         few = workload.subset(PREDICTION_PROMPTS)
         recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
@@ -282,6 +284,13 @@ class TreePlan:
         if compiles is not None and compiles(plan.with_trees([EXACT, *methods])):
             plan = plan.timed(workload, progress)
             plan = cls(plan.candidates[EXACT.name][0].tree, plan.candidates, compiled=True)
+        if race_again:
+            speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
+            best = max(plan.with_trees(methods), key=lambda method: speeds[method.name])
+            likely = [item.tree for item in plan.candidates[EXACT.name][:TIMED_TREES]]
+            with progress("racing the best trees of exact") as advance:
+                winner, _ = race_exact(workload, [plan.exact, *likely], [best], advance)
+            plan = replace(plan, exact=winner.method.tree or plan.exact)
         atomic_write(file, json.dumps({"key": key, **plan.as_dict()}) + "\n")
         return plan
 
