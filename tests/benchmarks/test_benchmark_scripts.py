@@ -16,6 +16,7 @@ import attention
 import batches
 import compare
 import depth
+import divergences
 import drafters
 import growth
 import pytest
@@ -28,6 +29,7 @@ import torch
 import vocabulary
 from measurement import EXACT, FSD, PLAIN, Table, copy_bandwidth
 
+from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.stats import PhaseClock
 
@@ -261,6 +263,33 @@ def test_every_drafter_has_a_row(tmp_path: Path) -> None:
         assert (plain["drafter"], plain["tau"], plain["speedup"]) == ("none", 1.0, 1.0)
         names = [(row["drafter"], row["setting"]) for row in rows]
         assert names == [(item, how) for item in drafters.DRAFTERS for how in drafters.ACCEPTANCE]
+
+
+@pytest.mark.slow
+def test_every_divergence_has_a_row_for_both_heads(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(divergences.main, tmp_path)
+    assert name == "divergences-cpu"
+    ((_, rows),) = tables.items()
+    assert [row["divergence"] for row in rows] == ["js", "kl", "kl_reversed"] * 2
+    assert [row["ratio_interval"] is None for row in rows] == [True, False, False] * 2
+
+
+def test_search_finds_the_largest_threshold_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100 right answers, a fuzzy pair loses as many as its threshold says."""
+
+    def answer(_: Any, __: Any, acceptance: AcceptanceConfig, ___: int) -> divergences.Answers:
+        lost = round(acceptance.threshold)
+        right = [index >= lost for index in range(100)]
+        return divergences.Answers([10] * 100, [10 - min(lost, 9)] * 100, right)
+
+    monkeypatch.setattr(divergences, "answer", answer)
+    exact = answer(None, None, AcceptanceConfig(), 0)
+    threshold, found = divergences.search(None, [], "kl", exact, 3, 20, 0)  # type: ignore[arg-type]
+    assert threshold == pytest.approx(3.5, rel=1e-3)
+    assert found.changes(exact) == (3, 0)
+    assert found.compared(exact)["ratio"] == pytest.approx(10 / 7)
 
 
 @pytest.fixture
