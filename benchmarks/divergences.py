@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/divergences.py --count 300
+    python benchmarks/divergences.py
 
 For each bundled head and divergence, bisection finds the largest threshold at which FSD, without a
 floor, loses no more answers to the bundled problems than the limit. Tau at that threshold is
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The command line; default: that of the process.
     """
     parser = new_parser("Compare divergences at equal quality.", compiles=False)
-    parser.add_argument("--count", type=int, default=300, help="problems")
+    parser.add_argument("--count", type=int, default=200, help="problems")
     parser.add_argument("--limit", type=float, default=1.0, help="points of accuracy to lose")
     names = (REFERENCE, "kl", "kl_reversed")
     parser.add_argument("--divergences", nargs="+", default=names, help=f"after {REFERENCE}")
@@ -123,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device_map=options.device,
         )
         exact = answer(model, tasks, AcceptanceConfig(), new_tokens)
+        assert exact is not None
         found: dict[str, Answers] = {}
         for name in names:
             threshold, found[name] = search(
@@ -173,21 +174,26 @@ def search(
     for _ in progress(range(bisections), divergence):
         middle = math.sqrt(low * high)
         acceptance = AcceptanceConfig(threshold=middle, divergence=divergence)
-        answers = answer(model, tasks, acceptance, new_tokens)
-        lost, gained = answers.changes(exact)
-        if lost - gained <= allowed:
-            low, best = middle, answers
-        else:
+        answers = answer(model, tasks, acceptance, new_tokens, exact, allowed)
+        if answers is None:
             high = middle
+        else:
+            low, best = middle, answers
     if best is None:
         acceptance = AcceptanceConfig(threshold=low, divergence=divergence)
         best = answer(model, tasks, acceptance, new_tokens)
+    assert best is not None
     return low, best
 
 
 def answer(
-    model: EagleFSD, tasks: Sequence[Task], acceptance: AcceptanceConfig, new_tokens: int
-) -> Answers:
+    model: EagleFSD,
+    tasks: Sequence[Task],
+    acceptance: AcceptanceConfig,
+    new_tokens: int,
+    exact: Answers | None = None,
+    allowed: int = 0,
+) -> Answers | None:
     """Answer the problems greedily.
 
     Args:
@@ -195,6 +201,11 @@ def answer(
         tasks: The problems.
         acceptance: Acceptance options.
         new_tokens: Maximum number of new tokens of an answer.
+        exact: Exact decoding of the problems; default: there is no limit.
+        allowed: How many answers more may be lost than gained.
+
+    Returns:
+        The answers; None as soon as the limit cannot be met any more.
     """
     prompts = [
         model.tokenizer.apply_chat_template(
@@ -202,19 +213,22 @@ def answer(
         )["input_ids"][0]
         for messages, _ in tasks
     ]
-    done = sorted(
-        model.generate_many(prompts, new_tokens, max_batch=BATCH, acceptance=acceptance),
-        key=lambda item: item.index,
-    )
-    texts = (model.tokenizer.decode(item.tokens, skip_special_tokens=True) for item in done)
-    return Answers(
-        tokens=[len(item.tokens) for item in done],
-        steps=[item.stats.steps for item in done],
-        right=[
-            text.rpartition("####")[2].strip() == str(final)
-            for text, (_, final) in zip(texts, tasks, strict=True)
-        ],
-    )
+    count = len(tasks)
+    found = Answers([0] * count, [0] * count, [False] * count)
+    lost, gained = 0, exact.right.count(False) if exact is not None else 0  # at best
+    for item in model.generate_many(prompts, new_tokens, max_batch=BATCH, acceptance=acceptance):
+        text = model.tokenizer.decode(item.tokens, skip_special_tokens=True)
+        right = text.rpartition("####")[2].strip() == str(tasks[item.index][1])
+        found.tokens[item.index], found.steps[item.index] = len(item.tokens), item.stats.steps
+        found.right[item.index] = right
+        if exact is not None and not right:
+            if exact.right[item.index]:
+                lost += 1
+            else:
+                gained -= 1
+            if lost - gained > allowed:
+                return None
+    return found
 
 
 if __name__ == "__main__":

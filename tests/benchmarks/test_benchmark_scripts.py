@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attention
@@ -274,19 +275,26 @@ def test_every_divergence_has_a_row_for_both_heads(tmp_path: Path) -> None:
     assert [row["ratio_interval"] is None for row in rows] == [True, False, False] * 2
 
 
-def test_search_finds_the_largest_threshold_within_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 100 right answers, a fuzzy pair loses as many as its threshold says."""
+def test_search_finds_the_largest_threshold_within_the_limit() -> None:
+    tasks: list[drafters.Task] = [([], index) for index in range(100)]
 
-    def answer(_: Any, __: Any, acceptance: AcceptanceConfig, ___: int) -> divergences.Answers:
-        lost = round(acceptance.threshold)
-        right = [index >= lost for index in range(100)]
-        return divergences.Answers([10] * 100, [10 - min(lost, 9)] * 100, right)
+    class Model(SimpleNamespace):
+        """Answers every problem in fewer passes the larger the threshold, some of them wrongly."""
 
-    monkeypatch.setattr(divergences, "answer", answer)
-    exact = answer(None, None, AcceptanceConfig(), 0)
-    threshold, found = divergences.search(None, [], "kl", exact, 3, 20, 0)  # type: ignore[arg-type]
+        def generate_many(self, *_: Any, acceptance: AcceptanceConfig, **__: Any) -> Iterator[Any]:
+            lost = round(acceptance.threshold)
+            stats = SimpleNamespace(steps=10 - min(lost, 9))
+            for index in range(100):
+                tokens = f"#### {-1 if index < lost else index}".ljust(10)
+                yield SimpleNamespace(index=index, tokens=tokens, stats=stats)
+
+    tokenizer = SimpleNamespace(
+        apply_chat_template=lambda *_, **__: {"input_ids": [[]]}, decode=lambda text, **_: text
+    )
+    model: Any = Model(tokenizer=tokenizer)
+    exact = divergences.answer(model, tasks, AcceptanceConfig(), 8)
+    assert exact is not None
+    threshold, found = divergences.search(model, tasks, "kl", exact, 3, 20, 8)
     assert threshold == pytest.approx(3.5, rel=1e-3)
     assert found.changes(exact) == (3, 0)
     assert found.compared(exact)["ratio"] == pytest.approx(10 / 7)
