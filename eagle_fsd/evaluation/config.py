@@ -6,11 +6,17 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from eagle_fsd.model.config import AcceptanceConfig, DivergenceName, PairOptions, SamplingConfig
+from eagle_fsd.model.config import (
+    AcceptanceConfig,
+    DivergenceName,
+    PairOptions,
+    SamplingConfig,
+    find_divergence,
+)
 from eagle_fsd.utils.options import Options
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
@@ -177,7 +183,7 @@ class GridConfig(Options):
     thresholds: tuple[float, ...] = Field(
         (0.0, 0.003, 0.01, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
     )
-    divergences: tuple[DivergenceName, ...] = Field(
+    divergences: tuple[Annotated[DivergenceName, find_divergence], ...] = Field(
         ("js",), min_length=1, description="Divergences that are compared with T."
     )
     min_ratios: tuple[float, ...] = Field(

@@ -50,6 +50,13 @@ DivergenceName = Literal[
     "top_p_kl_reversed",
     "top_p_tv",
 ]
+#: Other names of divergences. ``reverse_kl`` is that of the FSD author's later code; see
+#: :mod:`eagle_fsd.model.divergence`.
+DIVERGENCE_ALIASES = {
+    f"{prefix}reverse_kl": f"{prefix}kl_reversed" for prefix in ("", "top_k_", "top_p_")
+}
+#: Converts a key of :data:`DIVERGENCE_ALIASES` to the divergence's own name.
+find_divergence = BeforeValidator(lambda name: DIVERGENCE_ALIASES.get(str(name), name))
 #: FSD's rule, and the keys of :data:`eagle_fsd.model.acceptance.RULES`.
 RuleName = Literal[
     "fsd",
@@ -168,7 +175,7 @@ class AcceptanceConfig(_Stored):
         ge=0.0,
         description="T: accept a drafted token where the divergence is below T. 0 is lossless.",
     )
-    divergence: DivergenceName = Field(
+    divergence: Annotated[DivergenceName, find_divergence] = Field(
         default="js", description="Divergence that is compared with the threshold."
     )
     min_ratio: float = Field(

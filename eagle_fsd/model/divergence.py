@@ -13,9 +13,10 @@ name               formula, with ``m = (p + q) / 2``           range
 ``tv``             ``sum |p - q| / 2``                         ``[0, 1]``
 =================  ==========================================  ==============
 
-``js_reference`` is ``js_div`` in the code released with the FSD paper (arXiv 2502.20704). The
-arguments of ``KL`` are swapped, so it is not bounded by ``ln 2``, and thresholds chosen for it do
-not carry over to ``js``. ``kl_div`` in that code is ``kl`` here.
+In the code released with the FSD paper (arXiv 2502.20704), ``js_div`` is ``js_reference``,
+``kl_div`` is ``kl`` and ``kl_div_reversed`` is ``kl_reversed``. The options accept ``reverse_kl``
+for ``kl_reversed``: the name under which the paper's author later published it, and with which he
+says the paper's results were obtained; see :func:`js_reference`.
 
 Each divergence also exists as ``top_k_<name>``, over the target's 50 most likely tokens plus one
 bucket for all others, and as ``top_p_<name>``, over the target's nucleus of mass 0.95 plus one
@@ -76,6 +77,20 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Reversed, unbounded form of ``js``; ``js_div`` in the FSD authors' code.
+
+    Evidence: ``_speculative_backoff_sampling`` in ``fsd_utils.py`` of github.com/maxholsman/fsd, in
+    every commit up to e92a157 (2025-03-03), averages ``F.kl_div`` with the log-probabilities of
+    target and draft as ``input`` and their mean as ``target``, and sums over the vocabulary.
+    ``F.kl_div`` computes ``KL(target || input)``, so that the divergences from the mean became
+    divergences of the mean. Thresholds used with that code belong to this function.
+
+    The author states that "the empirical results in the paper therefore correspond to
+    ``reverse_kl``" because of "a minor bug in the calculation of JS divergence in our experiment
+    code" (pull request 12853 of NVIDIA/TensorRT-LLM, 2026-04-08). There, ``reverse_kl`` is
+    ``KL(target || draft)`` (``acceptDraftTokensKernel``), which is :func:`kl_reversed`. The
+    released code does not compute that as ``js_div`` in any commit. Where the distributions nearly
+    agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no factor converts one to
+    the other.
 
     Args:
         log_p: ``[..., V]`` finite log-probabilities of the target.

@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
-from eagle_fsd.model.config import DrafterName, SamplingConfig, TargetOptions, find_bundled
+from eagle_fsd.model.config import (
+    DrafterName,
+    SamplingConfig,
+    TargetOptions,
+    find_bundled,
+    find_divergence,
+)
 from eagle_fsd.utils.options import Options
 from eagle_fsd.utils.text import one_line
 
@@ -139,7 +145,9 @@ class TrainConfig(Options):
         le=1e6,
         description="Weight of the divergence between target and draft; eagle3: 0 by default.",
     )
-    divergence_loss: DivergenceLoss = Field("js", description="Divergence used as a loss.")
+    divergence_loss: Annotated[DivergenceLoss, find_divergence] = Field(
+        "js", description="Divergence used as a loss."
+    )
     unroll: int = Field(
         1,
         ge=1,

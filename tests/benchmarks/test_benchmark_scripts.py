@@ -8,14 +8,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attention
 import batches
 import compare
 import depth
+import divergences
 import drafters
 import growth
 import pytest
@@ -28,6 +30,7 @@ import torch
 import vocabulary
 from measurement import EXACT, FSD, PLAIN, Table, copy_bandwidth
 
+from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.stats import PhaseClock
 
@@ -261,6 +264,40 @@ def test_every_drafter_has_a_row(tmp_path: Path) -> None:
         assert (plain["drafter"], plain["tau"], plain["speedup"]) == ("none", 1.0, 1.0)
         names = [(row["drafter"], row["setting"]) for row in rows]
         assert names == [(item, how) for item in drafters.DRAFTERS for how in drafters.ACCEPTANCE]
+
+
+@pytest.mark.slow
+def test_every_divergence_has_a_row_for_both_heads(tmp_path: Path) -> None:
+    name, tables, _ = run_quick(divergences.main, tmp_path)
+    assert name == "divergences-cpu"
+    ((_, rows),) = tables.items()
+    assert [row["divergence"] for row in rows] == ["js", "kl", "kl_reversed"] * 2
+    assert [row["ratio_interval"] is None for row in rows] == [True, False, False] * 2
+
+
+def test_search_finds_the_largest_threshold_within_the_limit() -> None:
+    tasks: list[drafters.Task] = [([], index) for index in range(100)]
+
+    class Model(SimpleNamespace):
+        """Answers every problem in fewer passes the larger the threshold, some of them wrongly."""
+
+        def generate_many(self, *_: Any, acceptance: AcceptanceConfig, **__: Any) -> Iterator[Any]:
+            lost = round(acceptance.threshold)
+            stats = SimpleNamespace(steps=10 - min(lost, 9))
+            for index in range(100):
+                tokens = f"#### {-1 if index < lost else index}".ljust(10)
+                yield SimpleNamespace(index=index, tokens=tokens, stats=stats)
+
+    tokenizer = SimpleNamespace(
+        apply_chat_template=lambda *_, **__: {"input_ids": [[]]}, decode=lambda text, **_: text
+    )
+    model: Any = Model(tokenizer=tokenizer)
+    exact = divergences.answer(model, tasks, AcceptanceConfig(), 8)
+    assert exact is not None
+    threshold, found = divergences.search(model, tasks, "kl", exact, 3, 20, 8)
+    assert threshold == pytest.approx(3.5, rel=1e-3)
+    assert found.changes(exact) == (3, 0)
+    assert found.compared(exact)["ratio"] == pytest.approx(10 / 7)
 
 
 @pytest.fixture

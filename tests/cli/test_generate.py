@@ -116,10 +116,12 @@ def test_command_line_overrides_settings_file_which_overrides_the_head(
     file = tmp_path / "fsd.json"
     file.write_text('{"threshold": 0.05, "selection": "target", "depth": 3, "top_k": 3}')
     defaults = settings_of(run)
-    settings = settings_of(run, "--settings", file, "--threshold", 0.25, "--tree-top-k", 4)
+    options = ("--threshold", 0.25, "--tree-top-k", 4, "--divergence", "reverse_kl")
+    settings = settings_of(run, "--settings", file, *options)
     assert settings == {
         **defaults,
         **{"threshold": 0.25, "selection": "target", "depth": 3, "top_k": 4},
+        "divergence": "kl_reversed",
     }
 
 

@@ -12,8 +12,10 @@ from pairs import aligned_pair, batch
 
 from eagle_fsd import AcceptanceConfig, OptionsError, SamplingConfig, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.model.acceptance import RULES, LimitedRule, MarginRule, rule_for
+from eagle_fsd.evaluation.config import GridConfig
+from eagle_fsd.model.acceptance import RULES, FuzzyRule, LimitedRule, MarginRule, rule_for
 from eagle_fsd.model.config import ModelIdentity, Settings, read_settings, settings_dict
+from eagle_fsd.train.config import TrainConfig
 from eagle_fsd.utils.options import describe_field
 
 #: The documented range of every option. Changing one changes every interface.
@@ -149,6 +151,25 @@ def test_named_rules_are_stored_and_read(name: str, tmp_path: Path) -> None:
     path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
     assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
     assert "rule" not in AcceptanceConfig().model_dump()
+
+
+def test_reverse_kl_is_another_name_of_kl_reversed(tmp_path: Path) -> None:
+    """Accepted wherever a divergence is named, and stored under the divergence's own name."""
+    pair = aligned_pair()
+    for prefix in ("", "top_k_", "top_p_"):
+        other, own = f"{prefix}reverse_kl", f"{prefix}kl_reversed"
+        acceptance = AcceptanceConfig.from_dict({"threshold": 0.3, "divergence": other})
+        assert acceptance == AcceptanceConfig(threshold=0.3, divergence=own)
+        assert AcceptanceConfig().updated(divergence=other).divergence == own
+        path = _write(tmp_path, {"divergence": other})
+        assert read_settings(path).acceptance == {"divergence": own}
+        assert GridConfig.from_dict({"divergences": (other, "js", own)}).divergences == (own, "js")
+        rules = [FuzzyRule(0.3, divergence=name) for name in (other, own)]
+        first, second = (pair.generate(*batch(), 8, rule=rule) for rule in rules)
+        assert first.sequences.equal(second.sequences)
+    assert TrainConfig(divergence_loss="reverse_kl").divergence_loss == "kl_reversed"
+    with pytest.raises(OptionsError, match=r"divergence must be one of .*; got 'reverse_js'"):
+        AcceptanceConfig.from_dict({"divergence": "reverse_js"})
 
 
 # -- fsd.json --------------------------------------------------------------------------------------

@@ -144,6 +144,43 @@ def test_divergence_matches_values_computed_by_hand() -> None:
         assert DIVERGENCES[name](log_p, log_q).item() == pytest.approx(value, abs=1e-6), name
 
 
+def test_swapped_arguments_of_kl_div_turn_js_into_js_reference() -> None:
+    """``F.kl_div(input, target)`` is ``KL(target||input)``.
+
+    Read as ``KL(input||target)``, the formulas of the released code look like ``js``, ``KL(p||q)``
+    and ``KL(q||p)``; they are ``js_reference``, ``kl`` and ``kl_reversed``.
+    """
+
+    def read_as_kl(first: Array, second: Array) -> float:
+        first, second = map(torch.as_tensor, (first, second))
+        return F.kl_div(first.log(), second, reduction="sum").item()
+
+    for seed in range(20):
+        logits = _random_pair(seed, 300, scale=0.2 + 0.2 * seed)
+        p, q = map(_softmax, logits)
+        middle = (p + q) / 2
+        released = {
+            "js_reference": (read_as_kl(p, middle) + read_as_kl(q, middle)) / 2,
+            "kl": read_as_kl(p, q),
+            "kl_reversed": read_as_kl(q, p),
+        }
+        for name, value in released.items():
+            assert _measure(name, *logits) == pytest.approx(value, rel=2e-5, abs=2e-6), name
+
+
+def test_js_reference_is_no_multiple_of_kl_reversed() -> None:
+    """A quarter of it where the distributions nearly agree, as ``js`` is; elsewhere any part."""
+    p, noise = _random_pair(0, 300, scale=1.0)
+    for name in ("js", "js_reference"):
+        nearly = _measure(name, p, p + 0.05 * noise) / _measure("kl_reversed", p, p + 0.05 * noise)
+        assert nearly == pytest.approx(0.25, abs=0.01), name
+    ratios = [
+        _measure("js_reference", *pair) / _measure("kl_reversed", *pair)
+        for pair in (np.log([[0.98, 0.02], [0.5, 0.5]]), np.log([[0.5, 0.5], [0.98, 0.02]]))
+    ]
+    assert ratios[0] > 1.5 * ratios[1]
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_divergence_reduces_the_last_dimension(name: str) -> None:
     """``[B, N, V]`` gives ``[B, N]`` float32, and each entry depends on its row alone."""

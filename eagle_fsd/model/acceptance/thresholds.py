@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.compilation import compiled
+from eagle_fsd.model.config import DIVERGENCE_ALIASES
 from eagle_fsd.model.divergence import DIVERGENCES, on_draft_vocabulary
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 from eagle_fsd.model.vocabulary import arg_max, exp, top_k
@@ -37,7 +38,7 @@ def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> 
 
     Args:
         inputs: The tree and both models' distributions on it.
-        name: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        name: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``.
         warped: Compare the distributions after temperature, top-k and top-p.
 
     Returns:
@@ -93,7 +94,7 @@ def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -
     for log_p, log_q in inputs.pairs(nodes, warped):
         if inputs.tree.token_ids is not None:
             log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
-        values.append(DIVERGENCES[name](log_p, log_q))
+        values.append(DIVERGENCES[DIVERGENCE_ALIASES.get(name, name)](log_p, log_q))
     return torch.cat(values).view_as(nodes) if values else nodes.float()
 
 
@@ -120,7 +121,7 @@ class FuzzyRule(AcceptanceRule):
 
     Attributes:
         threshold: ``T``; the gate is open where the divergence is below it.
-        divergence: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`.
+        divergence: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``.
         min_ratio: The floor ``r``: a token also needs ``p(x) >= r * max p``. 0 is the paper's rule.
         divergence_on: Distributions to compare, ``"raw"`` or ``"warped"``.
     """
