@@ -66,7 +66,6 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     check_request,
-    compile_passes,
     load_share,
     on_first_process,
     run_evaluation,
@@ -254,7 +253,7 @@ def calibrate(
         log.warning("%s", warning)
     with state.main_process_first():
         names = [method.name for method in candidates]
-        check_folder(folder, used, fresh, names, request.compiled)
+        check_folder(folder, used, fresh, names, bool(request.compile))
 
     model = load_share(request, settings)
     model.acceptance = given_acceptance(settings)
@@ -268,14 +267,9 @@ def calibrate(
     raced = used[: RACE_GROUPS * config.batch]
     workload = open_workload(model, raced, request, config)
 
-    def compiles(planned: Sequence[Method]) -> bool:
-        """Only the speeds of the last settings are measured with compiled passes."""
-        last = [PLAIN, *planned[: 1 + ROUNDS[-1][1]]]
-        return compile_passes(request, model, raced, config, last, progress)
-
     trees = on_first_process(
         lambda: TreePlan.make(
-            workload, candidates, folder / TREES_FILE, progress, compiles, request.compiled
+            workload, candidates, folder / TREES_FILE, progress, compiled=bool(request.compile)
         )
     )
     exact = replace(EXACT, tree=exact_tree(trees, engine))
@@ -293,7 +287,7 @@ def calibrate(
         folder: Path,
         hooks: Hooks,
     ) -> Report | None:
-        loaded, own = Loaded(model, questions), request.updated(compiled=False)
+        loaded, own = Loaded(model, questions), request.updated(compile=False)
         return run_evaluation(own, answering, [exact, *chosen], folder, None, hooks, loaded)
 
     rows: dict[str, Row] = {}
@@ -315,7 +309,7 @@ def calibrate(
 
     def choose() -> tuple[Method, list[Method]]:
         fixed = read_tests(folder, bounds)
-        model.compiled = config.batch if trees.compiled else 0
+        model.compile = bool(request.compile)  # answers are decoded without compilation
         likely = [item.tree for item in engine_trees(trees, EXACT, engine)[:TIMED_TREES]]
         raced = [TreeConfig(**fixed["exact"])] if fixed else [exact_tree(trees, engine), *likely]
         best, measured = race_settings(workload, raced, plan, progress)
@@ -340,7 +334,7 @@ def calibrate(
     def finish(_: Evaluation, report: Report) -> None:
         # Answers were decoded with other batches than those whose speed was measured.
         batches = {"batch": config.batch, "answer_batch": config.answer_batch}
-        report["about"] = {**report["about"], **batches, "compiled": trees.compiled}
+        report["about"] = {**report["about"], **batches, "compiled": bool(request.compile)}
         for row in report["rows"]:
             own = rows.get(row["method"], {})
             row |= {name: own.get(name) for name in SPEED_FIELDS}
@@ -603,7 +597,7 @@ def check_folder(
     used: Sequence[Question],
     fresh: Sequence[Question],
     settings: Sequence[str],
-    compiled: bool | None,
+    compiled: bool,
 ) -> None:
     """Check that a folder holds no other calibration, and record what this one chooses from.
 
@@ -615,7 +609,7 @@ def check_folder(
         used: The questions that select settings.
         fresh: The questions that certify settings.
         settings: Names of the acceptance settings to choose from.
-        compiled: Whether speeds are measured with compiled passes; None if a trial decides.
+        compiled: Whether speeds are measured with compiled passes.
 
     Raises:
         ValueError: The folder holds a calibration on other questions or with other settings.

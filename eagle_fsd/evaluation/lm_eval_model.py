@@ -144,7 +144,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         )
         # Memory for batches is planned, so that "auto" need not find out.
         self._rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
-        self.pair.compile = loaded.compiled
+        self.pair.compile = bool(loaded.compile)
         self.pair.capture = loaded.capture
         self.pair.configure(Settings.from_dict({**tree, **acceptance}))
         self.method, self.stats = method, DecodeStats.empty(0)

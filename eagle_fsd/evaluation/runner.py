@@ -51,8 +51,7 @@ from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
 from eagle_fsd.evaluation.verdict import main_row
-from eagle_fsd.model.config import PairOptions, Settings, TreeConfig, settings_dict
-from eagle_fsd.model.depth import shapes_of
+from eagle_fsd.model.config import PairOptions, Settings, settings_dict
 from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_api import Endpoint
@@ -131,7 +130,7 @@ class Evaluation:
             "environment": describe_environment(),
             "dtype": str(model.target.dtype),
             "device": str(model.target.device),
-            "compiled": bool(model.compiled),
+            "compiled": bool(model.compile),
         }
         self.stores: dict[str, AnswerStore] = {}
         self.scores: dict[str, dict[int | str, bool]] = {}
@@ -417,7 +416,7 @@ def run_evaluation(
         )
         check_request(request, config, methods, questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
-    compile_passes(request, model, questions, config, find_methods(methods), hooks.progress)
+    model.compile = bool(request.compile)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,
@@ -482,6 +481,8 @@ def check_request(
     """
     if request.assistant and config.batch > 1:
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
+    if request.compile == "auto":
+        raise OptionsError("evaluations must not depend on timing: --compile auto is not supported")
     if request.judge_mode == "pair" and EXACT.name not in [method.name for method in methods]:
         raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
     score(questions[0], "")
@@ -515,49 +516,6 @@ def load_share(request: PairOptions, settings: Settings | None = None) -> EagleF
     state = start_processes()
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
     return load_pair(request, device, settings)
-
-
-def compile_passes(
-    request: PairOptions,
-    model: EagleFSD,
-    questions: Sequence[Question],
-    config: EvaluationConfig,
-    methods: Sequence[Method],
-    progress: ProgressFactory,
-) -> bool:
-    """Compile the passes of a pair if a request asks for that, or by default if it saves time.
-
-    Of a batch, only steps with all rows are compiled, which pays in long evaluations at most, so
-    batches are not compiled by default.
-
-    Args:
-        request: The request.
-        model: The pair.
-        questions: The questions.
-        config: How answers are decoded.
-        methods: The methods.
-        progress: Reports progress.
-
-    Returns:
-        Whether passes are compiled from now on.
-    """
-    if request.compiled is not None:
-        model.compiled = config.batch if request.compiled else 0
-        return request.compiled
-    model.compiled = 0
-    if config.batch > 1 or model.target.group is not None:
-        return False
-    trees: set[TreeConfig | None] = set()
-    for method in methods:
-        pair = method.pair_for(model)
-        lossless = method.rule is None and pair.acceptance.lossless
-        if method.decoder == "fsd":
-            trees.update(shapes_of(pair.tree) if lossless else [pair.tree])
-        else:
-            trees.add(None)  # a single node
-    tokens = len(methods) * len(questions) * config.max_new_tokens * ANSWER_SHARE
-    with progress("compiling"):
-        return model.compile_if_faster(tokens, trees=len(trees))
 
 
 def load_pair(

@@ -37,7 +37,6 @@ from eagle_fsd.evaluation.runner import (
     Loaded,
     Report,
     check_request,
-    compile_passes,
     ignore,
     load_share,
     on_first_process,
@@ -110,21 +109,16 @@ def sweep(
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
     workload = open_workload(model, raced, request, config)
 
-    def compiles(planned: Sequence[Method]) -> bool:
-        return compile_passes(request, model, questions, config, [PLAIN, *planned], progress)
-
     plan = on_first_process(
         lambda: TreePlan.make(
             workload,
             methods,
             folder / TREES_FILE,
             progress,
-            compiles,
-            request.compiled,
+            compiled=bool(request.compile),
             race_again=True,
         )
     )
-    request = request.updated(compiled=plan.compiled)
     exact, *planned = plan.with_trees([EXACT, *methods])
     trees = tree_rows([EXACT, *methods], plan)
     omitted = slow_methods(plan)
@@ -260,7 +254,7 @@ def screen(
         return {}
     found = run_evaluation(
         request.model_copy(
-            update={"judge_base_url": None, "baseline": None, "assistant": None, "compiled": False}
+            update={"judge_base_url": None, "baseline": None, "assistant": None, "compile": False}
         ),
         config.updated(batch=SCREENING_BATCH),
         methods,

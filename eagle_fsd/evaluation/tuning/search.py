@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -227,12 +227,10 @@ class TreePlan:
         exact: The fastest tree of exact decoding.
         candidates: The trees of every method by name, fastest by prediction first. Exact decoding
             is among the methods.
-        compiled: Whether the trees were chosen for compiled passes.
     """
 
     exact: TreeConfig
     candidates: Mapping[str, Sequence[Candidate]]
-    compiled: bool = False
 
     @classmethod
     def make(
@@ -241,8 +239,7 @@ class TreePlan:
         methods: Sequence[Method],
         file: Path,
         progress: ProgressFactory,
-        compiles: Callable[[Sequence[Method]], bool] | None = None,
-        compiled: bool | None = False,
+        compiled: bool = False,
         race_again: bool = False,
     ) -> TreePlan:
         """Predict the trees of all methods, and race those of exact decoding.
@@ -253,11 +250,8 @@ class TreePlan:
             file: Keeps the plan, which an interrupted run resumes with: answers with other trees
                 could not be resumed.
             progress: Reports progress.
-            compiles: Compiles the passes of the workload's pair, if the methods with the trees
-                chosen so far take long enough, and returns whether it has. The steps of the best
-                trees are then timed again, because other trees are faster with compiled passes.
-            compiled: What ``compiles`` was asked for; None if a trial decides. A plan for another
-                request is not resumed.
+            compiled: Whether the steps of the best trees are then timed again with compiled passes,
+                with which other trees are faster. The workload's pair stays compiled.
             race_again: Race the best trees of exact decoding once more at the end, in turn with the
                 fastest of the methods.
         """
@@ -281,9 +275,10 @@ class TreePlan:
             trees = dict.fromkeys([*recorded_trees(quick), exact.tree])
             predicted |= predict_trees(recorder, costs, group, trees, progress)
         plan = cls(exact.tree, predicted).timed(workload, progress)
-        if compiles is not None and compiles(plan.with_trees([EXACT, *methods])):
+        if compiled:
+            workload.model.compile = True
             plan = plan.timed(workload, progress)
-            plan = cls(plan.candidates[EXACT.name][0].tree, plan.candidates, compiled=True)
+            plan = cls(plan.candidates[EXACT.name][0].tree, plan.candidates)
         if race_again:
             speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
             best = max(plan.with_trees(methods), key=lambda method: speeds[method.name])
@@ -338,7 +333,6 @@ class TreePlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return {
-            "compiled": self.compiled,
             "exact": self.exact.model_dump(),
             "candidates": {
                 name: [[item.tree.model_dump(), item.tau, item.tokens_per_second] for item in found]
@@ -352,4 +346,4 @@ class TreePlan:
             name: [Candidate(TreeConfig(**tree), tau, speed) for tree, tau, speed in found]
             for name, found in values["candidates"].items()
         }
-        return cls(TreeConfig(**values["exact"]), candidates, values["compiled"])
+        return cls(TreeConfig(**values["exact"]), candidates)

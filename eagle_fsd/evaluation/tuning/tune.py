@@ -190,7 +190,7 @@ def tune(
     head = Path(request.drafter) if request.drafter else BUNDLED_HEAD
     if install and not head.is_dir():
         raise OptionsError(f"--install requires a drafter in a local folder; got {head}")
-    if request.compiled:
+    if request.compile:
         raise OptionsError(
             "--compile is not supported by tune: every tree that it tries would be compiled"
         )
