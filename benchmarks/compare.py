@@ -10,6 +10,15 @@ and assisted generation (with the bundled draft model) use the number of drafted
 verification the tree, that is fastest on a few other problems. With ``--compile``, this project's
 methods are measured both with and without compilation. The first answer of every method is not
 counted.
+
+With ``--eagle`` and ``--eagle-python``, the official EAGLE code decodes too, in a process of its
+own, with the bundled head and the trees ``--tree``, and is compared with exact decoding at these
+trees::
+
+    git clone https://github.com/SafeAILab/EAGLE ../EAGLE
+    python -m venv ../eagle-venv
+    ../eagle-venv/bin/pip install torch==2.13.0 transformers==4.53.3
+    python benchmarks/compare.py --eagle ../EAGLE --eagle-python ../eagle-venv/bin/python
 """
 
 from __future__ import annotations
@@ -18,31 +27,37 @@ import argparse
 import copy
 import math
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from measurement import (
     COLORS,
     EXACT,
+    Contender,
     Table,
     contenders,
     mean_ratio,
     new_figure,
     new_parser,
     parse,
+    parse_tree,
     progress,
     save_report,
     synchronize,
     tree_name,
 )
+from revisions import Worker
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL
+from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import Problem, chat_messages, problems
 
 #: The method that speeds are relative to.
@@ -53,6 +68,19 @@ ASSISTANT_TOKENS = (2, 4, 8)
 #: Trees of exact verification to choose from, besides that of ``fsd.json``.
 EXACT_TREES = (TreeConfig(total_tokens=16, depth=8, top_k=2),)
 MAX_NEW_TOKENS = 256
+OFFICIAL = "official EAGLE-2"
+#: Version of transformers that the official code runs with.
+OFFICIAL_TRANSFORMERS = "4.53.3"
+#: Trees at which the official code is compared with exact decoding.
+OFFICIAL_TREES = ("16/7/2", "60/5/10")
+OFFICIAL_COLUMNS = {
+    "method": "method",
+    "official": "official (tokens/s)",
+    "own": "own (tokens/s)",
+    "ratio": "own / official",
+    "ratio_interval": "95% interval",
+    "identical": "same answer (%)",
+}
 COLUMNS = {
     "method": "method",
     "setting": "tree or drafted tokens",
@@ -71,14 +99,14 @@ class Method:
     Attributes:
         name: Shown in the table.
         setting: Tree, or number of drafted tokens.
-        generate: Takes a prompt ``[1, S]`` and returns ``[1, S + new]``.
+        generate: Takes a prompt ``[1, S]`` and returns the new tokens and the seconds.
         seconds: Seconds of each answer.
         answers: New tokens of each answer.
     """
 
     name: str
     setting: str
-    generate: Callable[[Tensor], Tensor]
+    generate: Callable[[Tensor], tuple[list[int], float]]
     seconds: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
 
@@ -88,12 +116,9 @@ class Method:
         Args:
             ids: ``[1, S]``.
         """
-        synchronize()
-        begin = time.perf_counter()
-        sequences = self.generate(ids)
-        synchronize()
-        self.seconds.append(time.perf_counter() - begin)
-        self.answers.append(sequences[0, ids.shape[1] :].tolist())
+        answer, seconds = self.generate(ids)
+        self.answers.append(answer)
+        self.seconds.append(seconds)
 
     def forget(self) -> None:
         """Discard the results."""
@@ -103,6 +128,11 @@ class Method:
     def speeds(self) -> list[float]:
         """Tokens per second of each answer."""
         return [len(new) / s for new, s in zip(self.answers, self.seconds, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all answers."""
+        return sum(map(len, self.answers)) / sum(self.seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,7 +144,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("Compare Hugging Face's ways to generate with this project's.")
     parser.add_argument("--count", type=int, default=100, help="problems in the table")
     parser.add_argument("--trial", type=int, default=8, help="problems that select settings")
+    parser.add_argument(
+        "--eagle", type=Path, metavar="PATH", help="a checkout of the official EAGLE code"
+    )
+    parser.add_argument(
+        "--eagle-python",
+        metavar="PYTHON",
+        help=f"its interpreter, with transformers {OFFICIAL_TRANSFORMERS}",
+    )
+    parser.add_argument(
+        "--tree",
+        type=parse_tree,
+        nargs="+",
+        help=f"trees of the official code: nodes/depth/top_k; default: {' '.join(OFFICIAL_TREES)}",
+    )
     options = parse(parser, arguments)
+    versions = _official_versions(parser, options)
     new_tokens = MAX_NEW_TOKENS
     if options.quick:
         options.count, options.trial, new_tokens = 2, 1, 16
@@ -130,32 +175,86 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name not in best or _mean_log(method.speeds) > _mean_log(best[name].speeds):
             best[name] = method
     methods, tasks = list(best.values()), tasks[options.trial :]
+    groups: list[list[Method]] = []
     note = f"greedy, at most {new_tokens} new tokens, batch 1."
 
     def save(answered: int) -> None:
-        if 1 < answered < len(tasks):  # an interval takes two answers
-            rows = [summarize(method, best[GREEDY], model, tasks[:answered]) for method in methods]
-            _save(options, rows, f"{answered} of {len(tasks)} problems, {note}", finished=False)
+        if answered < min(2, len(tasks)):  # an interval takes two answers
+            return
+        finished = answered == len(tasks)
+        rows = [summarize(method, best[GREEDY], model, tasks[:answered]) for method in methods]
+        count = answered if finished else f"{answered} of {len(tasks)}"
+        tables = [
+            Table("Methods on the bundled target", COLUMNS, rows, f"{count} problems, {note}")
+        ]
+        if groups:
+            rows = [row for group in groups for row in compare_with_official(*group)]
+            title = "Exact decoding against the official code"
+            tables.append(Table(title, OFFICIAL_COLUMNS, rows, f"Official: {versions}."))
+        _save(options, tables, finished)
 
-    _answer_all(methods, model, tasks, "answering", save)
-    rows = [summarize(method, best[GREEDY], model, tasks) for method in methods]
-    _save(options, rows, f"{options.count} problems, {note}")
+    with ExitStack() as stack:
+        if versions:
+            worker = stack.enter_context(
+                Worker.started(
+                    options.eagle,
+                    script="eagle_worker.py",
+                    python=options.eagle_python,
+                    threads=options.threads,
+                )
+            )
+            trees = options.tree or list(map(parse_tree, OFFICIAL_TREES))
+            groups += official_groups(worker, model, trees, new_tokens, options.compile)
+            methods += [method for group in groups for method in group]
+        _answer_all(methods, model, tasks, "answering", save)
 
 
-def _save(
-    options: argparse.Namespace, rows: list[dict[str, Any]], note: str, finished: bool = True
-) -> None:
-    """Save the results so far."""
+def _official_versions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str | None:
+    """Check the options for the official code; return its versions, or None without it."""
+    if options.eagle is None and options.eagle_python is None:
+        if options.tree is not None:
+            parser.error("--tree requires --eagle")
+        return None
+    if options.eagle is None or options.eagle_python is None:
+        parser.error("--eagle and --eagle-python must be given together")
+    if options.device != "cpu":
+        parser.error(f"--eagle requires --device cpu; got {options.device}")
+    if not (options.eagle / "eagle/model/ea_model.py").is_file():
+        parser.error(
+            "--eagle must be a checkout of the official EAGLE code;"
+            f" {options.eagle} has no eagle/model/ea_model.py"
+        )
+    code = "from importlib.metadata import version as v; print(v('transformers'), v('torch'))"
+    try:
+        process = subprocess.run([options.eagle_python, "-c", code], capture_output=True, text=True)
+    except OSError as error:
+        parser.error(f"--eagle-python {options.eagle_python} cannot be run: {error.strerror}")
+    if process.returncode:
+        parser.error(f"--eagle-python {options.eagle_python} lacks torch or transformers")
+    transformers, torch_version = process.stdout.split()
+    if transformers != OFFICIAL_TRANSFORMERS:
+        parser.error(
+            f"--eagle-python must have transformers {OFFICIAL_TRANSFORMERS};"
+            f" {options.eagle_python} has {transformers}"
+        )
+    return f"torch {torch_version}, transformers {transformers}"
+
+
+def _save(options: argparse.Namespace, tables: list[Table], finished: bool) -> None:
+    """Save the results so far; the first table is drawn."""
     figure, (axis,) = new_figure()
+    rows = tables[0].rows
     speeds = [row["speedup"] for row in rows]
     errors = [abs(row["speedup"] - end) for row in rows for end in row["speedup_interval"]]
     axis.barh(
-        [row["method"] for row in rows], speeds, color=COLORS[0], xerr=[errors[::2], errors[1::2]]
+        [f"{row['method']} {row['setting']}".strip() for row in rows],
+        speeds,
+        color=COLORS[0],
+        xerr=[errors[::2], errors[1::2]],
     )
     axis.invert_yaxis()
     axis.set_xlabel("speed, Hugging Face's greedy generate = 1 (95% interval)")
-    table = Table("Methods on the bundled target", COLUMNS, rows, note)
-    save_report(options, "compare", [table], figure, finished)
+    save_report(options, "compare", tables, figure, finished)
 
 
 def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
@@ -184,10 +283,26 @@ def hugging_face_methods(model: EagleFSD, new_tokens: int) -> list[Method]:
 
 def _hugging_face(
     target: PreTrainedModel, new_tokens: int, **options: Any
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[[Tensor], tuple[list[int], float]]:
     call: Any = target.generate
     options = {"max_new_tokens": new_tokens, "do_sample": False, **options}
-    return lambda ids: call(ids, attention_mask=torch.ones_like(ids), **options)
+    return _timed(lambda ids: call(ids, attention_mask=torch.ones_like(ids), **options))
+
+
+def _timed(
+    generate: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], tuple[list[int], float]]:
+    """Wrap a function that returns ``[1, S + new]``."""
+
+    def timed(ids: Tensor) -> tuple[list[int], float]:
+        synchronize()
+        begin = time.perf_counter()
+        sequences = generate(ids)
+        synchronize()
+        seconds = time.perf_counter() - begin
+        return sequences[0, ids.shape[1] :].tolist(), seconds
+
+    return timed
 
 
 def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> list[Method]:
@@ -200,22 +315,98 @@ def own_methods(model: EagleFSD, new_tokens: int, compiled: bool = False) -> lis
     """
     methods = []
     for way in contenders(model):
-        options = way.options()
         trees = [way.tree, *(EXACT_TREES if way.name == EXACT else ())]
         for tree in dict.fromkeys(trees):
-            pair = copy.copy(model)
-            pair.compile = compiled
-            if tree is not None:
-                pair.tree = tree
-
-            def generate(
-                ids: Tensor, pair: EagleFSD = pair, options: dict[str, Any] = options
-            ) -> Tensor:
-                return pair.generate(ids, torch.ones_like(ids), new_tokens, **options).sequences
-
-            name = f"{way.name}, compiled" if compiled else way.name
-            methods.append(Method(name, "" if tree is None else tree_name(tree), generate))
+            methods.append(_own(way, tree, new_tokens, compiled))
     return methods
+
+
+def _own(way: Contender, tree: TreeConfig | None, new_tokens: int, compiled: bool) -> Method:
+    pair = copy.copy(way.model)
+    pair.compile = compiled
+    if tree is not None:
+        pair.tree = tree
+    options = way.options()
+
+    def generate(ids: Tensor) -> Tensor:
+        return pair.generate(ids, torch.ones_like(ids), new_tokens, **options).sequences
+
+    name = f"{way.name}, compiled" if compiled else way.name
+    return Method(name, "" if tree is None else tree_name(tree), _timed(generate))
+
+
+def official_groups(
+    worker: Worker,
+    model: EagleFSD,
+    trees: Sequence[TreeConfig],
+    new_tokens: int,
+    compiles: bool,
+) -> list[list[Method]]:
+    """Return, for each tree, the official code followed by this project's exact decoding.
+
+    Args:
+        worker: A process that decodes with the official code.
+        model: The bundled pair.
+        trees: The trees of both.
+        new_tokens: Maximum number of new tokens.
+        compiles: Whether to add exact decoding with compiled passes.
+    """
+    exact = Contender(EXACT, model, AcceptanceConfig())
+    return [
+        [
+            Method(OFFICIAL, tree_name(tree), _official(worker, model, tree, new_tokens)),
+            *(
+                _own(exact, tree, new_tokens, compiled)
+                for compiled in (False, True)[: 1 + compiles]
+            ),
+        ]
+        for tree in trees
+    ]
+
+
+def _official(
+    worker: Worker, model: EagleFSD, tree: TreeConfig, new_tokens: int
+) -> Callable[[Tensor], tuple[list[int], float]]:
+    request = {
+        "target": str(BUNDLED_TARGET),
+        "head": str(BUNDLED_HEAD),
+        "dtype": str(model.target.dtype).removeprefix("torch."),
+        "tree": [tree.total_tokens, tree.depth, tree.top_k],
+        "options": {"max_new_tokens": new_tokens},
+    }
+
+    def generate(ids: Tensor) -> tuple[list[int], float]:
+        result = worker.answer({**request, "ids": ids[0].tolist()})
+        return result["tokens"], result["seconds"]
+
+    return generate
+
+
+def compare_with_official(official: Method, *methods: Method) -> list[dict[str, Any]]:
+    """Compare methods with the official code at the same tree.
+
+    Args:
+        official: The official code.
+        *methods: The methods, which answered the same problems.
+
+    Returns:
+        A row of the table for each method. The ratio is the geometric mean over the problems.
+    """
+    rows = []
+    for method in methods:
+        ratio, interval = mean_ratio(method.speeds, official.speeds)
+        same = [a == b for a, b in zip(method.answers, official.answers, strict=True)]
+        rows.append(
+            {
+                "method": f"{method.name} {method.setting}",
+                "official": official.tokens_per_second,
+                "own": method.tokens_per_second,
+                "ratio": ratio,
+                "ratio_interval": interval,
+                "identical": 100 * statistics.fmean(same),
+            }
+        )
+    return rows
 
 
 def _answer_all(
@@ -264,7 +455,7 @@ def summarize(
     return {
         "method": method.name,
         "setting": method.setting,
-        "tokens_per_second": sum(map(len, method.answers)) / sum(method.seconds),
+        "tokens_per_second": method.tokens_per_second,
         "speedup": speedup,
         "speedup_interval": interval,
         "identical": 100 * statistics.fmean(same),

@@ -1,18 +1,16 @@
 """Decode for ``revisions.py``, in a process that imports one revision of the package.
 
-Writes the package's folder to standard output, then reads requests from standard input and writes
-their results, each as JSON on a line. It uses only what the package offered in all revisions that
-are compared.
+It uses only what the package offered in all revisions that are compared.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from functools import lru_cache
+from typing import Any
 
 import torch
+from worker_loop import serve
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
@@ -34,26 +32,30 @@ def load_pair(target: str, head: str, total_tokens: int, depth: int, top_k: int)
     )
 
 
-def main() -> None:
-    """Answer requests until standard input ends."""
-    torch.set_num_threads(1)
-    print(json.dumps(eagle_fsd.__path__[0]), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        model = load_pair(request["target"], request["head"], *request["tree"])
-        # The second is the name in revisions up to d16a6ae. No effect where one cannot compile.
-        model.compile = model.compiled = request["compile"]
-        ids = torch.tensor([request["ids"]])
-        begin = time.perf_counter()
-        out = model.generate(ids, torch.ones_like(ids), **request["options"])
-        seconds = time.perf_counter() - begin
-        result = {
-            "tokens": out.sequences[0, ids.shape[1] :].tolist(),
-            "passes": sum(map(len, out.stats.accepted)),
-            "seconds": seconds,
-        }
-        print(json.dumps(result), flush=True)
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Decode one prompt.
+
+    Args:
+        request: ``target``, ``head``, ``tree`` (see :func:`load_pair`), ``compile``, ``ids`` of the
+            prompt, and ``options`` of the call.
+
+    Returns:
+        The new ``tokens``, the number of ``passes`` of the target, and the ``seconds``.
+    """
+    model = load_pair(request["target"], request["head"], *request["tree"])
+    # The second is the name in revisions up to d16a6ae. No effect where one cannot compile.
+    model.compile = model.compiled = request["compile"]
+    ids = torch.tensor([request["ids"]])
+    begin = time.perf_counter()
+    out = model.generate(ids, torch.ones_like(ids), **request["options"])
+    seconds = time.perf_counter() - begin
+    return {
+        "tokens": out.sequences[0, ids.shape[1] :].tolist(),
+        "passes": sum(map(len, out.stats.accepted)),
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    serve(eagle_fsd.__path__[0], answer)

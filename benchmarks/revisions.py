@@ -160,10 +160,10 @@ def unpack(revision: str, folder: Path) -> None:
 
 
 class Worker:
-    """A process that decodes with one revision.
+    """A process that decodes with one revision, or with the official EAGLE code.
 
     Args:
-        process: A running ``revision_worker.py``.
+        process: A running ``revision_worker.py`` or ``eagle_worker.py``.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -171,19 +171,28 @@ class Worker:
 
     @classmethod
     @contextmanager
-    def started(cls, root: Path) -> Iterator[Worker]:
+    def started(
+        cls,
+        root: Path,
+        script: str = "revision_worker.py",
+        python: str = sys.executable,
+        threads: int = 1,
+    ) -> Iterator[Worker]:
         """Start a worker, and end it with the context.
 
         Args:
             root: Folder that contains the package to import.
+            script: What to run.
+            python: The interpreter.
+            threads: Number of torch threads.
 
         Raises:
             RuntimeError: The worker imported another revision.
         """
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("revision_worker.py"))],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            [python, str(Path(__file__).with_name(script))],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -68,9 +68,6 @@ CSV_FILE = "report.csv"
 #: In a separate folder, because FastChat reads every .jsonl file beside the answers as answers.
 PROGRAMS_FILE = Path("code") / "runs.jsonl"
 
-#: Length of a typical answer as a share of the limit.
-ANSWER_SHARE = 1 / 8
-
 Report = dict[str, Any]
 T = TypeVar("T")
 

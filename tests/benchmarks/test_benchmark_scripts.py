@@ -218,6 +218,51 @@ def test_comparison_with_hugging_face(tmp_path: Path) -> None:
     assert {by_name[method]["identical"] for method in lossless} == {100.0}
 
 
+def test_options_of_the_official_code_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout = tmp_path / "EAGLE"
+    source = checkout / "eagle/model/ea_model.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    python, missing = sys.executable, str(tmp_path / "missing")
+    cases: dict[str, list[str]] = {
+        "must be given together": ["--eagle", str(checkout)],
+        "--tree requires --eagle": ["--tree", "16/7/2"],
+        "requires --device cpu; got cuda": [
+            *("--eagle", str(checkout), "--eagle-python", python, "--device", "cuda")
+        ],
+        f"{missing} has no eagle/model/ea_model.py": [
+            *("--eagle", missing, "--eagle-python", python)
+        ],
+        f"{missing} cannot be run: No such file or directory": [
+            *("--eagle", str(checkout), "--eagle-python", missing)
+        ],
+        f"must have transformers {compare.OFFICIAL_TRANSFORMERS}; {python} has": [
+            *("--eagle", str(checkout), "--eagle-python", python)
+        ],
+    }
+    for message, arguments in cases.items():
+        with pytest.raises(SystemExit):
+            compare.main(["--device", "cpu", *arguments])
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow  # starts a process
+def test_official_code_gives_the_same_answers(tmp_path: Path) -> None:
+    checkout, python = map(os.environ.get, ("EAGLE_CHECKOUT", "EAGLE_PYTHON"))
+    if not checkout or not python:
+        pytest.skip("EAGLE_CHECKOUT and EAGLE_PYTHON do not name the official code")
+    arguments = ["--eagle", checkout, "--eagle-python", python]
+    _, tables, text = run_quick(compare.main, tmp_path, *arguments)
+    methods, rows = tables.values()
+    settings = [row["setting"] for row in methods if row["method"] == compare.OFFICIAL]
+    assert settings == list(compare.OFFICIAL_TREES)
+    assert [row["method"] for row in rows] == [f"exact {tree}" for tree in settings]
+    assert [row["identical"] for row in rows] == [100.0] * 2
+    assert f"transformers {compare.OFFICIAL_TRANSFORMERS}" in text
+
+
 def test_summary_replaces_the_results(tmp_path: Path) -> None:
     for name, text in (("growth-cpu", "## Growth\n"), ("compare-cuda", "## GPU\n")):
         (tmp_path / f"{name}.md").write_text(text, encoding="utf-8")
