@@ -177,21 +177,23 @@ class TreeCache(Cache):
         Returns:
             Keys and values, ``[B, heads, L, head size]``.
         """
-        planes = self._planes.get(layer_idx)
+        return self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), layer_idx)
+
+    def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write new keys and values ``[B, S, heads, head size]``; see :meth:`update`."""
+        planes = self._planes.get(layer)
         if planes is None:
-            planes = self._allocate(_kind(key_states, 1)), self._allocate(_kind(value_states, 1))
-            self._planes[layer_idx] = planes
-        device = key_states.device
+            planes = self._allocate(_kind(keys, 2)), self._allocate(_kind(values, 2))
+            self._planes[layer] = planes
+        device = keys.device
         if device not in self._slots:
             self._slots[device] = next(iter(self._slots.values())).to(device)
-        return self._write(planes[0], key_states), self._write(planes[1], value_states)
-
-    def _write(self, plane: Tensor, states: Tensor) -> Tensor:
-        """Write ``[B, heads, S, head size]``, and return ``[B, heads, L, head size]``."""
-        flat = plane.flatten(0, 1)  # one index is written faster than a pair
-        flat.index_copy_(0, self._slots[states.device], states.transpose(1, 2).flatten(0, 1))
-        rows = slice(self._first, self._first + states.shape[0])
-        return plane[rows, : self._view.shape[0]].transpose(1, 2)
+        slots, view = self._slots[device], self._view.shape[0]
+        rows = slice(self._first, self._first + keys.shape[0])
+        # One index is written faster than a pair of them.
+        planes[0].flatten(0, 1).index_copy_(0, slots, keys.flatten(0, 1))
+        planes[1].flatten(0, 1).index_copy_(0, slots, values.flatten(0, 1))
+        return planes[0][rows, :view].transpose(1, 2), planes[1][rows, :view].transpose(1, 2)
 
     def _allocate(self, kind: PlaneKind) -> Tensor:
         """Return an unused plane."""

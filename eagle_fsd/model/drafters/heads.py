@@ -121,7 +121,10 @@ class DraftHead(nn.Module, LevelDrafter):
         """
         embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
         embedded: Tensor = embedding(tokens)
-        return embedded.to(self.fc.weight)
+        weight = self.fc.weight
+        if embedded.dtype == weight.dtype and embedded.device == weight.device:
+            return embedded  # a conversion takes time even if it changes nothing
+        return embedded.to(weight)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def attend(
     query = torch.addcmul(query * cos, query.roll(half, -1), sin)
     key = torch.addcmul(key * cos, key.roll(half, -1), sin)
     groups, heads = query.shape[2] // key.shape[2], key.shape[2]
-    keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+    keys, values = cache.write(key, value, module.layer_idx)
     if groups > 1:  # queries of a group are further query positions, see tree_attention
         query = query.view(batch, length, heads, groups, -1).permute(0, 2, 3, 1, 4)
         query = query.reshape(batch, heads, groups * length, -1)
