@@ -1004,6 +1004,7 @@ class EagleFSD:
         """Return an engine without rows that decodes requests like this one, so many at once."""
         drafter = self.drafter if request.drafted else NoDrafter()
         self._check_target(drafter)
+        compiled = rows if self.compile is True else 0
         kind: Hashable = None
         made_with, device = None, self.target.device
         if not self.capture:
@@ -1011,7 +1012,7 @@ class EagleFSD:
         elif caches is None and has_graphs(device) and self.target.one_device:
             # Work on other streams could overlap with that of the calls before.
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            kind = request.engine, tuple(self.batch_trees.items()), stream, rows
+            kind = request.engine, tuple(self.batch_trees.items()), stream, compiled
             self.target.register(drafter.reads)  # hooks are part of the description
             made_with = self._describe()
             kept = self._idle.take(kind, made_with)
@@ -1026,7 +1027,7 @@ class EagleFSD:
             request.tree,
             draw,
             caches,
-            compiled=rows if self.compile is True else 0,
+            compiled=compiled,
             # Processes that decode together would have to compile at the same time.
             background=self._background if auto and self.target.group is None else None,
             capture=self.capture,

@@ -127,7 +127,7 @@ def test_only_replayed_steps_are_a_single_phase(
     monkeypatch.setattr(compilation, "EAGER_STEPS", 10**6)
     seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
     assert not captured
-    assert seconds["target"] > 10 * seconds["graph"]
+    assert seconds["target"] > seconds["graph"]
     monkeypatch.setattr(compilation, "EAGER_STEPS", 0)
     seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
     assert captured

@@ -75,6 +75,7 @@ class DraftHead(nn.Module, LevelDrafter):
                 f" {self.config.vocab_size} tokens, the target's has {target.vocab_size}"
             )
         self._target = target  # not a module, so its parameters are not registered here
+        self._set_plain()
         return self.to(target.device)
 
     @property
@@ -200,8 +201,12 @@ class DraftHead(nn.Module, LevelDrafter):
         return self.forward(self.fuse(features), tokens, positions, mask, cache)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
-        self.plain = all(is_plain(layer, self.config) for layer in self.layers)
+        self._set_plain()
         return super().start(tree, draw)
+
+    def _set_plain(self) -> None:
+        """Look whether the layers are plain, which hooks change."""
+        self.plain = all(is_plain(layer, self.config) for layer in self.layers)
 
     def embed_positions(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the rotary embedding of positions ``[B, S]``, as the family's layers take it."""
