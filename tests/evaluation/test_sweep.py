@@ -25,7 +25,6 @@ from eagle_fsd.evaluation.analysis import (
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
 from eagle_fsd.evaluation.methods import EXACT, fsd_series
 from eagle_fsd.evaluation.questions.formats import bundled_questions
-from eagle_fsd.evaluation.questions.sets import balanced_subset
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import Loaded
 from eagle_fsd.evaluation.statistics import loss_bound
@@ -201,30 +200,6 @@ def test_settings_that_lose_too_much_are_not_measured(
     assert screen(loaded, [], *arguments) == {"bad": "lost 6 and gained 0 of 12 answers"}
     unscored = Loaded(model, [replace(loaded.questions[0], scored_by="")])
     assert screen(unscored, [], *arguments) == {}
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_more_questions_keep_those_that_screen_settings(
-    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if categories do not follow each other evenly."""
-    asked: list[list[int]] = []
-
-    def record(*arguments: Any) -> dict[str, Any]:
-        asked.append([question.question_id for question in arguments[-1].questions])
-        return {"rows": []}
-
-    monkeypatch.setattr(sweep_module, "run_evaluation", record)
-    monkeypatch.setattr(sweep_module, "SCREENING_QUESTIONS", 8)
-    categories = [*"aabbbabacccaccbccca"]
-    bundled = bundled_questions(len(categories), 0)
-    both = zip(bundled, categories, strict=True)
-    questions = [replace(question, category=name) for question, name in both]
-    for count in (10, 15, len(questions)):
-        loaded = Loaded(model, balanced_subset(questions, count))
-        screen(loaded, [], EvaluationRequest(out=tmp_path), EvaluationConfig(), no_progress)
-    assert len(asked[0]) == 8
-    assert asked[0] == asked[1] == asked[2]
 
 
 GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
