@@ -53,7 +53,6 @@ from eagle_fsd.evaluation.config import (
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import Method, rule_method
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.runner import ANSWER_SHARE
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import footnote, points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
@@ -518,10 +517,14 @@ def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     names = ["T=0.1", "acc 0.5"]
     check_folder(folder, *split_questions(questions[:8]), names, None)
-    check_folder(folder, *split_questions(questions[:20]), names, None)  # nothing measured so far
+    check_folder(folder, *split_questions(questions[:20]), names, False)  # nothing measured so far
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(questions[:20]), names, None)
-    for count, settings, compiled in ((40, names, None), (20, names[:1], None), (20, names, True)):
+    check_folder(folder, *split_questions(questions[:20]), names, False)
+    for count, settings, compiled in (
+        (40, names, False),
+        (20, names[:1], False),
+        (20, names, True),
+    ):
         words = r"another --count.* output folder, and with --skip or --seed other questions"
         with pytest.raises(ValueError, match=words):
             check_folder(folder, *split_questions(questions[:count]), settings, compiled)
@@ -582,7 +585,7 @@ TREE, EXACT_TREE = (
 def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """One setting, which is selected however its speed is measured."""
     method = Method("T=0.05 r=0.3 tree 12-10-1", {"threshold": 0.05, "min_ratio": 0.3}, tree=TREE)
-    monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, {"exact": []}))
+    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: TreePlan(EXACT_TREE, {"exact": []}))
     settings = [Setting(method, "T=0.05 r=0.3", 1.5)]
     monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
     monkeypatch.setattr(calibration, "choose_tests", lambda rows, *_: rows)
@@ -631,36 +634,22 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "planned")
-@pytest.mark.parametrize("asked", [pytest.param(True, marks=pytest.mark.slow), None])
-def test_speeds_are_those_of_compiled_passes_if_asked_for_or_worthwhile(
-    asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_speeds_are_those_of_compiled_passes_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answers, which are decoded in batches, are not."""
-    raced: list[int] = []
+    raced: list[bool] = []
 
     def race_settings(workload: Workload, *_: object) -> tuple[Method, dict[str, Any]]:
-        raced.append(workload.model.compiled)
+        raced.append(workload.model.compile is True)
+        workload.model.compile = False  # nothing is compiled in this test
         return replace(methods.EXACT, tree=EXACT_TREE), {}
 
-    def make(*arguments: Any) -> TreePlan:
-        _, candidates, *_, compiles, compiled = arguments
-        names = ["exact", *(method.name for method in candidates)]
-        assert compiled is asked
-        plan = TreePlan(EXACT_TREE, dict.fromkeys(names, ()))
-        return replace(plan, compiled=compiles([candidates[0], *candidates]))
-
-    def trial(model: EagleFSD, tokens: float, trees: int) -> bool:
-        assert (tokens, trees) == (5 * 1 * 200 * ANSWER_SHARE, 2)  # plain decoding and one tree
-        model.compiled = 1
-        return True
-
     monkeypatch.setattr(calibration, "race_settings", race_settings)
-    monkeypatch.setattr(TreePlan, "make", make)
-    monkeypatch.setattr(EagleFSD, "compile_if_faster", trial)
-    request = EvaluationRequest(count=5, out=tmp_path, compiled=asked)
+    request = EvaluationRequest(count=5, out=tmp_path, compile=True)
     found = calibrate(request, LossBounds(max_drop=50.0), CONFIG, GRID, rules=False)
     assert found is not None
-    assert raced == [1]
+    assert raced == [True]
     assert {item["compiled"] for item in found.report["sessions"].values()} == {False}
     assert found.report["calibration"]["about"]["compiled"] is True
     assert ", compiled (answers: not compiled);" in footnote(found.report)
@@ -804,7 +793,7 @@ def test_settings_for_another_engine_are_flags(
     """No file is written: fsd.json cannot hold the rule. The target thinks in its own words."""
     monkeypatch.setattr(engines, "THINKING", ("Step", "####"))
     candidates = {"exact": [Candidate(EXACT_TREE, 6.0, 700.0), Candidate(TREE, 5.0, 600.0)]}
-    monkeypatch.setattr(TreePlan, "make", lambda *_: TreePlan(EXACT_TREE, candidates))
+    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: TreePlan(EXACT_TREE, candidates))
     method = replace(candidate_methods(GRID, "tensorrt-llm", 0.0, False)[0], tree=TREE)
     monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "relaxed", 1.5)])
     request = EvaluationRequest(count=16, out=tmp_path)

@@ -164,9 +164,10 @@ def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
     assert len(stopped.drafted) < len(whole.drafted)
 
 
-def planned(*_: Any, race_again: bool) -> TreePlan:
+def planned(*_: Any, race_again: bool, compiled: bool) -> TreePlan:
     """Every method with a small tree, as if no other one had been predicted."""
     assert race_again
+    assert not compiled
     methods = [EXACT, *(method for group in fsd_series(GRID).values() for method in group)]
     return plan({method.name: 150.0 - 10 * at for at, method in enumerate(methods)})
 

@@ -438,7 +438,7 @@ def test_the_best_trees_are_chosen_by_measured_steps(
         """Exact for a single round; the others are disturbed."""
         assert method.tree is not None
         rounds[method.tree] += 1
-        deep = 0.04 if load.model.compiled else 0.09
+        deep = 0.04 if load.model.compile else 0.09
         own = {4: 0.02, 16: deep}.get(method.tree.total_tokens, 1.0)
         return own if round_ == 2 else 10 * own
 
@@ -450,19 +450,15 @@ def test_the_best_trees_are_chosen_by_measured_steps(
     eager = TreePlan.make(prompts, [fsd_method(0.1)], tmp_path / "eager.json", no_progress)
     assert [item.tree for item in eager.candidates["T=0.1"]][:2] == [short.tree, long.tree]
     assert eager.candidates["T=0.1"][0].tokens_per_second == pytest.approx(150.0)
-    assert (eager.exact, eager.compiled) == (short.tree, False)
-
-    def compiles(methods: Sequence[Method]) -> bool:
-        assert [method.tree for method in methods] == [short.tree, short.tree]
-        monkeypatch.setattr(prompts.model, "compiled", 1)
-        return True
-
-    arguments = tmp_path / "compiled.json", no_progress, compiles
-    plan = TreePlan.make(prompts, [fsd_method(0.1)], *arguments)
+    assert eager.exact == short.tree
+    monkeypatch.setattr(prompts.model, "compile", False)
+    file = tmp_path / "compiled.json"
+    plan = TreePlan.make(prompts, [fsd_method(0.1)], file, no_progress, compiled=True)
     assert [item.tree for item in plan.candidates["T=0.1"]][:2] == [long.tree, short.tree]
-    assert (plan.exact, plan.compiled) == (long.tree, True)
+    assert plan.exact == long.tree
     assert rounds[long.tree] == 3 * search.TIMED_ROUNDS
-    assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan  # from the file
+    again = TreePlan.make(prompts, [fsd_method(0.1)], file, no_progress, compiled=True)
+    assert again == plan  # from the file
 
 
 def test_trees_of_exact_decoding_are_raced_again_after_all_trees_are_known(
@@ -610,7 +606,7 @@ def test_interrupted_tuning_keeps_what_it_measured(
 
 def test_compiled_passes_are_rejected_when_tuning() -> None:
     with pytest.raises(OptionsError, match="--compile is not supported by tune"):
-        tune(EvaluationRequest(compiled=True))
+        tune(EvaluationRequest(compile=True))
 
 
 @pytest.mark.parametrize("rows", [1, 4])

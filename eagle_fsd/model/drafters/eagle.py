@@ -153,7 +153,7 @@ class EagleHead(DraftHead):
             causal = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
             mask = additive_mask(causal, self.dtype)
         hidden = self.fc(torch.cat([self.embed(tokens), x.to(self.dtype)], -1))
-        if cache is None or mask is None or not self.plain:
+        if not (self.plain and isinstance(cache, TreeCache) and mask is not None):
             rotary = self.embed_positions(positions) if rotary is None else rotary
             return self._run_layer(hidden, positions, mask, cache, rotary)
         rotary = self.rotate(positions) if rotary is None else rotary

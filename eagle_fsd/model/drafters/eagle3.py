@@ -256,7 +256,7 @@ class Eagle3Head(DraftHead):
         rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         embedded = self.embed(tokens)
-        if cache is not None and mask is not None and self.plain:
+        if self.plain and isinstance(cache, TreeCache) and mask is not None:
             rotary = self.rotate(positions) if rotary is None else rotary
             return self._run_plain(x, embedded, rotary, mask, cache)
         options = {
