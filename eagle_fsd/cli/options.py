@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,6 +127,8 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
     )
     model.configure(settings)
     model.compile, model.capture = pair.compile or False, pair.capture
+    if model.compile is True:  # calls that wait for it say why
+        logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import sys
@@ -210,6 +211,7 @@ def worker(
         )
     access = _cluster_access(server)
     check_port(server.host, server.port)
+    logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
     run_worker(
         model,

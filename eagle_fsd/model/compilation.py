@@ -121,9 +121,13 @@ class _Compiled(Generic[Result]):
         self._function = function
         self._compiled = compile_graph(function, options)
         self._existing = torch._dynamo.run(self._compiled)
+        self._begun = False
 
     def __call__(self, *arguments: Any) -> Result:
         """Call the version for these arguments; compile it if there is none."""
+        if not self._begun and self._compiled is not self._function:
+            log.info("compiling %s, which can take a minute", self._function.__name__.strip("_"))
+            self._begun = True
         try:
             return self._compiled(*arguments)
         except TorchDynamoException as error:
@@ -252,7 +256,7 @@ class BackgroundCompiler:
 
     @staticmethod
     def _run(compile_steps: Callable[[], None]) -> None:
-        log.info("compiling in the background; answers are decoded without it meanwhile")
+        log.info("compiling in the background; meanwhile, answers are decoded without it")
         begin = time.perf_counter()
         try:
             compile_steps()
