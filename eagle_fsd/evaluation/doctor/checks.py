@@ -1,7 +1,7 @@
 """Look for causes of a low tau.
 
-Most checks compare the agreement of the drafter as it is with that of the same drafter after one
-change: a change that raises it clearly names the cause.
+The settings of a drafter are checked by changing one at a time: the change that raises the
+agreement most, and clearly, names the cause.
 
 Shape letters: ``S`` tokens of a text, ``T`` answer tokens of all sequences.
 """
@@ -9,8 +9,9 @@ Shape letters: ``S`` tokens of a text, ``T`` answer tokens of all sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Literal
@@ -20,16 +21,17 @@ from torch import Tensor
 
 from eagle_fsd.evaluation.doctor.agreement import CHUNK, Agreement
 from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements, complete_steps
+from eagle_fsd.evaluation.doctor.settings import Setting, find_settings
 from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import LAST, Target
 
-#: A change is clear if it raises the agreement by this share of the tokens and by this many
-#: standard errors (of McNemar's test).
-MIN_GAIN, MIN_ERRORS = 0.03, 4.0
-#: The same share for other hidden states. Neighboring layers have similar states, so that numbering
-#: the layers wrongly by one costs the bundled EAGLE-3 head 3 % of the tokens.
-MIN_READS_GAIN = 0.015
+#: A change must raise the agreement by this many standard errors.
+MIN_ERRORS = 3.0
+#: A vocabulary map estimated from the answers must reach this agreement, which drafters that know
+#: nothing but the previous token do not, and raise the agreement by this much: it also learns to
+#: repeat what the answers repeat.
+MIN_ESTIMATED, MIN_ESTIMATED_GAIN = 0.4, 0.2
 #: Another chat template must raise tau by this share and by this many standard errors.
 MIN_TAU_GAIN, MIN_TAU_ERRORS = 0.15, 3.0
 #: Agreements up to this far above that of a constant prediction count as chance.
@@ -43,7 +45,7 @@ MAX_FULL_STEPS = 0.3
 #: Drafts after drafts should be accepted this often, relative to drafts after the target's tokens.
 MIN_DEEP_RATIO = 0.75
 #: Agreement may fall by this much with the context length.
-MAX_LENGTH_DROP = 0.1
+MAX_LENGTH_DROP = 0.15
 #: Training text may be this much less likely than the target's own samples, in nats per token.
 MAX_EXCESS = 0.2
 #: Answers with a smaller share of distinct pairs of tokens are loops, which are easy to draft.
@@ -77,56 +79,70 @@ def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding
 
     Args:
         measured: The measurements.
-        agreement: The drafter's predictions.
+        agreement: The drafter's agreement.
 
     Returns:
         The findings of the checks that apply to the drafter.
     """
-    found = [_dtype(agreement)]
-    if agreement.reads:
-        changes = agreement.with_other_reads()
-        step = "correct the layer ids in the head's config.json, so that it reads {}"
-        found.append(
-            _compare("hidden states", agreement.reads, agreement, changes, step, MIN_READS_GAIN)
-        )
-    found.append(_vocabulary(agreement))
-    if agreement.rope:
-        changes = agreement.with_other_ropes()
-        step = "correct the RoPE in the drafter's config.json: {}"
-        found.append(_compare("RoPE", agreement.rope, agreement, changes, step))
+    settings = find_settings(agreement.drafter, agreement.target)
+    if agreement.own.isnan().any():
+        return [_damage(agreement, settings[0].value)]
+    compared = [_compare(agreement, setting) for setting in settings]
+    # One wrong setting makes others look wrong: only the change that helps most is a problem.
+    largest = max(gain for gain, _ in compared)
+    found = [
+        replace(finding, level="ok", step=None) if 0.0 < gain < largest else finding
+        for gain, finding in compared
+    ]
     found.append(check_template(measured))
     if all(finding.level != "problem" for finding in found):
         found.append(_target(agreement))
     return found
 
 
-def _dtype(agreement: Agreement) -> Finding:
-    """Check whether the drafter's data type costs agreement."""
-    own, theirs = (
-        str(item.dtype).removeprefix("torch.") for item in (agreement.drafter, agreement.target)
-    )
-    setting = f"{own}; target {theirs}"
-    if broken := fmean((agreement.entries < 0).tolist()):
-        evidence = f"{setting}; {broken:.1%} of the draft's distributions are NaN or infinite"
-        step = "pass --dtype float32 or bfloat16; if that does not help, the drafter's weights are"
-        return Finding("dtype", "problem", evidence, f"{step} damaged")
-    step = f"pass another --dtype: {own} is not precise enough for this drafter"
-    return _compare("dtype", setting, agreement, agreement.in_float32(), step)
+def _damage(agreement: Agreement, dtype: str) -> Finding:
+    """Report distributions that are not finite, and the weights that are not."""
+    drafter, share = agreement.drafter, float(agreement.own.isnan().double().mean())
+    named = () if drafter.network is None else drafter.network.named_parameters()
+    weights = {name: weight for name, weight in named if not weight.isfinite().all()}
+    evidence = f"{dtype}; {share:.1%} of the draft's distributions are NaN or infinite"
+    if weights:
+        evidence += f", as are values of {', '.join(list(weights)[:3])}"
+    step = "replace the drafter's files: its weights are damaged"
+    if drafter.dtype != torch.float32 and not any(item.isnan().any() for item in weights.values()):
+        step = f"pass --dtype float32 or bfloat16; if that does not help, {step}"
+    return Finding("dtype", "problem", evidence, step)
 
 
-def _vocabulary(agreement: Agreement) -> Finding:
-    """Check whether the draft's tokens are mapped to the target's, and cover the answers."""
-    ids, setting, coverage = agreement.drafter.token_ids, "the target's", 1.0
-    step = "use a drafter with the target's tokenizer: {} fits this one"
-    if ids is not None:
-        coverage = fmean(torch.isin(agreement.truth, ids).tolist())
-        setting = f"{len(ids):,} tokens, {coverage:.1%} of the answers"
-        step = "export the head again with the d2t and t2d that it was trained with: {} fits"
-    finding = _compare("vocabulary", setting, agreement, agreement.with_other_maps(), step)
-    if finding.level == "ok" and coverage < MIN_COVERAGE:
-        step = "train a head with a larger draft vocabulary, counted on this kind of text"
-        return Finding("vocabulary", "note", finding.evidence, step)
-    return finding
+def _compare(agreement: Agreement, setting: Setting) -> tuple[float, Finding]:
+    """Compare a setting with its alternatives.
+
+    Returns:
+        By how much the best one raises the agreement, 0.0 if that is not clear, and the finding.
+    """
+    tried, before = {}, agreement.own
+    with suppress(torch.OutOfMemoryError):  # of weights in float32
+        for name, changes in setting.alternatives:
+            tried[name] = agreement.measure(*changes).nan_to_num(0.0)
+    evidence, coverage = setting.value, 1.0
+    if setting.check == "vocabulary":
+        if (ids := agreement.drafter.token_ids) is not None:
+            coverage = fmean(torch.isin(agreement.truth, ids).tolist())
+            evidence += f", {coverage:.1%} of the answers"
+        if agreement.mean < 1.0 - MIN_ESTIMATED_GAIN:
+            guess = agreement.with_estimated_map()
+            if guess.mean() > max(MIN_ESTIMATED, agreement.mean + MIN_ESTIMATED_GAIN):
+                tried["a map estimated from the answers"] = guess
+    if tried:
+        name, after = max(tried.items(), key=lambda item: float(item[1].mean()))
+        share, gains = float(after.mean()), after - before
+        gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(len(gains))
+        evidence += f"; agreement {agreement.mean:.1%}, {share:.1%} with {name}"
+        clear = gain > max(setting.min_gain, MIN_ERRORS * error)
+        if clear and share > agreement.chance + CHANCE_MARGIN:
+            return gain, Finding(setting.check, "problem", evidence, setting.step.format(name))
+    step = "train a head with a larger draft vocabulary, counted on this kind of text"
+    return 0.0, _note_if(coverage < MIN_COVERAGE, setting.check, evidence, step)
 
 
 def check_template(measured: Measurements) -> Finding:
@@ -163,11 +179,11 @@ def check_template(measured: Measurements) -> Finding:
 
 def _target(agreement: Agreement) -> Finding:
     """Check whether the drafter knows the target."""
-    share = fmean(agreement.own.tolist())
+    share = agreement.mean
     evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
     if share <= agreement.chance + CHANCE_MARGIN:
-        step = "use a drafter that was trained for this target: only the shapes of this one fit, or"
-        return Finding("target", "problem", evidence, f"{step} it is untrained")
+        step = "use a drafter that was trained for this target, with its tokenizer: only the shapes"
+        return Finding("target", "problem", evidence, f"{step} of this one fit, or it is untrained")
     step = "train the drafter further, on the target's own answers (--regenerate)"
     return _note_if(share < LOW_AGREEMENT, "target", evidence, step)
 
@@ -217,12 +233,14 @@ def check_tree(measured: Measurements) -> Finding:
     Args:
         measured: The measurements.
     """
-    depth = measured.model.tree.depth
-    full = fmean([length == depth + 2 for length in complete_steps(measured.short)])
-    evidence = f"{full:.0%} of the steps accept the longest path, {depth + 1} tokens"
-    return _note_if(
-        full > MAX_FULL_STEPS, "tree", evidence, f"try trees deeper than --depth {depth}"
-    )
+    depth, nodes = measured.model.tree.depth, measured.model.tree.total_tokens
+    longest = min(depth + 1, nodes - 1)
+    full = fmean([length == longest + 1 for length in complete_steps(measured.short)])
+    evidence = f"{full:.0%} of the steps accept the longest path, {longest} tokens"
+    step = f"try trees deeper than --depth {depth}"
+    if longest < depth + 1:
+        step = f"try trees larger than --total-tokens {nodes}"
+    return _note_if(full > MAX_FULL_STEPS, "tree", evidence, step)
 
 
 @torch.no_grad()
@@ -264,32 +282,6 @@ def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) 
 def _note_if(condition: bool, check: str, evidence: str, step: str) -> Finding:
     """Return a note if a condition holds, and otherwise a finding without a step."""
     return Finding(check, "note", evidence, step) if condition else Finding(check, "ok", evidence)
-
-
-def _compare(
-    check: str,
-    setting: str,
-    agreement: Agreement,
-    changes: Mapping[str, Tensor],
-    step: str,
-    min_gain: float = MIN_GAIN,
-) -> Finding:
-    """Report a problem if one of several changes, ``[T]`` bool, raises the agreement clearly.
-
-    ``step`` says what to do, with ``{}`` in place of the change. ``min_gain`` is the share of the
-    tokens by which the agreement must rise.
-    """
-    if not changes:
-        return Finding(check, "ok", setting)
-    name = max(changes, key=lambda change: int(changes[change].sum()))
-    before, after = agreement.own, changes[name]
-    shares = fmean(before.tolist()), fmean(after.tolist())
-    evidence = f"{setting}; agreement {shares[0]:.1%}, {shares[1]:.1%} with {name}"
-    gained, lost = int((after & ~before).sum()), int((before & ~after).sum())
-    needed = max(min_gain * len(before), MIN_ERRORS * math.sqrt(gained + lost))
-    if gained - lost <= needed or shares[1] <= agreement.chance + CHANCE_MARGIN:
-        return Finding(check, "ok", evidence)
-    return Finding(check, "problem", evidence, step.format(name))
 
 
 def _variety(answers: Sequence[Answer]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -75,7 +76,7 @@ class Diagnosis:
             "tree": measured.model.tree.model_dump(),
             "tokens": sum(sum(answer.accepted) for answer in measured.short),
             "tau": fmean(complete_steps(measured.short)),
-            "agreement": None if agreement is None else fmean(agreement.own.tolist()),
+            "agreement": None if agreement is None else agreement.mean,
             "findings": [asdict(finding) for finding in self.findings],
             "by_length": [asdict(row) for row in measured.by_length],
             "by_depth": [
@@ -109,6 +110,8 @@ def diagnose(
         ValueError: No question leaves room for an answer, the chat template rejects one, or the
             pair cannot decode.
     """
+    model = copy(model)
+    model.tree = model.exact_tree.updated(adaptive=False)
     measured = Measurements(model, questions, chat_template or RawTemplate(), max_new_tokens)
     with progress("decoding") as advance:
         for done, answers in enumerate(("short", "chains", "long")):

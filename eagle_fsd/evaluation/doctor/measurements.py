@@ -52,8 +52,8 @@ class LengthRow:
         last: Largest number of tokens before it.
         steps: Number of steps.
         tau: Mean number of tokens that these steps emit.
-        tokens: Number of answer tokens that the drafter could predict from the target's states.
-        agreement: Share of these that it predicts; None if there are none.
+        tokens: Number of answer tokens before which the agreement is known.
+        agreement: Its mean; None if there are none.
     """
 
     first: int
@@ -178,7 +178,7 @@ class Measurements:
                 steps.append((position, accepted))
                 position += accepted
         if self.agreement is not None:
-            positions, own = self.agreement.positions, self.agreement.own
+            positions, own = self.agreement.positions, self.agreement.own.nan_to_num(0.0)
             hits = list(zip(positions.tolist(), own.tolist(), strict=True))
         rows, first, last = [], 0, FIRST_LENGTHS - 1
         while any(position >= first for position, _ in steps):
