@@ -332,7 +332,8 @@ def calibrate(
         table = selection_table(list(rows.values()), tests)
         report["selection"] = list(rows.values())
         report["tables"] = [table, *([verdict_table(verdicts)] if verdicts else [])]
-        report["conclusions"] = [conclude(verdicts, bounds, len(tests), len(candidates))]
+        conclusion = conclude(verdicts, bounds, len(tests), len(candidates))
+        report["conclusions"] = [f"{conclusion} {engines.caveat(engine)}" if engine else conclusion]
         report["calibration"] = chosen_settings(model, method, exact, verdicts, bounds, report)
         tree = method.pair_for(model).tree
         report["flags"] = (
