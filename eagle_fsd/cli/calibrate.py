@@ -36,7 +36,8 @@ def calibrate(
         EngineName | None,
         Parameter(
             name="--for",
-            help="Choose among the settings of another engine's rule, and print its flags.",
+            help="Choose among the settings of another engine's rule, and print its flags. The"
+            " bound holds for eagle-fsd's answers with that rule, not for the engine's own.",
         ),
     ] = None,
     rules: Annotated[

@@ -344,7 +344,8 @@ def calibrate(
         table = selection_table(list(rows.values()), tests)
         report |= limit_losses(report["rows"], len(tests) - len(tested), bounds.confidence)
         report["selection"], report["tables"] = list(rows.values()), [table]
-        report["conclusions"] = [conclude(verdicts, bounds, len(tests), len(candidates))]
+        conclusion = conclude(verdicts, bounds, len(tests), len(candidates))
+        report["conclusions"] = [f"{conclusion} {engines.caveat(engine)}" if engine else conclusion]
         report["calibration"] = chosen_settings(model, method, exact, verdicts, bounds, report)
         tree = method.pair_for(model).tree
         report["flags"] = (

@@ -1,7 +1,7 @@
 """Acceptance rules that other engines offer, and their settings in the form that each one takes.
 
-Calibration tests an engine's :func:`series` as it tests FSD's; :func:`settings` prints the chosen
-method for the engine.
+Calibration tests an engine's :func:`series` as it tests FSD's, with our decoder; :func:`settings`
+prints the chosen method for the engine, for whose own answers nothing is certified.
 
 ============  ==============================================  =====================================
 engine        rule                                            applies
@@ -35,6 +35,19 @@ THINKING = ("<think>", "</think>")
 CHAIN_RULES: tuple[EngineName, ...] = ("sglang", "tensorrt-llm")
 #: Engines that draft chains only, also for lossless decoding.
 CHAINS_ONLY: tuple[EngineName, ...] = ("tensorrt-llm",)
+
+
+def caveat(engine: EngineName) -> str:
+    """Return a sentence on what a calibration says about an engine's own answers.
+
+    Args:
+        engine: The engine.
+    """
+    name = {"sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}[engine]
+    return (
+        f"Answers and speeds are eagle-fsd's with {name}'s rule: {name} itself did not run, so the"
+        " bound does not hold for its answers. Evaluate them before you rely on them."
+    )
 
 
 def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:

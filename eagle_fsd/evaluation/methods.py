@@ -160,6 +160,17 @@ def find_methods(names: Sequence[str | Method]) -> list[Method]:
     return list(found.values())
 
 
+def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
+    """Drop the method ``fsd`` if it has no threshold, and ``exact`` decodes the same anyway.
+
+    Args:
+        methods: The methods.
+        model: The pair.
+    """
+    repeats = EXACT in methods and FSD.describe(model) == EXACT.describe(model)
+    return [method for method in methods if method != FSD or not repeats]
+
+
 def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Method]:
     """Return Hugging Face's ``generate`` and, given a draft model, its assisted generation.
 

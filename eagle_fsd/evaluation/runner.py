@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,7 +37,13 @@ from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.markdown_report import report_text
-from eagle_fsd.evaluation.methods import EXACT, Method, baseline_methods, find_methods
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    Method,
+    baseline_methods,
+    decoded_methods,
+    find_methods,
+)
 from eagle_fsd.evaluation.plots import add_tradeoff
 from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
@@ -50,7 +57,7 @@ from eagle_fsd.evaluation.report import (
 from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
-from eagle_fsd.evaluation.verdict import main_row
+from eagle_fsd.evaluation.verdict import SKIPPED, main_row
 from eagle_fsd.model.config import PairOptions, Settings, settings_dict
 from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.model.pipeline import EagleFSD
@@ -60,6 +67,8 @@ from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
 from eagle_fsd.utils.provenance import describe_environment
+
+log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
@@ -355,7 +364,7 @@ def evaluate(
         request: What to evaluate.
         config: How answers are decoded; default: ``EvaluationConfig()``.
         methods: Methods, or names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`. The
-            request's baseline is added.
+            request's baseline is added. Without a threshold, ``fsd`` is skipped beside ``exact``.
         settings: Tree and acceptance options that override the drafter's ``fsd.json``.
         progress: Reports progress.
         on_report: Called with the report as soon as it is complete, or when the judge has failed.
@@ -414,11 +423,16 @@ def run_evaluation(
         check_request(request, config, methods, questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compile = bool(request.compile)
+    chosen = find_methods(methods)
+    decoded = decoded_methods(chosen, model)
+    skipped = [method.name for method in chosen if method not in decoded]
+    if skipped and is_first:
+        log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
     evaluation = Evaluation(
         model,
         questions,
-        find_methods([*baseline, *methods]),
+        find_methods([*baseline, *decoded]),
         request,
         config,
         folder,
@@ -441,6 +455,7 @@ def run_evaluation(
             report, evaluation.scores = from_first(
                 model.target, lambda: (evaluation.report(shown), evaluation.scores)
             )
+        report["skipped"] = skipped
         evaluation.write(report)
         hooks.on_report(evaluation, report)
         evaluation.compare(report)

@@ -61,11 +61,27 @@ _ASCII_FORMS = {
     0xFFE5: "\u00a5",
     0x2019: "'",
 }
+# Numerator or denominator: digits with an optional sign in braces, or a digit without them.
+_ARGUMENT = r"(?:\{\s*(-?)\s?(\d+)\s*\}|(\d))"
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    """Return a fraction as ``a/b``, joined to a minus sign before it but not to a number."""
+    before, sign, top, top_digit, other_sign, bottom, bottom_digit = match.groups(default="")
+    if sign != other_sign:  # one of the two numbers is negative
+        before = "" if before else "-"
+    return f"{before or ' '}{top or top_digit}/{bottom or bottom_digit}"
+
+
 #: Markdown and LaTeX inside an answer, and the replacement.
-_MARKUP = [
+_MARKUP: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}"), r" \1/\2"),
+    (re.compile(r"\\(?:left|right)\b"), ""),
+    (re.compile(rf"(-\$?)?\\[cdt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}"), _plain_fraction),
+    # A minus sign that stands apart, not a bullet or an operator, and one before parentheses.
+    (re.compile(r"([{(\[=#$][ \t]*-)[ \t]+(?=[$(]?[\d.])"), r"\1"),
+    (re.compile(r"-\(\s*([\d.,/]+)\s*\)"), r"-\1"),
     (re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\u00a0)(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\([$%#])"), r"\1"),
 ]

@@ -1,7 +1,8 @@
-"""State the result of a report in one sentence, with its bound."""
+"""State the result of a report in a few sentences, with its bound."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from eagle_fsd.evaluation.analysis import MARGINS, comparable_rows, is_faster
@@ -10,6 +11,11 @@ from eagle_fsd.evaluation.tables import Row, points_text, tree_text
 
 #: Estimated loss of accuracy up to which a method may be shown where no bound is small enough.
 MAX_SHOWN_LOSS = 0.01
+#: States that ``fsd`` was not decoded.
+SKIPPED = (
+    "Without a threshold, fsd is exact decoding, so it is not decoded a second time: set"
+    " --threshold, or calibrate the pair."
+)
 
 
 def main_row(report: dict[str, Any]) -> Row | None:
@@ -59,28 +65,50 @@ def _compared(row: Row, name: str, default: float) -> float:
 
 
 def verdict(report: dict[str, Any]) -> str | None:
-    """Return the result of a report in one sentence that states its bound.
+    """Return the result of a report in a few sentences that state its bound.
 
     Args:
         report: The report.
 
     Returns:
-        The first of the report's conclusions if it has any; else a sentence on :func:`main_row`.
-        None if nothing was compared with exact decoding.
+        The first of the report's conclusions if it has any; else a sentence on :func:`main_row`,
+        one if exact decoding is slower than plain decoding, and one if ``fsd`` was skipped. None
+        if there is nothing to say.
     """
     if report.get("conclusions"):
         return str(report["conclusions"][0])
+    sentences = []
     row = main_row(report)
-    if row is None:
-        return None
-    return f"{_speed(row)}; {_quality(row, bool(report['about']['temperature']))}."
+    if row is not None:
+        sentences.append(f"{_speed(row)}; {_quality(row, bool(report['about']['temperature']))}.")
+    for row in report["rows"]:
+        if row["method"] == EXACT.name and _is_slower_than_plain(row):
+            sentences.append(
+                "Exact decoding is slower than plain decoding with this pair on this machine"
+                f" ({row['speedup']:.2f} times as fast; {_interval(row['speedup_interval'])}):"
+                " eagle-fsd doctor looks for the cause."
+            )
+    if report.get("skipped"):
+        sentences.append(SKIPPED)
+    return " ".join(sentences) or None
+
+
+def _is_slower_than_plain(row: Row) -> bool:
+    """Return whether a method is slower than plain decoding; its interval decides if it has one."""
+    interval = row["speedup_interval"]
+    speed = interval[1] if interval else row["speedup"]
+    return speed is not None and speed < 1.0
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    """Describe the interval of a ratio of speeds."""
+    return f"95% interval {interval[0]:.2f} to {interval[1]:.2f}" if interval else "no interval"
 
 
 def _speed(row: Row) -> str:
     """Compare a method's speed with exact and plain decoding."""
     name, ratio = method_text(row), row["speed_over_exact"]
-    interval = row["speed_over_exact_interval"]
-    between = f"95% interval {interval[0]:.2f} to {interval[1]:.2f}" if interval else "no interval"
+    between = _interval(row["speed_over_exact_interval"])
     if not is_faster(row):
         return f"{name} is not measurably faster than exact decoding ({ratio:.2f} times; {between})"
     plain = f" and {row['speedup']:.2f} times as fast as plain decoding" if row["speedup"] else ""

@@ -803,6 +803,8 @@ def test_settings_for_another_engine_are_flags(
     assert "relaxed_topk: 2" in found.report["flags"]
     assert "max_draft_len: 11" in found.report["flags"]
     assert "begin_thinking_phase_token: " in found.report["flags"]
+    assert "TensorRT-LLM itself did not run, so the bound does not hold" in found.conclusion
+    assert found.conclusion in (tmp_path / "report.md").read_text()
     assert {item["settings"]["depth"] for item in found.report["rows"]} == {TREE.depth}
     assert not (tmp_path / "fsd.json").exists()
 

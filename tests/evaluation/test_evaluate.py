@@ -253,12 +253,23 @@ def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
     assert "Answers that had not ended by 8 tokens" in text
 
 
-def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> None:
+def test_fsd_without_a_threshold_is_not_decoded_beside_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     report = run(tmp_path, ["exact", "fsd"], Settings(threshold=0.0), max_new_tokens=256)
+    assert [(row["method"], row["cut_off"]) for row in report["rows"]] == [("exact", 0)]
+    assert not (tmp_path / "fsd.jsonl").exists()
+    text = (tmp_path / "report.md").read_text()
+    assert "had not ended" not in text
+    for said in (text, caplog.text):
+        assert "Without a threshold, fsd is exact decoding, so it is not decoded a second" in said
+
+
+def test_footnote_states_that_a_threshold_of_zero_is_exact(tmp_path: Path) -> None:
+    run(tmp_path, ["fsd"], Settings(threshold=0.0))
     text = (tmp_path / "report.md").read_text()
     assert "fsd: the threshold is 0, which is exact decoding" in text
-    assert [row["cut_off"] for row in report["rows"]] == [0, 0]
-    assert "had not ended" not in text
+    assert "a second time" not in text
 
 
 @pytest.mark.slow

@@ -210,6 +210,20 @@ def test_verdict_of_a_slow_method() -> None:
     assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in sentence
 
 
+def test_verdict_says_that_exact_decoding_is_slower_than_plain() -> None:
+    exact = make_row("exact", 1.0)
+    exact |= {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
+    sentence = (
+        "Exact decoding is slower than plain decoding with this pair on this machine (0.85 times as"
+        " fast; 95% interval 0.80 to 0.90)"
+    )
+    assert str(verdict(make_report([exact]))).startswith(sentence)
+    found = str(verdict(make_report([exact, make_row("fsd", 1.5)])))
+    assert found.index(" at most 3.1 points. ") < found.index(sentence)
+    exact["speedup_interval"] = [0.8, 1.01]
+    assert verdict(make_report([exact])) is None
+
+
 def test_verdict_without_references() -> None:
     rows = [make_row("exact", 1.0, scored=False), make_row("fsd", 1.5, scored=False)]
     sentence = str(verdict(make_report(rows)))

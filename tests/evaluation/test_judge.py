@@ -421,8 +421,8 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     lines = [{"question_id": 81, "category": "writing", "turns": ["Hello!", "Thank you!"]}]
     lines.append({"question_id": 101, "category": "math", "turns": ["Hello!", "What can you do?"]})
     write_lines(file, lines)
-    command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "fsd", "--max-new-tokens", 16]
-    command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--threshold", 0]
+    command = ["evaluate", file, "--out", out, "-m", "exact", "-m", "plain"]
+    command += ["--judge-base-url", stub.url, "--judge-model", "a/b", "--max-new-tokens", 16]
     command += ["--system", "Be brief."]
     stub.intercept = lambda prompt: (404, {"error": {"message": "model not found"}})
     status, printed, errors = run(*command)
@@ -438,13 +438,13 @@ def test_evaluate_command_resumes_after_a_judge_failure(
     status, printed, _ = run(*command, "--json")
     assert status == 0
     report = json.loads(printed)
-    exact, fuzzy = report["rows"]
+    exact, plain = report["rows"]
     assert report["judge"] == {"model": "a/b", "base_url": stub.url}
     assert exact["judge"]["rated"] == 4
     lines = read_jsonl(single_file(out))
     scores = [line["score"] for line in lines if line["model"] == "exact"]
     assert exact["judge"]["score"] == sum(scores) / 4
-    assert fuzzy["judge"]["against_exact"]["turns"] == 4
+    assert plain["judge"]["against_exact"]["turns"] == 4
     assert len(stub.answered) == len(set(stub.answered)) == 4  # both methods answer alike
     assert all("Be brief." in prompt for prompt in stub.answered)
     assert (out / "exact.jsonl").read_text() == answers

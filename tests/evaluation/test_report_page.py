@@ -81,6 +81,25 @@ def test_titles_and_ticks_of_the_curve_do_not_overlap(
         assert apart, (first, second)
 
 
+def test_tables_are_not_clipped_on_a_narrow_page(driver: Any, tmp_path: Path) -> None:
+    """Their values are labeled, because the header is gone."""
+    page = tmp_path / "report.html"
+    rows = [make_row("exact", 1.0), make_row(f"T=0.1 r=0.3{' and more' * 8}", 1.5)]
+    page.write_text(html_text(make_report(rows)), encoding="utf-8")
+    metrics = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get(page.as_uri())
+    cells = driver.execute_script("""
+    const cells = [...document.querySelectorAll("th, td")];
+    return cells.filter(item => item.checkVisibility()).map(item => [
+      item.scrollWidth - item.clientWidth, item.getBoundingClientRect().right,
+      item.textContent, getComputedStyle(item, "::before").content]);
+    """)
+    assert max(cell[0] for cell in cells) <= 0
+    assert max(cell[1] for cell in cells) <= 420
+    assert ["1.50 ± 0.01", '"x exact"'] in [cell[2:] for cell in cells]
+
+
 @pytest.fixture(scope="module")
 def own_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of an evaluation on 30 prompts of the user's, without references."""

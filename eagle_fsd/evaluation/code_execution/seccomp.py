@@ -3,14 +3,16 @@
 bubblewrap installs the filter before it starts a program. The filter denies what the other limits
 do not cover: further processes (which could outlive their parent; threads are allowed), new user
 namespaces (their owner may mount file systems without a size limit), System V IPC (its memory does
-not count as address space), kernel keyrings (inherited from the caller), and tracing. It has the
-same structure as the examples of seccomp(2).
+not count as address space), kernel keyrings (inherited from the caller), tracing, and sockets other
+than Unix sockets (a network namespace need not cover AF_VSOCK, which reaches the host of a virtual
+machine). It has the same structure as the examples of seccomp(2).
 """
 
 from __future__ import annotations
 
 import errno
 import platform
+import socket
 import struct
 
 #: ``AUDIT_ARCH_*`` of linux/audit.h, in the order of the numbers below.
@@ -35,6 +37,7 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "io_uring_setup": (425, 425),
 }
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
 #: First system call of the x32 ABI, which x86-64 kernels may offer besides their own.
 _X32_CALLS = 0x40000000
 _CLONE_THREAD = 0x00010000
@@ -73,6 +76,12 @@ def syscall_filter() -> bytes:
             # back to clone where clone3 does not exist.
             _instruction(_JEQ, _CLONE3[column], 0, 1),
             _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+            _instruction(_JEQ, _SOCKET[column], 1, 0),
+            _instruction(_JEQ, _SOCKETPAIR[column], 0, 4),
+            _instruction(_LOAD, _ARGUMENT),
+            _instruction(_JEQ, socket.AF_UNIX, 0, 1),
+            _instruction(_RETURN, _ALLOW),
+            deny,
             _instruction(_JEQ, _CLONE[column], 0, 3),
             _instruction(_LOAD, _ARGUMENT),
             _instruction(_JSET, _CLONE_THREAD, 1, 0),  # which excludes new namespaces

@@ -372,7 +372,9 @@ def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> 
     """Take docs/web-*.png with EAGLE_FSD_SCREENSHOTS=docs on an idle machine."""
     folder = Path(os.environ.get("EAGLE_FSD_SCREENSHOTS", tmp_path))
     acceptance = EagleFSD.from_pretrained().acceptance
+    speedups = {}
     for name, size, dark, question in (
+        ("warm-up", WIDE, False, EXAMPLES[0]),
         ("wide", WIDE, False, EXAMPLES[0]),
         ("dark", WIDE, True, EXAMPLES[0]),
         ("narrow", NARROW, False, EXAMPLES[1]),
@@ -383,6 +385,9 @@ def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> 
         page.set_slider("min-ratio", f"{acceptance.min_ratio}")
         page.ask(question)
         page.wait_until(lambda: page.find(".fsd-speedup b").text.endswith("x"))
+        speedups[name] = float(page.find(".fsd-speedup b").text.removesuffix("x"))
+        if name == "warm-up":
+            continue
         if name == "compare":
             page.compare()
             page.wait_for_comparison()
@@ -396,3 +401,7 @@ def test_screenshots_for_the_documentation(page: PageObject, tmp_path: Path) -> 
         path = folder / f"web-{name}.png"
         assert page.driver.save_screenshot(str(path))
         assert path.stat().st_size < 400_000
+    if folder != tmp_path:  # two pictures of each answer
+        for one, other in (("wide", "dark"), ("narrow", "compare")):
+            ratio = speedups[one] / speedups[other]
+            assert 0.85 < ratio < 1.18, f"the machine is not idle: {speedups}"
