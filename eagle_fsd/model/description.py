@@ -109,11 +109,10 @@ class _Walk:
         for name, item in value.__dict__.items():
             if name in unread:
                 continue
-            if item == TREE_ATTENTION:
-                item = "sdpa"  # see folded_queries: another thread may be in a pass
             if type(item) in PLAIN:
-                found += name, item
-            elif item or not isinstance(item, dict):
+                # Another thread may be in a pass, see folded_queries.
+                found += name, "sdpa" if item == TREE_ATTENTION else item
+            elif not isinstance(item, dict) or item:
                 found.append(name)
                 self.add(item)
 

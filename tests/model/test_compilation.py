@@ -752,9 +752,9 @@ def test_errors_of_a_captured_step_are_raised(monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(("number", "fused"), [(0, False), (2, True)])
+@pytest.mark.parametrize("compile", [False, True])
 def test_divergences_are_compiled_where_steps_with_other_rows_are(
-    number: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+    compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA; by default, no command compiles anything."""
     calls: list[str] = []
@@ -765,9 +765,9 @@ def test_divergences_are_compiled_where_steps_with_other_rows_are(
     monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
     monkeypatch.setattr(thresholds, "compiled", record)
     pair = copy.copy(aligned_pair())
-    pair.compiled = number
-    out = pair.generate(prompt(9), max_new_tokens=12, threshold=0.2)
-    assert calls == ["_eager"] * (out.stats.passes if fused else 0)
+    pair.compile = compile
+    (out,) = pair.generate_many([prompt(9)[0]], 12, max_batch=2, threshold=0.2)
+    assert calls == ["_eager"] * (out.stats.steps if compile else 0)
 
 
 @pytest.mark.slow
