@@ -219,7 +219,7 @@ def test_verdict_says_that_exact_decoding_is_slower_than_plain() -> None:
     )
     assert str(verdict(make_report([exact]))).startswith(sentence)
     found = str(verdict(make_report([exact, make_row("fsd", 1.5)])))
-    assert found.index(" at most 3.1 points. ") < found.index(sentence)
+    assert found.index(" points. ") < found.index(sentence)
     exact["speedup_interval"] = [0.8, 1.01]
     assert verdict(make_report([exact])) is None
 

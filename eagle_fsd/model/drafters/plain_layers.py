@@ -24,9 +24,12 @@ FAMILIES = "llama", "mistral", "qwen2"
 
 def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
     """Whether a layer consists of Llama's parts, none of which has been replaced or hooked."""
+    attention = getattr(layer, "self_attn", None)
     return (
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
+        and hasattr(attention, "head_dim")
+        and hasattr(attention, "scaling")
         and all(
             type(part) is nn.Linear
             for name, part in layer.named_modules()
