@@ -280,7 +280,8 @@ class Eagle3Head(DraftHead):
         cache: TreeCache,
     ) -> Tensor:
         """Run the layers, see :mod:`~eagle_fsd.model.drafters.plain_layers`."""
-        for index, layer in enumerate[Any](self.layers):
+        layers: Any = self.layers
+        for index, layer in enumerate(layers):
             normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)
             read = normed
             if index == 0:
