@@ -355,6 +355,6 @@ def test_failed_compilation_falls_back_to_eager_divergences(
         with thresholds.fused_divergences(True):
             assert torch.equal(rule.divergences(inputs), expected)
     forget_compiled()
-    messages = [item.getMessage() for item in caplog.records if item.name.startswith("eagle_fsd")]
-    assert len(messages) == 1
-    assert "no compiler" in messages[0]
+    warned = [item.getMessage() for item in caplog.records if item.levelname == "WARNING"]
+    assert len(warned) == 1
+    assert "no compiler" in warned[0]
