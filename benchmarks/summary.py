@@ -24,7 +24,6 @@ REPORTS = (
     "compare",
     "batches",
     "drafters",
-    "depth",
     "step-bundled",
     "step-bundled-compiled",
     "revisions",

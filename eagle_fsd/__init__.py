@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle_fsd.model.batch import Batch as Batch
+    from eagle_fsd.model.batch import StreamChunk as StreamChunk
     from eagle_fsd.model.beam_search import BeamSearchOutput as BeamSearchOutput
     from eagle_fsd.model.checkpoint import CheckpointError as CheckpointError
     from eagle_fsd.model.config import AcceptanceConfig as AcceptanceConfig
@@ -24,18 +26,16 @@ if TYPE_CHECKING:
     from eagle_fsd.model.drafters.interface import Drafter as Drafter
     from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter as AdaptiveNGramDrafter
     from eagle_fsd.model.drafters.ngram import NGramDrafter as NGramDrafter
-    from eagle_fsd.model.engine import TokenDetail as TokenDetail
-    from eagle_fsd.model.generation import Batch as Batch
     from eagle_fsd.model.generation import GenerateOutput as GenerateOutput
     from eagle_fsd.model.generation import Generation as Generation
-    from eagle_fsd.model.generation import StreamChunk as StreamChunk
     from eagle_fsd.model.loading import LoadError as LoadError
     from eagle_fsd.model.pipeline import Completion as Completion
-    from eagle_fsd.model.pipeline import DecodeOptions as DecodeOptions
     from eagle_fsd.model.pipeline import EagleFSD as EagleFSD
-    from eagle_fsd.model.pipeline import Prompt as Prompt
     from eagle_fsd.model.prefix_cache import PrefixCache as PrefixCache
+    from eagle_fsd.model.request import DecodeOptions as DecodeOptions
+    from eagle_fsd.model.request import Prompt as Prompt
     from eagle_fsd.model.stats import DecodeStats as DecodeStats
+    from eagle_fsd.model.step import TokenDetail as TokenDetail
     from eagle_fsd.model.verify import AcceptanceRule as AcceptanceRule
     from eagle_fsd.model.verify import Origin as Origin
     from eagle_fsd.utils.options import OptionsError as OptionsError
@@ -48,11 +48,11 @@ _MODULES = {
     "AcceptanceConfig": "model.config",
     "AcceptanceRule": "model.verify",
     "AdaptiveNGramDrafter": "model.drafters.ngram",
-    "Batch": "model.generation",
+    "Batch": "model.batch",
     "BeamSearchOutput": "model.beam_search",
     "CheckpointError": "model.checkpoint",
     "Completion": "model.pipeline",
-    "DecodeOptions": "model.pipeline",
+    "DecodeOptions": "model.request",
     "DecodeStats": "model.stats",
     "DraftModel": "model.drafters.draft_model",
     "Drafter": "model.drafters.interface",
@@ -66,10 +66,10 @@ _MODULES = {
     "OptionsError": "utils.options",
     "Origin": "model.verify",
     "PrefixCache": "model.prefix_cache",
-    "Prompt": "model.pipeline",
+    "Prompt": "model.request",
     "SamplingConfig": "model.config",
-    "StreamChunk": "model.generation",
-    "TokenDetail": "model.engine",
+    "StreamChunk": "model.batch",
+    "TokenDetail": "model.step",
     "TreeConfig": "model.config",
 }
 __all__ = list(_MODULES)

@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.text import Piece
-from eagle_fsd.model.generation import Answer as BatchAnswer
-from eagle_fsd.model.generation import StreamChunk
+from eagle_fsd.model.batch import StreamChunk
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Answer as BatchAnswer
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Logits processors of requests: penalties and the minimum length of an answer.
 
 Processors with the same options are equal, so that requests with equal options are verified
-together, see :class:`~eagle_fsd.model.engine.Decision`.
+together, see :class:`~eagle_fsd.model.request.Decision`.
 """
 
 from __future__ import annotations

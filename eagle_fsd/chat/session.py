@@ -19,13 +19,14 @@ from transformers import DynamicCache, LogitsProcessor
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.processors import AnswerPenalty, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
+from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
-from eagle_fsd.model.engine import TokenDetail
-from eagle_fsd.model.generation import Answer as BatchAnswer
-from eagle_fsd.model.generation import Batch, StreamChunk
-from eagle_fsd.model.pipeline import EagleFSD, PromptDecodeOptions
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.request import Answer as BatchAnswer
+from eagle_fsd.model.request import PromptDecodeOptions
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 #: Minimum number of tokens to leave for an answer; older messages are dropped to make room.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.model.engine import TokenDetail
+from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 

@@ -86,10 +86,8 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     """
     found = read_settings(file) if file is not None else Settings()
     shape = {name: getattr(tree, name) for name in tree.model_fields_set}
-    if "depth" in shape:
-        shape = {"adaptive": False, **shape}
     # A tree given on the command line is also that of lossless decoding.
-    excluded = {"exact"} if shape.keys() - {"adaptive"} else None
+    excluded = {"exact"} if shape else None
     return Settings.from_dict(
         {
             **found.model_dump(exclude_unset=True, exclude=excluded),

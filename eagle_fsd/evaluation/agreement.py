@@ -19,7 +19,8 @@ from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import Mean
-from eagle_fsd.model.pipeline import EagleFSD, Prompt
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 

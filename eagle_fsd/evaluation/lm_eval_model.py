@@ -31,7 +31,8 @@ from eagle_fsd.model.config import (
     TreeConfig,
     settings_dict,
 )
-from eagle_fsd.model.pipeline import EagleFSD, Prompt
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Prompt
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.utils.chat_templates import FastChatTemplate
 from eagle_fsd.utils.options import OptionsError

@@ -96,7 +96,6 @@ class Method:
         pair = self.pair_for(model)
         values = settings_dict(pair.tree, pair.acceptance)
         values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
-        adaptive = {"adaptive": True} if values.pop("adaptive", False) else {}
         shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
         if self.rule is not None or pair.acceptance.rule != "fsd":
             phase = {"phase": list(self.phase)} if self.phase else {}
@@ -111,7 +110,7 @@ class Method:
             shape = dict(zip(shape, (tree.total_tokens, tree.depth, tree.top_k), strict=True))
             trees = {str(least): item.model_dump() for least, item in pair.batch_trees.items()}
             batch = {"batch_trees": trees} if trees else {}
-            return {"method": "exact", **shape, **adaptive, **batch}
+            return {"method": "exact", **shape, **batch}
         return {"method": "fsd", **values}
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from eagle_fsd.utils.options import Options
 from eagle_fsd.utils.text import one_line
+
+if TYPE_CHECKING:
+    from eagle_fsd.model.target import Target
+
+log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=Options)
 Item = TypeVar("Item")
@@ -97,6 +105,12 @@ def end_tokens(given: int | Iterable[int]) -> list[int]:
     return sorted(ids) if isinstance(given, Set) else ids
 
 
+def model_end_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the end-of-sequence tokens of a model's generation configuration."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else end_tokens(eos)
+
+
 def prompt_tensor(given: Tensor | Sequence[int]) -> Tensor:
     """Return the token ids of a prompt as a tensor ``[S]``.
 
@@ -114,6 +128,59 @@ def prompt_tensor(given: Tensor | Sequence[int]) -> Tensor:
     if ids.ndim != 1 or (len(ids) and not integers):
         raise ValueError(f"a prompt must be a sequence of integers; got {_shown(given)}")
     return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
+
+
+def read_prompts(
+    input_ids: Tensor, attention_mask: Tensor | None, target: Target, pad: int | None
+) -> list[list[int]]:
+    """Return each row's tokens without padding."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "input_ids must be integers (int32 or int64) of shape [B, S]; got"
+            f" {str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask must be a tensor [B, S]; got a {type(attention_mask).__name__}"
+        )
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids) if pad is None else input_ids != pad
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; got"
+            f" {tuple(attention_mask.shape)}"
+        )
+    rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+    prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
+    if not prompts or not all(prompts):
+        raise ValueError("empty prompt: every row needs at least one token")
+    least, most = min(map(min, prompts)), max(map(max, prompts))
+    if least < 0 or most >= target.vocab_size:
+        raise ValueError(
+            f"input_ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
+            f" {least} to {most}"
+        )
+    return prompts
+
+
+def limit_new_tokens(target: Target, lengths: list[int], max_new_tokens: int) -> list[int]:
+    """Return ``max_new_tokens`` of each row, reduced to fit the context after its prompt."""
+    if max(lengths) >= target.context_length:
+        raise ValueError(
+            f"the prompt has {max(lengths)} tokens, which leaves no room for an answer in the"
+            f" target's context of {target.context_length} tokens"
+        )
+    rooms = [min(max_new_tokens, target.context_length - length) for length in lengths]
+    if min(rooms) < max_new_tokens:
+        log.warning(
+            "the context of %d tokens has room for only %d new tokens",
+            target.context_length,
+            min(rooms),
+        )
+    target.check_length(max(map(operator.add, lengths, rooms)))
+    return rooms
 
 
 def name_of(item: object) -> str:

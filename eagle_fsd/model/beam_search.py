@@ -29,9 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_fsd.model.compilation import using_device
 from eagle_fsd.model.config import BeamSearchConfig
-from eagle_fsd.model.engine import BROKEN_LOGITS, Decision, Engine, Row, on_target_device
+from eagle_fsd.model.drafters.interface import Drafter
+from eagle_fsd.model.engine import Engine, on_target_device
+from eagle_fsd.model.request import BROKEN_LOGITS, Answer, Request
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.step import commit, draft_and_score
+from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import Origin, Verification
 
@@ -227,8 +233,11 @@ class BeamEngine(Engine):
         Raises:
             FloatingPointError: The target produced NaN or infinite logits.
         """
-        with self._folded():
-            tree, scored = self._score_tree(*self._views(), self.clock.enter)
+        execution, slots = self.execution, self._visible_slots()
+        with execution.folded(self.state):
+            tree, scored = draft_and_score(
+                self.state, *slots, prepare=execution.prepare, enter=self.clock.enter
+            )
         self.clock.enter("verify")
         best = F.log_softmax(scored.logits, -1).topk(count)
         self.clock.enter("host")
@@ -270,7 +279,7 @@ class BeamEngine(Engine):
         beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
         tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
         kept = _kept(tree, [beam.path for beam in beams], tokens)
-        self._commit(tree, features[order], kept)
+        commit(self.state, tree, features[order], kept)
         for row, (beam, new) in enumerate(zip(beams, tokens, strict=True)):
             self.rows[row].length += len(new)
             beam.path, beam.node = [], 0
@@ -307,42 +316,36 @@ def _origins(steps: int) -> list[int]:
 
 @torch.inference_mode()
 def beam_search(
-    engine: BeamEngine,
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    *,
     input_ids: Tensor,
-    prompts: list[list[int]],
     config: BeamSearchConfig,
-    max_new_tokens: Sequence[int],
     eos: frozenset[int],
     pad_token_id: int,
 ) -> BeamSearchOutput:
-    """Run beam search for every prompt.
+    """Run beam search for every request.
 
-    Args:
-        engine: The engine, before its prefill.
-        input_ids: ``[B, S]`` token ids as the caller passed them, padding included.
-        prompts: The token ids of each prompt, without padding.
-        config: Options of beam search.
-        max_new_tokens: For each prompt, the number of tokens after which its hypotheses end.
-        eos: Tokens that end a hypothesis.
-        pad_token_id: Pads the answers on the right.
+    ``input_ids`` ``[B, S]`` are the prompts as the caller passed them, padding included. Answers
+    are padded on the right.
 
     Raises:
         FloatingPointError: The target produced NaN or infinite logits.
     """
     width = config.num_beams
     searches = [
-        Search(list(range(index * width, (index + 1) * width)), config, limit, eos)
-        for index, limit in enumerate(max_new_tokens)
+        Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)
+        for index, request in enumerate(requests)
     ]
-    rows = [
-        Row(prompt, limit, Decision.of())
-        for prompt, limit in zip(prompts, max_new_tokens, strict=True)
-        for _ in range(width)
-    ]
+    with using_device(target.device):
+        check_target(target, projected=drafter.projects)
+    engine = BeamEngine(target, drafter, requests[0].tree)
+    rows = [Answer(request) for request in requests for _ in range(width)]
     engine.admit(rows)
     while engine.joining:
         engine.prefill()
-    stats = DecodeStats.empty(len(prompts))
+    stats = DecodeStats.empty(len(requests))
     stats.seconds, stats.prefilled = engine.clock.seconds, sum(row.prefilled for row in rows)
     live = searches
     while live:

@@ -87,24 +87,8 @@ RuleName = Literal[
 Quantization = Literal["int8", "int4", "fp8", "nf4"]
 
 
-class _Stored(Options):
-    """Options that are left out of files and reports where they say nothing."""
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = serialize(self)
-        for name, default in (("adaptive", False), ("rule", "fsd")):
-            if values.get(name) == default:
-                del values[name]
-        return values
-
-
-class TreeConfig(_Stored):
-    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's.
-
-    The value ``"auto"`` of ``depth`` stands for ``adaptive=True``, without a depth of its own; a
-    number in :meth:`updated` ends that.
-    """
+class TreeConfig(Options):
+    """Shape of the draft tree (EAGLE-2, arXiv 2406.16858). The defaults are EAGLE-2's."""
 
     total_tokens: int = Field(
         default=60,
@@ -116,39 +100,11 @@ class TreeConfig(_Stored):
         default=6,
         ge=1,
         le=64,
-        description="Times the drafter expands the tree below its first level; auto sets"
-        " adaptive instead.",
+        description="Times the drafter expands the tree below its first level.",
     )
     top_k: int = Field(
         default=10, ge=1, le=256, description="Nodes expanded per level, and children of each."
     )
-    adaptive: bool = Field(
-        default=False,
-        description="Lossless steps may use shallower trees, where measurements promise more"
-        " tokens per second.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_auto(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("depth") == "auto":
-            values = {**values, "adaptive": True}
-            del values["depth"]
-        return values
-
-    def updated(self: Self, **changes: Any) -> Self:
-        """Return a copy with some options changed; see :meth:`Options.updated`.
-
-        Args:
-            **changes: New values by name. With ``depth="auto"`` the depth remains as the largest
-                one; a number is that of all steps, unless ``adaptive`` is given too.
-        """
-        depth = changes.pop("depth", None)
-        if depth == "auto":
-            changes["adaptive"] = True
-        elif depth is not None:
-            changes = {"adaptive": False, **changes, "depth": depth}
-        return super().updated(**changes)
 
     @classmethod
     def for_device(cls, device_type: str) -> TreeConfig:
@@ -163,7 +119,7 @@ class TreeConfig(_Stored):
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
 
-class AcceptanceConfig(_Stored):
+class AcceptanceConfig(Options):
     """Which drafted tokens verification accepts (FSD, arXiv 2502.20704). Lossless by default.
 
     FSD's threshold and another rule exclude each other: in :meth:`updated`, either replaces the
@@ -217,6 +173,14 @@ class AcceptanceConfig(_Stored):
         description="Acceptance rule: FSD's, or one from the literature, which takes the place of"
         " threshold, divergence and min_ratio.",
     )
+
+    @model_serializer(mode="wrap")
+    def _omit_fsd(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the rule out of files and reports if it is FSD's."""
+        values: dict[str, Any] = serialize(self)
+        if values.get("rule") == "fsd":
+            del values["rule"]
+        return values
 
     @model_validator(mode="after")
     def _check_combination(self) -> AcceptanceConfig:

@@ -2,207 +2,69 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
-import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    EosTokenCriteria,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation import GenerationMode
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import Unpack
 
 from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.model import custom_generate as hugging_face
 from eagle_fsd.model.arguments import (
     MAX_BATCH,
     CallOptions,
-    as_list,
-    as_options,
     end_tokens,
+    limit_new_tokens,
+    model_end_tokens,
     prompt_tensor,
+    read_prompts,
 )
-from eagle_fsd.model.beam_search import (
-    BeamEngine,
-    BeamSearchOutput,
-    beam_search,
-)
+from eagle_fsd.model.batch import Batch, EngineOptions, EnginePool
+from eagle_fsd.model.beam_search import BeamSearchOutput, beam_search
 from eagle_fsd.model.checkpoint import drafter_file
-from eagle_fsd.model.compilation import (
-    BackgroundCompiler,
-    forget_compiled,
-    has_graphs,
-    using_device,
-)
+from eagle_fsd.model.compilation import BackgroundCompiler, forget_compiled
 from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
     BeamSearchConfig,
-    SamplingConfig,
     Settings,
     TreeConfig,
     read_settings,
 )
-from eagle_fsd.model.depth import DepthPolicy
-from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
-from eagle_fsd.model.engine import Decision, Engine, TokenDetail
-from eagle_fsd.model.generation import Answer, Batch, GenerateOutput, Generation, Request
+from eagle_fsd.model.execution import ExecutionOptions
+from eagle_fsd.model.generation import GenerateOutput, Generation
 from eagle_fsd.model.identity import differs
-from eagle_fsd.model.idle_engines import IdleEngines
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.random_numbers import seed_keys
-from eagle_fsd.model.sampling import WARPERS, check_warpers
-from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.request import (
+    Answer,
+    DecodeOptions,
+    Prompt,
+    PromptDecodeOptions,
+    Request,
+    override,
+    read_options,
+)
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.model.wrappers import unwrap_model
-from eagle_fsd.utils.options import Options
 
 log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
-#: Inputs of the target's forward call that change no token.
-NEUTRAL_INPUTS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
-
-Config = TypeVar("Config", bound=Options)
-
-
-class DecodeOptions(TypedDict, total=False):
-    """Keyword arguments of :meth:`EagleFSD.generate`, which describes them."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
-    sampling: SamplingConfig | Mapping[str, Any] | None
-    threshold: float | None
-    min_ratio: float | None
-    divergence: str | None
-    acceptance: AcceptanceConfig | Mapping[str, Any] | None
-    method: str
-    rule: AcceptanceRule | str | None
-    eos_token_id: int | Sequence[int] | Set[int] | None
-    pad_token_id: int | None
-    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None
-    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
-    logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None
-    prefix_cache: PrefixCache | None
-    details: int | None
-
-
-class PromptDecodeOptions(DecodeOptions, total=False):
-    """Keyword arguments of :class:`Prompt`."""
-
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Validated options of a call.
-
-    Attributes:
-        max_new_tokens: Maximum number of new tokens per row.
-        given_eos: Tokens that end a row, in the order given.
-        pad_token_id: Token that fills rows, if one was given.
-        criteria: Hugging Face stopping criteria.
-        decision: How tokens are decided.
-        seed: Seed of the random numbers.
-        tree: Shape of the draft trees.
-        drafted: Whether trees are drafted.
-        draws_chains: Whether the drafter samples chains.
-        lossless: Whether the tokens do not depend on the draft tree.
-    """
-
-    max_new_tokens: int
-    given_eos: list[int]
-    pad_token_id: int | None
-    criteria: StoppingCriteriaList
-    decision: Decision
-    seed: int
-    tree: TreeConfig
-    drafted: bool
-    draws_chains: bool
-    lossless: bool
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a row."""
-        return frozenset(self.given_eos)
-
-    def request(
-        self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
-    ) -> Request:
-        """Return the request for one of the call's prompts; see :class:`Request`.
-
-        Args:
-            ids: ``[P]`` token ids as the caller passed them.
-            tokens: Token ids without padding.
-            limit: Maximum number of new tokens that fit the context.
-            row: Index of the prompt.
-            rows: Number of prompts.
-        """
-        sampling, tree = self.decision.sampling, self.tree
-        # The rows of an engine have trees of the same shape, and chains sampled in the same way.
-        draws = self.draws_chains and tree.top_k == 1 and sampling.temperature > 0.0
-        varies = self.lossless and not draws
-        if tree.adaptive and not (varies and self.drafted):
-            tree = tree.updated(adaptive=False)
-        draw = (sampling, self.decision.warpers) if draws else None
-        engine = (tree, varies, draw) if self.drafted else None
-        return Request(
-            ids,
-            tokens,
-            limit,
-            self.eos_token_ids,
-            self.criteria,
-            self.decision,
-            int(seed_keys(self.seed, row + 1)[row]),
-            tree,
-            self.drafted,
-            varies,
-            draws,
-            engine,
-            row,
-            rows,
-        )
-
-
-class Prompt:
-    """A prompt for :meth:`EagleFSD.generate_many` with options of its own.
-
-    Args:
-        ids: ``[S]`` token ids, or a sequence of them.
-        **options: Override those of the call.
-    """
-
-    def __init__(self, ids: Tensor | Sequence[int], **options: Unpack[PromptDecodeOptions]) -> None:
-        self.ids, self.options = ids, options
 
 
 @dataclass(frozen=True)
@@ -276,8 +138,7 @@ class EagleFSD:
         self._background = BackgroundCompiler()
         self._unseeded = itertools.count(1)
         self.capture = True
-        self._idle = IdleEngines()
-        self._depths = DepthPolicy()
+        self._pool = EnginePool()
         self._name: str | None = None
         self._token: str | None = None
         if tokenizer is not None:
@@ -295,7 +156,7 @@ class EagleFSD:
         tree: TreeConfig | None = None,
         acceptance: AcceptanceConfig | None = None,
         total_tokens: int | None = None,
-        depth: int | Literal["auto"] | None = None,
+        depth: int | None = None,
         top_k: int | None = None,
         draft_vocabulary: int | str | Path | None = None,
         compile: bool | Literal["auto"] = False,
@@ -317,8 +178,7 @@ class EagleFSD:
             tree: Shape of the draft tree; overrides ``settings``.
             acceptance: Acceptance options; overrides ``settings``.
             total_tokens: Overrides this field of the tree; not allowed together with ``tree``.
-            depth: As ``total_tokens``. ``"auto"`` only lets lossless steps use shallower trees than
-                those of the settings, see :mod:`~eagle_fsd.model.depth`.
+            depth: As ``total_tokens``.
             top_k: As ``total_tokens``.
             draft_vocabulary: Number of tokens, the most frequent ones, that an EAGLE-1/2 head
                 drafts, or a file that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`.
@@ -373,12 +233,9 @@ class EagleFSD:
         model._name, model._token = name, token
         model.compile = compile
         model.configure(from_file)
-        if depth == "auto" and tree is None:
-            model.adapt_depth()
-            depth = None
         shape = {"total_tokens": total_tokens, "depth": depth, "top_k": top_k}
         if tree is not None or any(value is not None for value in shape.values()):
-            model.tree = _override(model.tree, "tree", tree, **shape)
+            model.tree = override(model.tree, "tree", tree, **shape)
         model.acceptance = acceptance or model.acceptance
         return model
 
@@ -416,17 +273,6 @@ class EagleFSD:
             raise ValueError(f"compile must be True, False or 'auto'; got {compile!r}")
         self._compile = compile
 
-    def adapt_depth(self, adaptive: bool = True) -> None:
-        """Let lossless steps use shallower trees, or not; see :mod:`~eagle_fsd.model.depth`.
-
-        Args:
-            adaptive: Whether they may.
-        """
-        self._tree = self._tree.updated(adaptive=adaptive)
-        self.exact_tree = self.exact_tree.updated(adaptive=adaptive)
-        trees = self.batch_trees.items()
-        self.batch_trees = {rows: tree.updated(adaptive=adaptive) for rows, tree in trees}
-
     def configure(self, settings: Settings) -> None:
         """Override the tree and acceptance options that a file sets.
 
@@ -436,14 +282,11 @@ class EagleFSD:
         Args:
             settings: The contents of an ``fsd.json`` file.
         """
-        shape = {name: value for name, value in settings.tree.items() if name != "adaptive"}
-        if shape:
-            self.tree = self.tree.updated(**shape)
+        if settings.tree:
+            self.tree = self.tree.updated(**settings.tree)
         self.exact_tree = settings.exact or self.exact_tree
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
-        if "adaptive" in settings.model_fields_set:
-            self.adapt_depth(settings.adaptive)
         self.acceptance = self.acceptance.updated(**settings.acceptance)
         recorded = {"target": settings.target, "drafter": settings.drafter}
         for kind, module in (("target", self.model), ("drafter", self.drafter)):
@@ -489,8 +332,7 @@ class EagleFSD:
     @property
     def eos_token_ids(self) -> list[int]:
         """The target's end-of-sequence tokens, which ``eos_token_id`` overrides in a call."""
-        eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else end_tokens(eos)
+        return model_end_tokens(self.model)
 
     def generate(
         self,
@@ -549,7 +391,13 @@ class EagleFSD:
                 warper such scores or -inf for every token.
         """
         generation = self._prepare(input_ids, attention_mask, max_new_tokens, **options)
-        return _finish(generation, input_ids, streamer)
+        if streamer is not None:
+            if not hasattr(streamer, "put") or not hasattr(streamer, "end"):
+                raise ValueError(f"streamer must be a Hugging Face streamer; got {streamer!r}")
+            if input_ids.shape[0] != 1:
+                raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
+            streamer.put(input_ids[0].cpu())
+        return generation.finish(streamer)
 
     def stream(
         self,
@@ -626,7 +474,7 @@ class EagleFSD:
                         prompt = Prompt(prompt)
                     given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
                     row = 0 if "seed" in prompt.options else index
-                    answer = batch.add(self._request(prompt.ids, row, **given))
+                    answer = batch.add(self._request(prompt.ids, row=row, **given))
                     running[answer] = index, []
                 if not len(batch):
                     break
@@ -677,18 +525,18 @@ class EagleFSD:
             ValueError: An argument is not an integer of at least 1.
         """
         sizes = CallOptions.from_dict({"max_rows": max_rows, "max_length": max_length})
-        new_engine = partial(self._new_engine, rows=compiled_rows)
-        return Batch(new_engine, sizes.max_rows, sizes.max_length, self._idle)
+        options = self._engine_options(compiled_rows)
+        return Batch(options, sizes.max_rows, sizes.max_length)
 
     def release_memory(self) -> None:
         """Free the memory that is kept for the next call.
 
         On CUDA, the caches and CUDA graphs of calls that have ended are kept for those with the
-        same options, up to :data:`~eagle_fsd.model.idle_engines.MAX_ENGINES` of them, until memory
+        same options, up to :data:`~eagle_fsd.model.batch.MAX_POOLED_ENGINES` of them, until memory
         is short. What has been compiled for the models is dropped, too, so that the next call
         compiles it again. Elsewhere, nothing is kept.
         """
-        self._idle.clear()
+        self._pool.clear()
         forget_compiled(*filter(None, (self.model, self.drafter.network)))
 
     def beam_search(
@@ -751,127 +599,22 @@ class EagleFSD:
                 f" {target.vocab_size} tokens of the vocabulary; got {num_beams} and {len(eos)}"
             )
         pad = defaults.pad_token_id if pad_token_id is None else limits.pad_token_id
-        prompts = _prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        rooms = self._limit_new_tokens(list(map(len, prompts)), limits.max_new_tokens)
-        drafter = self.drafter if method == "fsd" else NoDrafter()
-        engine = BeamEngine(target, drafter, self.exact_tree.updated(adaptive=False))
-        self._check_target(drafter)
-        fill = pad or next(iter(eos), 0)
-        return beam_search(engine, input_ids, prompts, config, rooms, frozenset(eos), fill)
-
-    def custom_generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        threshold: float | None = None,
-        divergence: str | None = None,
-        min_ratio: float | None = None,
-        fallback: str | None = None,
-        selection: str | None = None,
-        divergence_on: str | None = None,
-        price: float | None = None,
-        max_fuzzy_nats: float | None = None,
-        method: str = "fsd",
-        seed: int | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Decoding loop for ``target.generate(..., custom_generate=fsd.custom_generate)``.
-
-        Sampling options come from Hugging Face's generation configuration, FSD's options from the
-        call. (Hugging Face passes on only named parameters, so all of them are in the signature. It
-        drops ``streamer``, which ``functools.partial(fsd.custom_generate, streamer=...)`` binds.)
-
-        Args:
-            model: The target, passed by Hugging Face.
-            input_ids: ``[B, S]`` token ids.
-            logits_processor: Built by Hugging Face from its generation configuration.
-            stopping_criteria: Built by Hugging Face from its generation configuration.
-            generation_config: Hugging Face's generation configuration.
-            synced_gpus: Must be False: ranks take different numbers of passes.
-            streamer: See :meth:`generate`.
-            threshold: Overrides this field of :attr:`acceptance`.
-            divergence: Overrides this field of :attr:`acceptance`.
-            min_ratio: Overrides this field of :attr:`acceptance`.
-            fallback: Overrides this field of :attr:`acceptance`.
-            selection: Overrides this field of :attr:`acceptance`.
-            divergence_on: Overrides this field of :attr:`acceptance`.
-            price: Overrides this field of :attr:`acceptance`.
-            max_fuzzy_nats: Overrides this field of :attr:`acceptance`.
-            method: ``"fsd"`` or ``"ar"``.
-            seed: Seed that makes sampling reproducible.
-            **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
-                cache, the positions that follow from the mask, :data:`NEUTRAL_INPUTS`.
-
-        Returns:
-            ``[B, S + new]`` token ids, as Hugging Face's ``generate`` returns them.
-
-        Raises:
-            ValueError: ``model`` is not this target, an option is invalid, the generation
-                configuration requests beam search, another decoding method or
-                ``return_dict_in_generate``, or there are further model inputs.
-            FloatingPointError: See :meth:`generate`.
-        """
-        if unwrap_model(model) is not self.model:
-            raise ValueError("custom_generate was called on a model other than its target")
-        if synced_gpus:
-            raise ValueError("custom_generate does not support synced_gpus")
-        config = generation_config
-        if config.num_beams not in (None, 1):
-            raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
-        mode = config.get_generation_mode(_assistant_model())
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(
-                "custom_generate replaces greedy search and sampling only, but the options select"
-                f" {mode.value.replace('_', ' ')}"
-            )
-        if config.return_dict_in_generate:
-            raise ValueError(
-                "custom_generate returns sequences only: leave return_dict_in_generate out, or"
-                " call EagleFSD.generate for origins and statistics"
-            )
-        attention_mask = model_kwargs.pop("attention_mask", None)
-        if attention_mask is None:  # also if it was all ones
-            attention_mask = torch.ones_like(input_ids)
-        _check_inputs(model_kwargs, attention_mask)
-        processors, warpers = list(logits_processor), None
-        temperature = 0.0
-        if config.do_sample:
-            processors, warpers = _split_warpers(logits_processor)
-            temperature = 1.0 if config.temperature is None else config.temperature
-        generation = self._prepare(
-            input_ids,
-            attention_mask,
-            config.max_length - input_ids.shape[1],
-            temperature=temperature,
-            logits_processor=processors,
-            logits_warper=warpers,
-            # The generation loop checks length and end-of-sequence tokens at no extra cost.
-            stopping_criteria=[
-                item
-                for item in stopping_criteria
-                if not isinstance(item, (MaxLengthCriteria, EosTokenCriteria))
+        prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
+        rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
+        return beam_search(
+            target,
+            self.drafter if method == "fsd" else NoDrafter(),
+            [
+                Request(prompt, limit, tree=self.exact_tree)
+                for prompt, limit in zip(prompts, rooms, strict=True)
             ],
-            eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-            acceptance=self.acceptance.updated(
-                threshold=threshold,
-                divergence=divergence,
-                min_ratio=min_ratio,
-                fallback=fallback,
-                selection=selection,
-                divergence_on=divergence_on,
-                price=price,
-                max_fuzzy_nats=max_fuzzy_nats,
-            ),
-            method=method,
-            seed=seed,
+            input_ids=input_ids,
+            config=config,
+            eos=frozenset(eos),
+            pad_token_id=pad or next(iter(eos), 0),
         )
-        return _finish(generation, input_ids, streamer).sequences
+
+    custom_generate = hugging_face.custom_generate
 
     def _prepare(
         self,
@@ -881,170 +624,68 @@ class EagleFSD:
         **options: Unpack[DecodeOptions],
     ) -> Generation:
         """Validate the arguments of a call; nothing is decoded yet."""
-        call = self._call(max_new_tokens, **options)
-        prefix_cache, pad = options.get("prefix_cache"), call.pad_token_id
+        call = self._template(max_new_tokens, **options)
+        prefix_cache, pad, eos = options.get("prefix_cache"), call.pad_token_id, call.eos_token_ids
         if pad is None:
             pad = self.model.generation_config.pad_token_id
-        eos = call.eos_token_ids
-        prompts = _prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
+        prompts = read_prompts(input_ids, attention_mask, self.target, None if pad in eos else pad)
         if prefix_cache is not None and len(prompts) != 1:
             raise ValueError(f"a prefix cache needs a single prompt; got {len(prompts)}")
-        limits = self._limit_new_tokens(list(map(len, prompts)), call.max_new_tokens)
+        limits = limit_new_tokens(self.target, list(map(len, prompts)), call.max_new_tokens)
         requests = [
-            call.request(ids, prompt, limit, row, len(prompts))
+            call.of_prompt(ids, prompt, limit, row=row, rows=len(prompts))
             for row, (ids, prompt, limit) in enumerate(zip(input_ids, prompts, limits, strict=True))
         ]
-        fill = pad if pad is not None else next(iter(call.given_eos), 0)
-        new_engine = partial(self._new_engine, caches=prefix_cache, rows=len(requests))
-        return Generation(new_engine, requests, fill, prefix_cache, self._idle)
+        fill = pad if pad is not None else next(iter(eos), 0)
+        return Generation(self._engine_options(len(requests), prefix_cache), requests, fill)
 
     def _request(
         self, ids: Tensor | Sequence[int], row: int = 0, **options: Unpack[PromptDecodeOptions]
     ) -> Request:
-        """Return the request for a prompt without padding."""
+        """Return the request for a prompt without padding, with the random numbers of a row."""
         if options.get("prefix_cache") is not None:
             raise ValueError("a batch keeps its own caches; leave prefix_cache out")
-        call, tensor = self._call(**options), prompt_tensor(ids)
-        (prompt,) = _prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
-        (limit,) = self._limit_new_tokens([len(prompt)], call.max_new_tokens)
-        return replace(call.request(tensor, prompt, limit, row), row=0)
+        call, tensor = self._template(**options), prompt_tensor(ids)
+        (prompt,) = read_prompts(tensor[None], torch.ones_like(tensor)[None], self.target, None)
+        (limit,) = limit_new_tokens(self.target, [len(prompt)], call.max_new_tokens)
+        return replace(call.of_prompt(tensor, prompt, limit, row=row), row=0)
 
-    def _call(
-        self,
-        max_new_tokens: int,
-        *,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        sampling: SamplingConfig | Mapping[str, Any] | None = None,
-        threshold: float | None = None,
-        min_ratio: float | None = None,
-        divergence: str | None = None,
-        acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
-        method: str = "fsd",
-        rule: AcceptanceRule | str | None = None,
-        eos_token_id: int | Sequence[int] | Set[int] | None = None,
-        stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
-        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
-        logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
-        details: int | None = None,
-        pad_token_id: int | None = None,
-        prefix_cache: PrefixCache | None = None,
-    ) -> _Call:
-        """Validate the options of a call; the last concerns the call as a whole."""
-        if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
-            raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
-        sampling = _override(
-            SamplingConfig(),
-            "sampling",
-            sampling,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-        )
-        acceptance = _override(
-            self.acceptance,
-            "acceptance",
-            acceptance,
-            threshold=threshold,
-            min_ratio=min_ratio,
-            divergence=divergence,
-            rule=rule if isinstance(rule, str) and acceptance is None else None,
-        )
-        if isinstance(rule, str):
-            acceptance, rule = acceptance.updated(rule=rule), None
-        elif rule is not None and not isinstance(rule, AcceptanceRule):
-            raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
-        self._check_method(method)
-        if sampling.top_k > self.target.vocab_size:
-            raise ValueError(
-                f"top_k must be at most the vocabulary of {self.target.vocab_size} tokens;"
-                f" got {sampling.top_k}"
-            )
-        limits = CallOptions.from_dict(
-            {"max_new_tokens": max_new_tokens, "details": details, "pad_token_id": pad_token_id}
-        )
-        warpers = None if logits_warper is None else as_list("logits_warper", logits_warper)
-        decision = Decision.of(
-            sampling,
-            acceptance,
-            rule,
-            as_list("logits_processor", logits_processor),
-            warpers,
-            limits.details,
-        )
-        check_warpers(warpers or (), self.target.vocab_size, self.target.device)
-        tree = self.tree_for(acceptance)
-        chosen = sampling.seed
-        if chosen is None and sampling.temperature > 0.0:
-            chosen = self.target.agree(int(torch.randint(2**62, ())))
-            if self.compile == "auto":  # compiling restores torch's global generator when it ends
-                chosen += next(self._unseeded)
-        return _Call(
-            limits.max_new_tokens,
-            self.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id),
-            limits.pad_token_id,
-            StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria)),
-            decision,
-            chosen or 0,
-            tree,
+    def _template(self, max_new_tokens: int, **options: Unpack[DecodeOptions]) -> Request:
+        """Validate the options of a call, and return what its requests have in common."""
+        # Compiling in the background restores torch's generator when it ends.
+        offset = next(self._unseeded) if self.compile == "auto" else 0
+        request = read_options(self.target, self.acceptance, max_new_tokens, offset, **options)
+        self._check_method(options.get("method", "fsd"))
+        decision = request.decision
+        tree = self.tree_for(decision.acceptance)
+        sampled = decision.sampling.temperature > 0.0
+        draws = self.drafter.draws_chains and tree.top_k == 1 and sampled
+        return replace(
+            request,
+            tree=tree,
             # A tree that consists of its root is plain decoding.
-            method == "fsd" and tree.total_tokens > 1,
-            self.drafter.draws_chains,
-            rule is None and acceptance.lossless,
+            drafted=request.drafted and tree.total_tokens > 1,
+            varies=request.varies and not draws,
+            draws=draws,
         )
 
-    def _new_engine(
-        self, request: Request, caches: PrefixCache | None = None, rows: int = 1
-    ) -> Engine:
-        """Return an engine without rows that decodes requests like this one, so many at once."""
-        drafter = self.drafter if request.drafted else NoDrafter()
-        self._check_target(drafter)
-        compiled = rows if self.compile is True else 0
-        kind: Hashable = None
-        made_with, device = None, self.target.device
-        if not self.capture:
-            self._idle.clear()
-        elif caches is None and has_graphs(device) and self.target.one_device:
-            # Work on other streams could overlap with that of the calls before.
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            kind = request.engine, tuple(self.batch_trees.items()), stream, compiled
-            self.target.register(drafter.reads)  # hooks are part of the description
-            made_with = self._describe()
-            kept = self._idle.take(kind, made_with)
-            if kept is not None:
-                return kept
-        sampler = request.decision.sampler
-        draw = sampler.draw_draft if request.draws else None
-        auto = self.compile == "auto"
-        engine = Engine(
-            self.target,
-            drafter,
-            request.tree,
-            draw,
-            caches,
-            compiled=compiled,
-            # Processes that decode together would have to compile at the same time.
-            background=self._background if auto and self.target.group is None else None,
+    def _engine_options(self, rows: int = 1, caches: PrefixCache | None = None) -> EngineOptions:
+        """Return what engines consist of that decode so many prompts at once."""
+        # Processes that decode together would have to compile at the same time.
+        auto = self.compile == "auto" and self.target.group is None
+        execution = ExecutionOptions(
+            compiled_rows=rows if self.compile is True else 0,
+            background=self._background if auto else None,
             capture=self.capture,
-            batch_trees=self.batch_trees if request.varies and request.drafted else None,
-            depths=self._depths,
         )
-        engine.kind, engine.made_with = kind, made_with
-        return engine
-
-    def _describe(self) -> object:
-        """Return what all engines depend on."""
-        return self.drafter, self.compile, describe_modules(self.model, self.drafter.network)
-
-    def _check_target(self, drafter: Drafter) -> None:
-        """Check the target, unless that has been done; see :func:`check_target`."""
-        with using_device(self.target.device):
-            check_target(self.target, projected=drafter.projects)
+        return EngineOptions(
+            target=self.target,
+            drafter=self.drafter,
+            execution=execution,
+            batch_trees=self.batch_trees,
+            caches=caches,
+            pool=self._pool,
+        )
 
     def _check_method(self, method: str) -> None:
         if method not in METHODS:
@@ -1057,130 +698,3 @@ class EagleFSD:
                 f"the tree's top_k must be at most the vocabulary of {self.target.vocab_size}"
                 f" tokens; got {width}"
             )
-
-    def _limit_new_tokens(self, lengths: list[int], max_new_tokens: int) -> list[int]:
-        """Return ``max_new_tokens`` of each row, reduced to fit the context after its prompt."""
-        target = self.target
-        if max(lengths) >= target.context_length:
-            raise ValueError(
-                f"the prompt has {max(lengths)} tokens, which leaves no room for an answer in the"
-                f" target's context of {target.context_length} tokens"
-            )
-        rooms = [min(max_new_tokens, target.context_length - length) for length in lengths]
-        if min(rooms) < max_new_tokens:
-            log.warning(
-                "the context of %d tokens has room for only %d new tokens",
-                target.context_length,
-                min(rooms),
-            )
-        target.check_length(max(map(operator.add, lengths, rooms)))
-        return rooms
-
-
-def _override(
-    default: Config, name: str, given: Config | Mapping[str, Any] | None, **fields: Any
-) -> Config:
-    """Return ``given``, or ``default`` with the fields that are not None changed."""
-    names = [field for field, value in fields.items() if value is not None]
-    if given is None:
-        return default.updated(**fields)
-    if names:
-        raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
-    return as_options(type(default), name, given)
-
-
-def _finish(
-    generation: Generation, input_ids: Tensor, streamer: BaseStreamer | None
-) -> GenerateOutput:
-    """Decode until every row has ended; the streamer receives the prompt first."""
-    if streamer is not None:
-        if not hasattr(streamer, "put") or not hasattr(streamer, "end"):
-            raise ValueError(f"streamer must be a Hugging Face streamer; got {streamer!r}")
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"a streamer needs a single prompt; got {input_ids.shape[0]}")
-        streamer.put(input_ids[0].cpu())
-    return generation.finish(streamer)
-
-
-def _check_inputs(inputs: dict[str, Any], attention_mask: Tensor) -> None:
-    """Reject inputs of the target's forward call, unless the target would ignore them."""
-    for name, value in inputs.items():
-        if name in NEUTRAL_INPUTS or value is None or (isinstance(value, dict) and not value):
-            continue
-        if name == "past_key_values":
-            if isinstance(value, (DynamicCache, StaticCache)) and not value.get_seq_length():
-                continue
-            raise ValueError(
-                "custom_generate does not support past_key_values other than an empty DynamicCache"
-                " or StaticCache; to keep tokens, pass a prefix_cache to EagleFSD.generate"
-            )
-        if name == "position_ids" and _follow_from_mask(value, attention_mask):
-            continue
-        if name == "mm_encoder_outputs":  # Hugging Face has encoded the images already
-            name = "pixel_values"
-        raise ValueError(
-            f"custom_generate does not support {name}: the target reads only input_ids and"
-            " attention_mask"
-        )
-
-
-def _follow_from_mask(position_ids: Tensor, attention_mask: Tensor) -> bool:
-    """Whether positions, ``[B, S]`` or ``[..., B, S]``, count the tokens of each row."""
-    expected = attention_mask.cumsum(-1) - 1
-    if position_ids.shape[-2:] not in (expected.shape, expected[:1].shape):
-        return False
-    return bool(((position_ids == expected) | (attention_mask == 0)).all())
-
-
-def _assistant_model() -> PreTrainedModel | None:
-    """Return the assistant model of the calling ``generate``, which does not pass it on."""
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["assistant_model"]
-
-
-def _split_warpers(
-    processors: Sequence[LogitsProcessor],
-) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
-    """Split Hugging Face's list into processors and the warpers at its end."""
-    first = len(processors)
-    while first and isinstance(processors[first - 1], WARPERS):
-        first -= 1
-    return list(processors[:first]), list(processors[first:])
-
-
-def _prompts(
-    input_ids: Tensor, attention_mask: Tensor | None, target: Target, pad: int | None
-) -> list[list[int]]:
-    """Return each row's tokens without padding."""
-    if not isinstance(input_ids, Tensor):
-        raise ValueError(f"input_ids must be a tensor [B, S]; got a {type(input_ids).__name__}")
-    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "input_ids must be integers (int32 or int64) of shape [B, S]; got"
-            f" {str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
-        )
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"attention_mask must be a tensor [B, S]; got a {type(attention_mask).__name__}"
-        )
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids) if pad is None else input_ids != pad
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; got"
-            f" {tuple(attention_mask.shape)}"
-        )
-    rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
-    prompts = [[token for token, kept in zip(*row, strict=True) if kept] for row in rows]
-    if not prompts or not all(prompts):
-        raise ValueError("empty prompt: every row needs at least one token")
-    least, most = min(map(min, prompts)), max(map(max, prompts))
-    if least < 0 or most >= target.vocab_size:
-        raise ValueError(
-            f"input_ids must be in [0, {target.vocab_size - 1}], the target's vocabulary; got"
-            f" {least} to {most}"
-        )
-    return prompts

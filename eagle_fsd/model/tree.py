@@ -42,8 +42,6 @@ class DraftTree:
             vocabulary is the target's. The draft gives all other tokens probability 0.
         sampled: Whether the tree is a chain whose tokens were sampled from the draft's
             distributions, after the same temperature, top-k and top-p as the target's.
-        best_path: ``[B, 1 + max_depth]`` the largest probability that the draft gives a path, by
-            number of tokens; None unless the tree's shape is adaptive.
     """
 
     tokens: Tensor
@@ -55,7 +53,6 @@ class DraftTree:
     max_depth: int
     token_ids: Tensor | None = None
     sampled: bool = False
-    best_path: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -147,7 +144,6 @@ class TreeBuilder:
         self.token_ids, self.draw = token_ids, draw
         self.total_tokens = config.total_tokens
         self.depth = depth = config.depth
-        self._adaptive = config.adaptive
         self.width = width = min(config.top_k, vocab_size)
         expanded = torch.arange(1 + depth * width, device=device)  # [M]
         self._draft_rows = expanded
@@ -245,13 +241,7 @@ class TreeBuilder:
             max_depth=self.depth + 1,
             token_ids=self.token_ids,
             sampled=self.draw is not None,
-            best_path=self._best_path(scores) if self._adaptive else None,
         )
-
-    def _best_path(self, scores: Tensor) -> Tensor:
-        """Return the largest probability of each level, from the scores ``[B, P]`` of the pool."""
-        best = scores.new_full((len(scores), self.depth + 2), -torch.inf)
-        return best.scatter_reduce_(1, self._depths.expand_as(scores), scores, "amax").exp()
 
 
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:

@@ -24,8 +24,8 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 
 from eagle_fsd.model.config import SamplingConfig
-from eagle_fsd.model.generation import Answer
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Answer
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
 from eagle_fsd.train.loaded_target import (

@@ -16,7 +16,6 @@ from typing import Any
 import attention
 import batches
 import compare
-import depth
 import divergences
 import drafters
 import growth
@@ -99,9 +98,9 @@ def test_phases_of_captured_steps_come_from_a_second_run(
 
     def init(engine: Engine, *args: Any, **options: Any) -> None:
         create(engine, *args, **options)
-        captures.append(engine.capture)
-        if engine.capture:
-            engine.clock = GraphClock(engine.target.device)
+        captures.append(engine.execution.options.capture)
+        if captures[-1]:
+            engine.execution.clock = GraphClock(engine.target.device)
 
     monkeypatch.setattr(Engine, "__init__", init)
     arguments = ["--shape", "llama-3.1-8b", "--sampled", "--tree", "16/3/4"]
@@ -165,13 +164,13 @@ def test_steps_of_the_measured_size_are_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without that, reports would call steps of several prompts compiled that are not."""
-    launch, found = Engine._launch, set()
+    step, found = Engine.step, set()
 
     def record(engine: Engine, *args: Any, **options: Any) -> Any:
-        found.add((engine.reserved[0], len(engine.rows), engine._compiles))
-        return launch(engine, *args, **options)
+        found.add((engine.reserved[0], len(engine.rows), engine.execution.compiles))
+        return step(engine, *args, **options)
 
-    monkeypatch.setattr(Engine, "_launch", record)
+    monkeypatch.setattr(Engine, "step", record)
     _, _, text = run_quick(script.main, tmp_path, "--compile", *arguments)
     assert {size for size, rows, compiles in found if rows == size and compiles} == sizes
     assert all(compiles for size, rows, compiles in found if rows == size in sizes)
@@ -291,15 +290,6 @@ def test_pages_commands_exist() -> None:
 
 
 @pytest.mark.slow
-def test_depths_give_the_same_answers(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(depth.main, tmp_path)
-    assert name == "depth-cpu"
-    assert len(tables) == 3
-    for rows in tables.values():
-        assert all(row["identical"] for row in rows)
-        assert {row["depth"] for row in rows} > {depth.AUTO}
-
-
 @pytest.mark.slow
 def test_every_drafter_has_a_row(tmp_path: Path) -> None:
     name, tables, _ = run_quick(drafters.main, tmp_path)

@@ -26,7 +26,7 @@ from eagle_fsd.chat.decode_queue import (
 from eagle_fsd.chat.processors import AnswerPenalty
 from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.wire_format import encode_chat
-from eagle_fsd.model.generation import Batch, StreamChunk
+from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.tree import DraftTree
 

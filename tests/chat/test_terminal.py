@@ -145,17 +145,6 @@ def test_commands_set_tree_options(model: EagleFSD, session: ChatSession, talk: 
     assert printed.count("Assistant: ") == 1
 
 
-def test_depth_auto(model: EagleFSD, talk: Talk) -> None:
-    """The depth remains as the largest one; a number ends it."""
-    _, noted = talk("!!depth 9", "!!depth auto")
-    assert noted.splitlines()[:2] == ["depth is 9", "depth is 9"]
-    assert (model.tree.depth, model.tree.adaptive) == (9, True)
-    talk("!!adaptive false")
-    assert (model.tree.depth, model.tree.adaptive) == (9, False)
-    talk("!!depth auto", "!!depth 5")
-    assert (model.tree.depth, model.tree.adaptive) == (5, False)
-
-
 def test_fastchat_commands(model: EagleFSD, talk: Talk, tmp_path: Path) -> None:
     first = answer_to(model, "Hello!")
     file = tmp_path / "chat"

@@ -58,6 +58,7 @@ from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES
 from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.execution import Execution
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
@@ -133,16 +134,16 @@ def test_steps_are_measured_after_their_shapes_have_been_captured(
     model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA, steps take long the first two times that their shapes occur in an engine."""
-    clock, seen, launch = {"now": 0.0}, Counter[Any](), Engine._launch
+    clock, seen, launch = {"now": 0.0}, Counter[Any](), Execution.launch
 
-    def slow_at_first(engine: Engine, unread: int = 0) -> Any:
-        shapes = id(engine), len(engine.rows), len(engine._views(unread)[1]), engine.tree
+    def slow_at_first(execution: Execution, state: Any, tree: Any, *slots: Any) -> Any:
+        shapes = id(execution), len(state.roots), len(slots[1]), tree
         seen[shapes] += 1
-        launched = launch(engine, unread)
+        launched = launch(execution, state, tree, *slots)
         clock["now"] += 0.01 if seen[shapes] > 2 else 1.0
         return launched
 
-    monkeypatch.setattr(Engine, "_launch", slow_at_first)
+    monkeypatch.setattr(Execution, "launch", slow_at_first)
     monkeypatch.setattr(cache, "VIEW_STEP", 16)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
     prompts, method = workload(model), replace(EXACT, tree=tree(48, 46, 1))
@@ -155,10 +156,10 @@ def test_steps_are_measured_after_their_shapes_have_been_captured(
 @pytest.fixture
 def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose steps cost 10 ms, and 1 ms for every node below the root."""
-    clock, launch, draft = {"now": 0.0}, Engine._launch, ngram._CountingState.draft
+    clock, launch, draft = {"now": 0.0}, Execution.launch, ngram._CountingState.draft
 
-    def launch_10_ms(engine: Engine, unread: int = 0) -> Any:
-        launched = launch(engine, unread)
+    def launch_10_ms(*inputs: Any) -> Any:
+        launched = launch(*inputs)
         clock["now"] += 0.01
         return launched
 
@@ -167,7 +168,7 @@ def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         clock["now"] += 0.001 * (found.size - 1)
         return found
 
-    monkeypatch.setattr(Engine, "_launch", launch_10_ms)
+    monkeypatch.setattr(Execution, "launch", launch_10_ms)
     monkeypatch.setattr(ngram._CountingState, "draft", draft_1_ms)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
 

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, EagleHead, TreeConfig
-from eagle_fsd.model.engine import Decision, Engine
-from eagle_fsd.model.engine import Row as EngineRow
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -107,7 +107,8 @@ def check_trees(target: Target, expected: Tensor) -> None:
         live, steps = list(range(len(PROMPTS))), 0
         with torch.inference_mode():
             decision = Decision.of()
-            engine.admit([EngineRow(ids[0].tolist(), NEW_TOKENS, decision) for ids in prompts()])
+            requests = [Request(ids[0].tolist(), NEW_TOKENS, decision) for ids in prompts()]
+            engine.admit(list(map(Answer, requests)))
             while engine.joining:
                 engine.prefill()
             while live:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -32,7 +31,9 @@ from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags
 from eagle_fsd.model.drafters.interface import NoDrafter
-from eagle_fsd.model.engine import Decision, Engine, Row
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.execution import LaunchedStep
+from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import PhaseClock
 from eagle_fsd.model.target import Target
@@ -114,12 +115,16 @@ def run_steps(
     with simulated_accelerator():
         engine = Engine(pair.target, drafter, pair.tree, draw, clock=clock)
         lengths = range(9, 9 - 4 * rows, -4)
-        engine.admit([Row([1] * length, 20, decision) for length in lengths])
+        engine.admit([Answer(Request([1] * length, 20, decision)) for length in lengths])
         engine.prefill()
-        engine._launch()
+        _launch(engine)
         captured = pair.target.one_device and not engine.draft.waits and decision.on_device
         with without_host_copies() if captured else nullcontext():
-            return engine, engine._launch()
+            return engine, _launch(engine)
+
+
+def _launch(engine: Engine) -> LaunchedStep:
+    return engine.execution.launch(engine.state, engine.tree, *engine._visible_slots())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -148,7 +153,7 @@ def test_step_with_every_way_to_choose(
 def test_step_on_one_device_and_on_two(rows: int, drafted: bool, split: bool) -> None:
     engine, launched = run_steps(pair(split), threshold=0.2, rows=rows, drafted=drafted)
     home = torch.device(DEVICES[split])
-    for item in (launched._packed, launched.tokens, engine.roots, engine.lengths):
+    for item in (launched._packed, launched.tokens, engine.state.roots, engine.state.lengths):
         assert (item.device, item.shape[0]) == (home, rows)
     devices = {store.device for store in engine.cache._stores}
     assert devices == {torch.device(name) for name in DEVICES[: 1 + split]}
@@ -167,15 +172,6 @@ def test_step_with_a_draft_model(
 @pytest.mark.parametrize("divergence", ["js", "top_k_js", "top_p_js"])
 def test_step_with_an_eagle3_head(divergence: str) -> None:
     run_steps(eagle3_pair(), SAMPLED, divergence=divergence, threshold=0.2)
-
-
-def test_step_with_adaptive_depth() -> None:
-    """The probabilities of the best path are read back with the tokens."""
-    adaptive = copy.copy(pair())
-    adaptive.tree = small_tree(adaptive=True)
-    engine, launched = run_steps(adaptive)
-    columns = 2 + 2 * launched.tokens.shape[1] + engine.tree.depth + 2
-    assert launched._packed.shape == (3, columns)
 
 
 def test_reading_from_the_device_is_detected() -> None:

@@ -22,7 +22,7 @@ from pairs import (
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model import pipeline
+from eagle_fsd.model import batch as batches
 from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
 from eagle_fsd.model.drafters.levels import LevelState
@@ -56,7 +56,7 @@ class RecordedEngine(Engine):
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
     """The engines that ``generate`` creates during the test."""
     RecordedEngine.instances = []
-    monkeypatch.setattr(pipeline, "Engine", RecordedEngine)
+    monkeypatch.setattr(batches, "Engine", RecordedEngine)
     return RecordedEngine.instances
 
 

@@ -36,7 +36,7 @@ from peft.helpers import rescale_adapter_scale
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, PrefixCache
-from eagle_fsd.model import compilation, engine
+from eagle_fsd.model import compilation, execution
 from eagle_fsd.model.acceptance import (
     DeferredRule,
     LimitedRule,
@@ -48,7 +48,9 @@ from eagle_fsd.model.compilation import StepGraphs, compile_graph, compiled
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
-from eagle_fsd.model.engine import Decision, Engine, Row
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.request import Answer, Decision, Request
+from eagle_fsd.model.step import decoding_step
 from eagle_fsd.model.vocabulary import Warp, arg_max
 
 
@@ -140,14 +142,15 @@ def test_a_whole_step_is_a_single_graph(
     decision = Decision.of(SamplingConfig(**sampling), AcceptanceConfig(**acceptance))
     draw = decision.sampler.draw_draft if pair.drafter.draws_chains and sampling else None
     results = []
-    for step in (Engine._step, torch.compile(Engine._step, fullgraph=True, backend="eager")):
+    for step in (decoding_step, torch.compile(decoding_step, fullgraph=True, backend="eager")):
         steps = Engine(pair.target, pair.drafter, pair.tree, draw)
-        steps.admit([Row(prompt(length)[0].tolist(), 40, decision, length) for length in (12, 9)])
+        prompts = [(prompt(length)[0].tolist(), length) for length in (12, 9)]
+        steps.admit([Answer(Request(ids, 40, decision, key)) for ids, key in prompts])
         steps.prefill()
         results.append([])
-        with torch.inference_mode(), steps._folded():
+        with torch.inference_mode(), steps.execution.folded(steps.state):
             for _ in range(3):
-                packed, _, _ = step(steps, *steps._views())
+                packed = step(steps.state, *steps._visible_slots(), lambda part, *_: part).packed
                 results[-1].append(packed.tolist())
                 for row, (count, *_) in zip(steps.rows, packed.tolist(), strict=True):
                     row.length += count
@@ -527,7 +530,7 @@ def test_errors_of_the_model_are_raised(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("broken on purpose")
 
-    monkeypatch.setattr(engine, "compiled", lambda *_: broken)
+    monkeypatch.setattr(execution, "compiled", lambda *_, **__: broken)
     pair.compile = True
     try:
         with pytest.raises(ZeroDivisionError):

@@ -24,7 +24,6 @@ RANGES: dict[type, dict[str, str]] = {
         "total_tokens": "an integer in [1, 1024]",
         "depth": "an integer in [1, 64]",
         "top_k": "an integer in [1, 256]",
-        "adaptive": "true or false",
     },
     AcceptanceConfig: {
         "threshold": "a number of at least 0",

@@ -175,14 +175,14 @@ def test_long_answers_are_decoded_as_by_hugging_face(
     replays: Sequence[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of visible slots, and with it the graph, changes several times."""
-    pair, views, choose = PAIRS["aligned"](), set(), Engine._views
+    pair, views, choose = PAIRS["aligned"](), set(), Engine._visible_slots
 
     def record(engine: Engine, *args: Any) -> Any:
         found = choose(engine, *args)
         views.add(len(found[1]))
         return found
 
-    monkeypatch.setattr(Engine, "_views", record)
+    monkeypatch.setattr(Engine, "_visible_slots", record)
     ids, mask = prompts(2)
     expected = greedy_reference(pair.model, ids, mask, new=560)
     for method in ("fsd", "ar"):

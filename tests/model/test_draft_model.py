@@ -46,9 +46,10 @@ from eagle_fsd.model.drafters.draft_model import (
     DraftModel,
     load_draft_model,
 )
-from eagle_fsd.model.engine import Decision, Engine, Row
+from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.loading import LoadError
 from eagle_fsd.model.random_numbers import RandomNumbers
+from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 
@@ -161,14 +162,14 @@ def test_distributions_are_those_of_plain_passes(
     engine = Engine(target, drafter, tree)
     sequences = [prompt(9, 1)[0].tolist(), prompt(3, 2)[0].tolist(), prompt(1, 3)[0].tolist()]
     decision = Decision.of(rule=FuzzyRule(math.inf))
-    engine.admit([Row(list(sequence), 40, decision) for sequence in sequences])
+    engine.admit([Answer(Request(list(sequence), 40, decision)) for sequence in sequences])
     engine.prefill()
     for _ in range(2):
         for sequence, tokens in zip(sequences, engine.step().tokens, strict=True):
             sequence += tokens
     longest = max(row.length for row in engine.rows)
-    random = RandomNumbers(engine.keys, engine.lengths)
-    found = engine.draft.draft(engine.roots, engine.draft.keys(longest), random)
+    random = RandomNumbers(engine.state.keys, engine.state.lengths)
+    found = engine.draft.draft(engine.state.roots, engine.draft.keys(longest), random)
     for row, sequence in enumerate(sequences):
         for node in range(found.size):
             if (index := int(found.draft_rows[row, node])) < 0:

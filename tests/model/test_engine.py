@@ -15,7 +15,8 @@ from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.interface import NoDrafter
-from eagle_fsd.model.engine import Decision, Engine, Row
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.request import Answer, Decision, Request
 
 
 def _engine(drafted: bool = True) -> Engine:
@@ -23,10 +24,10 @@ def _engine(drafted: bool = True) -> Engine:
     return Engine(pair.target, pair.drafter if drafted else NoDrafter(), small_tree())
 
 
-def _rows(new: int) -> list[Row]:
+def _rows(new: int) -> list[Answer]:
     decision = Decision.of()
     prompts = [ids[mask.bool()] for ids, mask in zip(*batch(), strict=True)]
-    return [Row(ids.tolist(), new, decision) for ids in prompts]
+    return [Answer(Request(ids.tolist(), new, decision)) for ids in prompts]
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -38,7 +39,7 @@ def test_steps_after_prefill_give_the_greedy_output(drafted: bool) -> None:
         engine.admit(rows)
         assert engine.joining == 4
         assert engine.prefill() == rows == engine.rows
-        assert [row.prefilled for row in rows] == [len(row.ids) - 1 for row in rows]
+        assert [row.prefilled for row in rows] == [len(row.prompt) - 1 for row in rows]
         emitted: list[list[int]] = [[] for _ in range(4)]
         live = list(range(4))
         while live:
@@ -60,11 +61,11 @@ def test_drop_returns_previous_indices_in_the_new_order() -> None:
     with torch.inference_mode():
         engine.admit(_rows(8))
         engine.prefill()
-        before = engine.roots.tolist()
+        before = engine.state.roots.tolist()
         order = engine.drop([1])
         assert sorted(order) == [0, 2, 3]
         assert order == [0, 3, 2]
-        assert engine.roots.tolist() == [before[row] for row in order]
+        assert engine.state.roots.tolist() == [before[row] for row in order]
         assert engine.drop([]) == [0, 1, 2]
         assert engine.drop([0, 1, 2]) == []
 

@@ -16,10 +16,13 @@ from pairs import ACCEPT_ALL, VOCAB_SIZE, aligned_pair, prompt, random_pair, sma
 from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
-from eagle_fsd.model import engine, generation, memory
+from eagle_fsd.model import batch as batches
+from eagle_fsd.model import engine, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
-from eagle_fsd.model.engine import Engine, Row, StepResult
+from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.execution import Execution
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.step import StepState
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
 #: Options that the rows of a batch mix.
@@ -229,29 +232,29 @@ def test_out_of_memory_with_a_step_in_flight_charges_no_budget_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens of steps that were launched and never read are decoded again."""
-    pair, launch, launches = random_pair(), Engine._launch, [0]
-    set_rows = Engine._set_rows
+    pair, launch, launches = random_pair(), Execution.launch, [0]
+    plan = Execution.plan
     rule = LimitedRule(FuzzyRule(ACCEPT_ALL), 4.0)
     items = [
         Prompt(prompt(4 + number, number)[0], max_new_tokens=40, rule=rule) for number in range(4)
     ]
     expected = [alone(pair, item) for item in items]
 
-    def overlap(self: Engine, rows: list[Row]) -> None:
-        set_rows(self, rows)
-        self._overlaps = True
+    def overlap(self: Execution, state: StepState) -> None:
+        plan(self, state)
+        self.overlaps = True
 
-    def fail(self: Engine, unread: int = 0) -> object:
-        launches[0] += bool(unread)
-        if launches[0] in (2, 9) and len(self.rows) > 1:
+    def fail(self: Execution, state: StepState, *inputs: Any) -> object:
+        launches[0] += 1
+        if launches[0] in (4, 17) and len(state.roots) > 1:
             launches[0] += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(self, unread)
+        return launch(self, state, *inputs)
 
-    monkeypatch.setattr(Engine, "_set_rows", overlap)
-    monkeypatch.setattr(Engine, "_launch", fail)
+    monkeypatch.setattr(Execution, "plan", overlap)
+    monkeypatch.setattr(Execution, "launch", fail)
     found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
-    assert launches[0] > 9
+    assert launches[0] > 17
     assert [(found[index].tokens, found[index].origins) for index in range(4)] == expected
 
 
@@ -411,7 +414,7 @@ def test_idle_engines_do_not_pile_up() -> None:
     answers = [batch.add(pair.request(item.ids, **item.options)) for item in items]
     while len(batch):
         batch.step()
-        assert len(batch._engines) <= 3 + generation.MAX_IDLE_ENGINES
+        assert len(batch._engines) <= 3 + batches.MAX_IDLE_ENGINES
     for item, answer in zip(items, answers, strict=True):
         assert (answer.tokens, answer.origins) == alone(pair, item)
 

@@ -11,7 +11,8 @@ from pairs import prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
-from eagle_fsd.model.engine import Decision, Engine, Row
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.self_check import check_target
 
 
@@ -35,11 +36,13 @@ def operations(tree: TreeConfig, acceptance: AcceptanceConfig) -> Counter[str]:
     check_target(pair.target)  # so that the caches know their layout
     with torch.inference_mode():
         engine = Engine(pair.target, pair.drafter, tree)
-        engine.admit([Row(prompt(20)[0].tolist(), 100, Decision.of(acceptance=acceptance))])
+        engine.admit(
+            [Answer(Request(prompt(20)[0].tolist(), 100, Decision.of(acceptance=acceptance)))]
+        )
         engine.prefill()
         engine.step()
         with CountOperations() as counted:
-            engine._launch()
+            engine.step()
     return counted.counts
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, SamplingConfig
 from eagle_fsd.model.config import MIN_TEMPERATURE
-from eagle_fsd.model.engine import TokenDetail
+from eagle_fsd.model.step import TokenDetail
 
 # -- what a step sees -----------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from eagle_fsd.model.vocabulary import Distributions
 TREE_FIELDS = [
     field.name
     for field in fields(DraftTree)
-    if field.name not in ("max_depth", "token_ids", "sampled", "best_path")
+    if field.name not in ("max_depth", "token_ids", "sampled")
 ]
 #: Distributions of the inputs.
 LAWS = ("raw", "processed", "warped", "warped_draft")

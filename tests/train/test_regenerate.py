@@ -13,9 +13,10 @@ import pytest
 from trainings import train_here, write_rounds
 
 from eagle_fsd.bundled.problems import problems
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.config import SamplingConfig, TargetOptions
-from eagle_fsd.model.generation import Answer, Batch, Request
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 from eagle_fsd.train.loaded_target import LoadedTarget

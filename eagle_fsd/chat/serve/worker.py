@@ -41,9 +41,9 @@ from eagle_fsd.chat.session import (
     token_usage,
 )
 from eagle_fsd.chat.wire_format import conversation_template
-from eagle_fsd.model.engine import TokenDetail
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.utils.chat_templates import ChatTemplate
 
 log = logging.getLogger(__name__)

@@ -111,7 +111,7 @@ def diagnose(
             pair cannot decode.
     """
     model = copy(model)
-    model.tree = model.exact_tree.updated(adaptive=False)
+    model.tree = model.exact_tree
     measured = Measurements(model, questions, chat_template or RawTemplate(), max_new_tokens)
     with progress("decoding") as advance:
         for done, answers in enumerate(("short", "chains", "long")):

@@ -25,10 +25,10 @@ from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.tuning.lengths import capacity
 from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.compilation import EAGER_STEPS, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
-from eagle_fsd.model.generation import Batch
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.progress import Progress
 

@@ -4,8 +4,7 @@ It drafts trees by EAGLE-2's expansion over its own distributions, or, with ``to
 At temperatures above 0 a chain is sampled from its distributions, as in Leviathan et al.
 (arXiv 2211.17192) and in the FSD paper (arXiv 2502.20704).
 
-The depth is that of :class:`TreeConfig`, or adapts below it; see :mod:`~eagle_fsd.model.depth` and
-:class:`AdaptiveState`.
+The depth is that of :class:`TreeConfig`, or adapts below it; see :class:`AdaptiveState`.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``K`` nodes per level, ``L`` visible slots of the cache,
 ``H`` hidden size of the draft model, ``V`` vocabulary of the target.
@@ -133,7 +132,7 @@ class DraftModel(LevelDrafter):
             check_target(self._inner)
         config = self.model.generation_config
         adaptive = config and config.num_assistant_tokens_schedule in ADAPTIVE_SCHEDULES
-        state = AdaptiveState if adaptive and not tree.adaptive else LevelState
+        state = AdaptiveState if adaptive else LevelState
         return state(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:

@@ -7,26 +7,27 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from eagle3_heads import target_model, untrained_eagle3
 from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
-from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
-from eagle_fsd.model import compilation, engine, generation, memory, pipeline
+from eagle_fsd.model import batch as batches
+from eagle_fsd.model import beam_search, compilation, engine, memory
+from eagle_fsd.model.batch import MAX_POOLED_ENGINES
 from eagle_fsd.model.cache import CUDA_VIEW_STEP, VIEW_STEP, cache_slots, view_step
 from eagle_fsd.model.compilation import StepGraphs
-from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.ngram import NGramDrafter
-from eagle_fsd.model.engine import Engine, Row
-from eagle_fsd.model.idle_engines import MAX_ENGINES
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.execution import Execution, LaunchedStep
+from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.step import StepOutput
 from eagle_fsd.model.target import Target
 
 CUDA = torch.device("cuda:1")
@@ -35,15 +36,13 @@ CUDA = torch.device("cuda:1")
 class _Graph:
     """A graph is the call that was captured; replaying it replaces the result that it gave."""
 
-    def __init__(self, step: partial[Any]) -> None:
-        self.engine = weakref.ref(step.func.__self__)  # graphs refer to tensors only
-        self.inputs, self.latest = step.args, ()
+    def __init__(self, step: partial[StepOutput]) -> None:
+        self.step = step
+        self.packed = self.tokens = torch.empty(0)
+        self.details: list[Any] = []
 
     def replay(self) -> None:
-        self.latest = self.engine()._step(*self.inputs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.latest)
+        vars(self).update(vars(self.step()))
 
 
 @pytest.fixture
@@ -86,7 +85,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fuzzy": {"threshold": 0.3},
     "sampled": {"temperature": 0.8, "seed": 4, "threshold": 0.1},
     "plain": {"method": "ar"},
-    "plain, sampled": {"method": "ar", "temperature": 0.8, "seed": 4},
 }
 
 
@@ -109,39 +107,29 @@ def test_calls_share_graphs_and_nothing_else(
         assert found.stats.seconds.keys() == expected.stats.seconds.keys() | {"graph"}
     with kept.stream(prompt(12, 3), max_new_tokens=20, **options) as stream:
         next(iter(stream))
-    (used,) = kept._idle._engines
-    assert not used.rows
-    del used
-    assert len([item for item in engines if item() and item() in kept._idle._engines]) == 1
     assert len(engines) == 4 + 1
+    assert sum(item() is not None for item in engines) == 1
     kept.generate(ids, mask, max_new_tokens=20, **options)  # shapes that occurred once, too
     before = len(captured)
     kept.generate(ids, mask, max_new_tokens=20, **options)
     assert len(captured) == before > 0
 
 
-def test_only_replayed_steps_are_a_single_phase(
+def test_seconds_are_those_of_the_call_and_replayed_steps_are_a_single_phase(
     captured: list[StepGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps before a capture have phases, and so have all of a target that has no graphs."""
+    """The steps before a capture have phases."""
     monkeypatch.setattr(compilation, "EAGER_STEPS", 10**6)
-    seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
-    assert not captured
-    assert seconds["target"] > seconds["graph"]
-    monkeypatch.setattr(compilation, "EAGER_STEPS", 0)
-    seconds = fresh().generate(prompt(9), max_new_tokens=12).stats.seconds
-    assert captured
-    assert seconds["target"] == 0.0 < seconds["graph"]
-
-
-def test_seconds_are_those_of_the_call(captured: list[StepGraphs]) -> None:
     pair = fresh()
-    for _ in range(5):
+    for eager in (True, True, False, False):
+        if not eager:
+            monkeypatch.setattr(compilation, "EAGER_STEPS", 0)
+            pair.release_memory()
         begin = time.perf_counter()
-        stats = pair.generate(prompt(9), max_new_tokens=12).stats
-        assert time.perf_counter() - begin > sum(stats.seconds.values()) > 0.0
-    (kept,) = pair._idle._engines
-    assert not any(kept.clock.seconds.values())
+        seconds = pair.generate(prompt(9), max_new_tokens=12).stats.seconds
+        assert time.perf_counter() - begin > sum(seconds.values()) > 0.0
+        assert seconds["target"] > seconds["graph"] if eager else seconds["target"] == 0.0
+        assert bool(captured) != eager
 
 
 def test_calls_in_progress_never_share_an_engine(
@@ -160,19 +148,18 @@ def test_calls_in_progress_never_share_an_engine(
                     del running[index]
         assert [stream.output().sequences.tolist() for stream in streams] == expected
     assert len(engines) == 3
-    assert len(pair._idle) == 3
 
 
 def test_threads_share_a_pair(captured: list[StepGraphs]) -> None:
     pair, results = fresh(), {}
-    prompts = [prompt(4 + seed % 9, seed) for seed in range(24)]
+    prompts = [prompt(4 + seed % 9, seed) for seed in range(12)]
 
     def answer(indices: range) -> None:
         for index in indices:
             out = pair.generate(prompts[index], max_new_tokens=16)
             results[index] = out.sequences.tolist()
 
-    threads = [threading.Thread(target=answer, args=(range(at, 24, 4),)) for at in range(4)]
+    threads = [threading.Thread(target=answer, args=(range(at, 12, 4),)) for at in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -180,102 +167,61 @@ def test_threads_share_a_pair(captured: list[StepGraphs]) -> None:
     for index, ids in enumerate(prompts):
         expected = greedy_reference(pair.model, ids, torch.ones_like(ids), new=16)
         assert results[index] == expected.tolist()
-    assert 1 <= len(pair._idle) <= MAX_ENGINES
 
 
 def test_the_least_recently_used_engines_are_dropped(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
     pair = fresh()
-    for nodes in range(3, 3 + MAX_ENGINES + 2):
+    for nodes in range(3, 3 + MAX_POOLED_ENGINES + 2):
         pair.tree = small_tree(total_tokens=nodes)
         pair.generate(prompt(6), max_new_tokens=12)
-    assert [item() is not None for item in engines] == [False] * 2 + [True] * MAX_ENGINES
-
-
-def _compile(pair: EagleFSD) -> None:
-    pair.compile = True
-
-
-def _exchange(pair: EagleFSD) -> None:
-    pair.drafter = copy.copy(pair.drafter)
+    kept = [item() is not None for item in engines]
+    assert kept == [False] * 2 + [True] * MAX_POOLED_ENGINES
 
 
 def _move(pair: EagleFSD) -> None:
     weight = pair.model.get_output_embeddings().weight
-    weight.data = weight.data.clone()
+    weight.data = -weight.data
 
 
 def _hook(pair: EagleFSD) -> None:
-    pair.model.base_model.layers[0].register_forward_hook(lambda *_: None)
+    pair.model.base_model.layers[0].register_forward_hook(lambda *args: -args[2])
 
 
-@pytest.mark.parametrize("change", [_compile, _exchange, _move, _hook])
-def test_engines_are_dropped_when_something_they_depend_on_changes(
-    change: Callable[[EagleFSD], None],
-    captured: list[StepGraphs],
-    engines: list[weakref.ref[Engine]],
+def _exchange(pair: EagleFSD) -> None:
+    pair.drafter = copy.deepcopy(pair.drafter)
+
+
+def _batch_trees(pair: EagleFSD) -> None:
+    pair.batch_trees = {2: small_tree(total_tokens=3)}
+
+
+@pytest.mark.parametrize("change", [_move, _hook, _exchange, _batch_trees])
+def test_graphs_are_captured_again_when_something_they_depend_on_changes(
+    change: Callable[[EagleFSD], None], captured: list[StepGraphs]
 ) -> None:
     pair = new_random_pair()
     for _ in range(2):
         pair.generate(prompt(6), max_new_tokens=12)
-    assert len(engines) == 1
     change(pair)
+    before = len(captured)
+    expected = greedy_reference(pair.model, prompt(6), torch.ones_like(prompt(6)), new=12)
     for _ in range(2):
-        pair.generate(prompt(6), max_new_tokens=12)
-    assert [item() is not None for item in engines] == [False, True]
-
-
-def test_first_call_with_hidden_states_keeps_its_engine(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    """The hooks that record hidden states for an EAGLE-3 head do not count as changes."""
-    model = target_model()
-    pair = EagleFSD(model, untrained_eagle3(model), small_tree())
-    for _ in range(2):
-        pair.generate(prompt(6), max_new_tokens=12)
-    assert len(engines) == 1
-
-
-def test_batch_trees_are_part_of_an_engine(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
-    pair.batch_trees = {2: small_tree(total_tokens=3)}
-    for _ in range(2):
-        pair.generate(prompt(6), max_new_tokens=12)
-    assert len(engines) == 2
-
-
-def test_nothing_is_captured_or_kept_without_capture(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=24)
-    assert captured
-    pair.capture = False
-    captured.clear()
-    pair.generate(prompt(6), max_new_tokens=12)
-    assert not captured
-    assert not any(item() for item in engines)
-
-
-def test_nothing_is_kept_on_devices_without_graphs(engines: list[weakref.ref[Engine]]) -> None:
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
-    assert len(engines) == 1
-    assert engines[0]() is None
+        found = pair.generate(prompt(6), max_new_tokens=12)
+        assert torch.equal(found.sequences, expected)
+    assert len(captured) > before
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        {"capture": False},
         {"prefix_cache": PrefixCache()},
         {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
-        {"max_new_tokens": 12, "drafter": NGramDrafter()},
+        {"drafter": NGramDrafter()},
     ],
-    ids=["prefix cache", "processors", "n-grams"],
+    ids=["not captured", "prefix cache", "processors", "n-grams"],
 )
 def test_engines_without_lasting_graphs_are_not_kept(
     options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
@@ -283,42 +229,42 @@ def test_engines_without_lasting_graphs_are_not_kept(
     pair, options = fresh(), dict(options)
     if drafter := options.pop("drafter", None):
         pair = EagleFSD(pair.model, drafter, pair.tree)
-    pair.generate(prompt(6), **{"max_new_tokens": 12, **options})
-    assert len(engines) == 1
+    else:
+        pair.generate(prompt(6), max_new_tokens=12)
+    pair.capture = options.pop("capture", True)
+    before = len(engines)
+    pair.generate(prompt(6), max_new_tokens=12, **options)
     gc.collect()
-    assert engines[0]() is None
+    assert not any(item() for item in engines[before:])
+    assert pair.capture or not any(item() for item in engines)
+
+
+def test_nothing_is_kept_on_devices_without_graphs(engines: list[weakref.ref[Engine]]) -> None:
+    fresh().generate(prompt(6), max_new_tokens=12)
+    assert [item() for item in engines] == [None]
 
 
 def test_everything_is_freed_with_the_model(
     captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
-    """Without the garbage collector."""
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
-    gc.collect()
-    gc.disable()
-    try:
-        kept = engines[0]()
-        assert kept is not None
-        cache = weakref.ref(kept.cache)
-        del kept
-        pair.release_memory()
-        assert cache() is None
-        assert len(pair._idle) == 0
-        pair.generate(prompt(6), max_new_tokens=12)
-        assert engines[1]() is not None
-        del pair
-        assert engines[1]() is None
-    finally:
-        gc.enable()
-
-
-def test_a_deep_copy_has_engines_of_its_own(captured: list[StepGraphs]) -> None:
+    """Without the garbage collector; a copy has engines of its own."""
     pair = fresh()
     expected = pair.generate(prompt(6), max_new_tokens=12).sequences
-    other = copy.deepcopy(pair)
-    assert (len(pair._idle), len(other._idle)) == (1, 0)
-    assert torch.equal(other.generate(prompt(6), max_new_tokens=12).sequences, expected)
+    assert torch.equal(
+        copy.deepcopy(pair).generate(prompt(6), max_new_tokens=12).sequences, expected
+    )
+    gc.collect()
+    assert [item() is not None for item in engines] == [True, False]
+    gc.disable()
+    try:
+        pair.release_memory()
+        assert engines[0]() is None
+        pair.generate(prompt(6), max_new_tokens=12)
+        assert engines[-1]() is not None
+        del pair
+        assert engines[-1]() is None
+    finally:
+        gc.enable()
 
 
 def test_an_engine_is_not_kept_after_an_exception(
@@ -335,52 +281,44 @@ def test_an_engine_is_not_kept_after_an_exception(
     pair.model.lm_head.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="broken on purpose"):
         pair.generate(prompt(6), max_new_tokens=12)
-    assert len(pair._idle) == 0
+    gc.collect()
+    assert not any(item() for item in engines)
 
 
-def test_engines_are_dropped_where_memory_is_short(
+def test_engines_are_dropped_where_memory_is_short_or_runs_out(
     captured: list[StepGraphs],
     engines: list[weakref.ref[Engine]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
-    (kept,) = pair._idle._engines
-    total = int(2.5 * kept.row_bytes(80).total() / memory.USABLE_SHARE)
-    del kept
-
-    def free(_: torch.device) -> int:
-        caches = [item().caches.nbytes for item in engines if item() is not None]
-        return 0 if any(caches[:1]) and engines[0]() is not None else total
-
-    monkeypatch.setattr(memory, "free_bytes", free)
-    out = pair.generate(*batch(), max_new_tokens=60, method="ar")
-    assert out.sequences.shape[0] == len(batch()[0])
-    assert engines[0]() is None
-
-
-def test_engines_are_dropped_where_memory_runs_out(
-    captured: list[StepGraphs],
-    engines: list[weakref.ref[Engine]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Even a single prompt goes on."""
+    """Even a single prompt is decoded."""
     pair = fresh()
     expected = pair.generate(prompt(9), max_new_tokens=12).sequences
     step = Engine.step
 
     def take(self: Engine) -> Any:
-        if engines[0]() is not None and self is not engines[0]():
+        if engines[0]() not in (None, self):
             raise torch.OutOfMemoryError("out of memory")
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", take)
-    found = pair.generate(prompt(9), max_new_tokens=12, method="ar").sequences
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", take)
+        found = pair.generate(prompt(9), max_new_tokens=12, method="ar").sequences
     assert torch.equal(found, expected)
     assert engines[0]() is None
 
+    pair = fresh()
+    pair.generate(prompt(6), max_new_tokens=12)
+    first = engines[-1]
+    total = int(2.5 * first().row_bytes(80).total() / memory.USABLE_SHARE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 0 if first() else total)
+    out = pair.generate(*batch(), max_new_tokens=60, method="ar")
+    assert out.sequences.shape[0] == len(batch()[0])
+    assert first() is None
 
-def test_a_closed_batch_gives_its_engines_back(captured: list[StepGraphs]) -> None:
+
+def test_a_closed_batch_gives_its_engines_back(
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+) -> None:
     pair = fresh()
     queue = pair.batch(2)
     answers = [queue.add(pair.request(prompt(length)[0], 30)) for length in (4, 6, 8)]
@@ -390,20 +328,10 @@ def test_a_closed_batch_gives_its_engines_back(captured: list[StepGraphs]) -> No
     queue.close()
     assert all(answer.finished for answer in answers)
     assert (len(queue), queue.nbytes, queue.seconds) == (0, 0, seconds)
-    assert len(pair._idle) == 1
     before = len(captured)
     assert len(list(pair.generate_many([prompt(5)[0]], max_new_tokens=8))) == 1
-    assert len(pair._idle) == 1
+    assert len(engines) == 1
     assert len(captured) <= before + 1
-
-
-def test_the_description_of_modules_follows_adapters() -> None:
-    layer = torch.nn.Linear(2, 2)
-    layer._active_adapter = ["default"]
-    before = describe_modules(layer)
-    assert describe_modules(layer) == before
-    layer._active_adapter = ["other"]
-    assert describe_modules(layer) != before
 
 
 def test_caches_have_whole_steps_of_slots_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +349,7 @@ def test_caches_have_whole_steps_of_slots_on_cuda(monkeypatch: pytest.MonkeyPatc
     assert cache.length == room + pair.tree.total_tokens
     assert used.row_bytes(40) == used.row_bytes(room)
     with torch.inference_mode():
-        used.admit([Row(prompt(30)[0].tolist(), room - 29, generation.Decision.of())])
+        used.admit([Answer(Request(prompt(30)[0].tolist(), room - 29))])
     assert used.cache is cache
     assert used.draft.cache is draft_cache
     used.reserve(1, room + 1)
@@ -457,13 +385,13 @@ def test_decoding_happens_on_the_device_of_the_target(monkeypatch: pytest.Monkey
         monkeypatch.setattr(kind, name, run)
 
     pair = new_random_pair()
-    for module in (engine, pipeline):
+    for module in (engine, batches, beam_search):
         monkeypatch.setattr(module, "using_device", Using)
     watch(Target, "prefill")
     watch(Target, "forward_tree")
-    watch(generation.Engine, "_launch")
-    watch(generation.Engine, "_grow")
-    watch(generation.Engine, "_swap")
+    watch(Execution, "launch")
+    watch(Engine, "_resize")
+    watch(Engine, "_swap")
     watch(PrefixCache, "clear")
     list(pair.generate_many([prompt(4)[0], prompt(9)[0], prompt(5)[0]], 9, max_batch=2))
     pair.beam_search(prompt(5), max_new_tokens=6, num_beams=2)
@@ -473,11 +401,11 @@ def test_decoding_happens_on_the_device_of_the_target(monkeypatch: pytest.Monkey
     queue.cancel(answers[0])
     pair.model.lm_head.weight.data.fill_(torch.nan)
     queue.step()
-    assert {"prefill", "forward_tree", "_launch", "_grow", "_swap", "clear"} == set(seen)
+    assert {"prefill", "forward_tree", "launch", "_resize", "_swap", "clear"} == set(seen)
 
 
-def test_events_are_recorded_in_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the one of torch's current device, which may be another one."""
+def test_cuda_is_used_on_the_device_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are recorded in its stream, not in that of torch's current device."""
     recorded: list[Any] = []
 
     class Event:
@@ -498,16 +426,12 @@ def test_events_are_recorded_in_the_stream_of_their_device(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: ("uses", device))
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: Packed())
     PhaseClock(CUDA).enter("draft")
     packed: Any = Packed()
-    engine._Launched(packed, Tensor(), [], engine._Shape((), 0, (0, 0, False)))
+    LaunchedStep(StepOutput(packed, packed, []))
     assert recorded == [("stream of", CUDA)] * 2
-
-
-def test_the_device_is_selected_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda device: ("uses", device))
     assert compilation.using_device(CUDA) == ("uses", CUDA)
     with compilation.using_device(torch.device("cpu")):
         pass

@@ -1,0 +1,443 @@
+"""Requests join a batch, take part in its steps, and leave it.
+
+:class:`Batch` is the only place where several prompts are decoded at once. A call of ``generate``
+is a batch of its prompts; a server keeps one batch, which requests join as they arrive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from eagle_fsd.model import memory
+from eagle_fsd.model.compilation import has_graphs, using_device
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.execution import ExecutionOptions
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.request import Answer, Request
+from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.step import TokenDetail
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.verify import TARGET_FAULT
+
+log = logging.getLogger(__name__)
+
+#: Engines without rows that a batch keeps, for the tokens in their caches.
+MAX_IDLE_ENGINES = 2
+#: Engines of calls that have ended that a pool keeps, those used last.
+MAX_POOLED_ENGINES = 4
+
+
+@dataclass
+class StreamChunk:
+    """The tokens that one step emitted for one row.
+
+    Attributes:
+        row: Index of the prompt.
+        tokens: Token ids.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
+        finished: Whether the row has ended.
+        details: The details of each token; None unless requested.
+    """
+
+    row: int
+    tokens: list[int]
+    origins: list[int]
+    finished: bool
+    details: list[TokenDetail] | None = None
+
+
+class EnginePool:
+    """Engines of calls that have ended, kept for the CUDA graphs of their steps.
+
+    Capturing a step takes longer than many steps, and a graph reads and writes the tensors of its
+    engine. An engine is in use by one call or it is here, never both. Threads may share a pool.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may end a call within one of these
+        self._engines: list[Engine] = []
+
+    def __reduce__(self) -> tuple[type[EnginePool], tuple[()]]:
+        """Make a copy empty: engines refer to the modules of the original."""
+        return EnginePool, ()
+
+    def __len__(self) -> int:
+        """Return the number of engines."""
+        return len(self._engines)
+
+    def take(self, key: Hashable) -> Engine | None:
+        """Remove and return an engine with this :attr:`Engine.reuse_key`, if there is one."""
+        with self._lock:
+            for engine in reversed(self._engines):
+                if engine.reuse_key == key:
+                    self._engines.remove(engine)
+                    return engine
+        return None
+
+    def put(self, engine: Engine) -> None:
+        """Keep an engine, even with rows of a call that was abandoned, if it can be used again."""
+        if engine.reuse_key is not None and engine.reusable:
+            engine.reset()
+            with self._lock:
+                self._engines = [*self._engines, engine][-MAX_POOLED_ENGINES:]
+
+    def clear(self) -> bool:
+        """Drop all engines, which frees their memory; return whether there were any."""
+        with self._lock:
+            found, self._engines = self._engines, []
+        return bool(found)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engines of a batch consist of.
+
+    Attributes:
+        target: The target.
+        drafter: Proposes the trees of requests that are drafted.
+        execution: How steps may run.
+        batch_trees: Trees of requests whose trees may vary, for so many rows or more.
+        caches: Caches of earlier calls.
+        pool: Gives engines, and receives those that are not used any more.
+    """
+
+    target: Target
+    drafter: Drafter
+    execution: ExecutionOptions = field(default_factory=ExecutionOptions)
+    batch_trees: Mapping[int, TreeConfig] = field(default_factory=dict)
+    caches: PrefixCache | None = None
+    pool: EnginePool = field(default_factory=EnginePool)
+
+    def engine_for(self, request: Request) -> Engine:
+        """Return an engine without rows that decodes requests like this one."""
+        target, drafter = self.target, self.drafter if request.drafted else NoDrafter()
+        with using_device(target.device):
+            check_target(target, projected=drafter.projects)
+        key = self._reuse_key(request)
+        kept = None if key is None else self.pool.take(key)
+        if kept is not None:
+            return kept
+        engine = Engine(
+            target,
+            drafter,
+            request.tree,
+            draw=request.decision.sampler.draw_draft if request.draws else None,
+            caches=self.caches,
+            execution=self.execution,
+            batch_trees=self.batch_trees if request.varies and request.drafted else None,
+        )
+        engine.reuse_key = key
+        return engine
+
+    def _reuse_key(self, request: Request) -> Hashable:
+        """Return what engines depend on that can be used again; None if this one cannot."""
+        target, execution = self.target, self.execution
+        device = target.device
+        if not execution.capture:
+            self.pool.clear()
+            return None
+        if self.caches is not None or not has_graphs(device) or not target.one_device:
+            return None
+        # Work on other streams could overlap with that of the calls before.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        trees = tuple(self.batch_trees.items())
+        return request.engine_key, target, self.drafter, execution, trees, stream
+
+
+@dataclass
+class _Place:
+    """The engine that decodes an answer, and its seconds by phase when the answer was added."""
+
+    engine: Engine
+    began: dict[str, float]
+
+    def measure(self, answer: Answer) -> None:
+        """Update the answer's statistics."""
+        stats, now = answer.stats, self.engine.clock.seconds
+        stats.prefilled = answer.prefilled
+        stats.seconds = {phase: now[phase] - self.began.get(phase, 0.0) for phase in now}
+
+
+class Batch:
+    """Requests that are decoded together; they join and leave between steps.
+
+    An answer does not depend on the others in the batch. Requests are taken in the order of their
+    arrival, and every step advances all of them.
+
+    A request waits until there is memory for it, see :mod:`~eagle_fsd.model.memory`. If memory runs
+    out all the same, the number of rows is halved, and the answers go on in smaller batches.
+
+    Args:
+        options: What its engines consist of. Those in the pool are dropped if memory is short.
+        max_rows: Maximum number of requests that are decoded at once.
+        max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
+            allocated at once; default: as requests arrive, which copies what is cached.
+
+    Raises:
+        ValueError: ``max_rows`` is less than 1.
+
+    Attributes:
+        max_rows: As above.
+        passes: Number of steps so far.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        max_rows: int,
+        max_length: int | None = None,
+    ) -> None:
+        if max_rows < 1:
+            raise ValueError(f"a batch needs at least one row; got {max_rows}")
+        self.max_rows, self.passes = max_rows, 0
+        self._options, self._max_length = options, max_length
+        self._pool = options.pool
+        self._failed = False  # an exception has interrupted a step
+        self._engines: dict[Hashable, Engine] = {}
+        self._waiting: deque[Answer] = deque()
+        self._places: dict[Answer, _Place] = {}
+        self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
+
+    def __len__(self) -> int:
+        """Return the number of answers that have not finished."""
+        return len(self._waiting) + self.rows
+
+    @property
+    def rows(self) -> int:
+        """Number of answers that have a row."""
+        return len(self._places)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, see :data:`~eagle_fsd.model.stats.PHASES`."""
+        total = dict(self._spent)
+        for engine in self._engines.values():
+            for phase, spent in engine.clock.seconds.items():
+                total[phase] = total.get(phase, 0.0) + spent
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the caches of all rows take."""
+        return sum(engine.caches.nbytes for engine in self._engines.values())
+
+    @property
+    def free(self) -> int:
+        """Number of requests that can be added and start with the next step."""
+        return max(0, self.max_rows - len(self))
+
+    def add(self, request: Request) -> Answer:
+        """Add a request; its answer is complete when it is :attr:`~.Answer.finished`.
+
+        Args:
+            request: The request.
+        """
+        answer = Answer(request)
+        self._waiting.append(answer)
+        return answer
+
+    @torch.inference_mode()
+    def cancel(self, answer: Answer) -> None:
+        """Remove an answer; the next step decodes the others only.
+
+        Args:
+            answer: The answer.
+        """
+        answer.finished = True
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        if answer in self._places:
+            self._remove(self._places[answer].engine, [answer])
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Answer, StreamChunk]]:
+        """Give free rows to waiting requests, and take a step with all rows.
+
+        Returns:
+            What was emitted for each answer that is being decoded.
+
+        Raises:
+            MemoryError: There is not enough memory for one row.
+        """
+        found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
+        failed, self._failed = self._failed, True
+        try:
+            self._admit(found)
+            for engine in list(self._engines.values()):
+                self._prefill(engine)
+                if engine.rows:
+                    self.passes += 1
+                    found += self._emit(engine, engine.rows, engine.step())
+                engine.clock.enter(None)  # time spent by the caller is not counted
+                engine.clock.collect()
+                self._retire(engine)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            if not self._pool.clear() and self.max_rows <= 1:
+                raise MemoryError("there is not enough memory to decode one prompt") from error
+            self._halve()
+        self._failed = failed
+        return found
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """Cancel all answers, and let other batches of the same model have the engines."""
+        for answer in (*self._waiting, *self._places):
+            answer.finished = True
+        self._spent = self.seconds
+        self._waiting.clear()
+        self._places.clear()
+        engines, self._engines = self._engines, {}
+        if not self._failed:
+            for engine in engines.values():
+                self._pool.put(engine)
+
+    def _prefill(self, engine: Engine) -> None:
+        """Process prompts, without letting rows that are being decoded wait for long ones."""
+        while engine.joining:
+            engine.prefill()
+            if any(other.rows for other in self._engines.values()):
+                break
+        self._remove(engine, [row for row in engine.rows if row not in self._places])
+
+    def _emit(
+        self, engine: Engine, answers: list[Answer], result: StepResult
+    ) -> list[tuple[Answer, StreamChunk]]:
+        """Add what a step of an engine emitted to its answers."""
+        found = []
+        for index, answer in enumerate(answers):
+            tokens, origins = result.tokens[index], result.origins[index]
+            if not tokens:
+                continue
+            fault = result.faults[index]
+            if fault:  # of a processor: at the end of the path, perhaps beyond the answer's end
+                valid = len(tokens) - 1 if fault > TARGET_FAULT else 0
+                tokens, origins = tokens[:valid], origins[:valid]
+            count = answer.add(tokens, origins) if tokens else 0
+            if fault and not answer.finished:
+                message = answer.request.decision.describe_fault(fault)
+                answer.error, answer.finished = FloatingPointError(message), True
+                engine.clear(index)
+            details = result.details[index] if result.details else None
+            chunk = StreamChunk(
+                row=answer.request.row,
+                tokens=tokens[:count],
+                origins=origins[:count],
+                finished=answer.finished,
+                details=None if details is None else details[:count],
+            )
+            found.append((answer, chunk))
+        return found
+
+    def _retire(self, engine: Engine) -> None:
+        """Update the statistics of an engine's answers, and remove those that have ended."""
+        for answer in engine.rows:
+            self._places[answer].measure(answer)
+        self._remove(engine, [answer for answer in engine.rows if answer.finished])
+
+    def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
+        """Add waiting requests to engines as long as there are rows for them.
+
+        ``found`` receives the ends of requests for which there will never be enough memory.
+        """
+        new: dict[Engine, list[Answer]] = {}
+        freed = False
+        while self._waiting and self.rows < self.max_rows:
+            answer = self._waiting[0]
+            engine = self._engine(answer.request)
+            if not self._make_room(engine, len(new.get(engine, ())) + 1, answer.request):
+                if self.rows:
+                    break  # there is enough memory when other answers have ended
+                if not freed:  # the caches hold the tokens of answers that have ended
+                    self._engines.clear()
+                    freed = True
+                    continue
+                length = answer.request.max_length
+                needed = memory.shortage(engine.row_bytes(length), 1)
+                answer.error = MemoryError(f"a row of {length} tokens needs {needed}")
+                answer.finished = True
+                found.append((answer, StreamChunk(answer.request.row, [], [], True)))
+                self._waiting.popleft()
+                continue
+            self._waiting.popleft()
+            self._places[answer] = _Place(engine, dict(engine.clock.seconds))
+            new.setdefault(engine, []).append(answer)
+        for engine, rows in new.items():
+            engine.admit(rows)
+
+    def _make_room(self, engine: Engine, new: int, request: Request) -> bool:
+        """Reserve memory for the last of some new rows; return whether there is enough."""
+        rows, length = len(engine.rows) + engine.joining + new, request.max_length
+        before, longest = engine.reserved
+        least = max(rows, before), max(length, longest)
+        if least == engine.reserved:
+            return True
+        # Make room for those that follow, too, because what is cached is copied.
+        others = [item.request for item in itertools.islice(self._waiting, 1, self.max_rows)]
+        others = [item for item in others if item.engine_key == request.engine_key]
+        more = least
+        if rows > before:
+            most = max([least[1], *(item.max_length for item in others)])
+            more = max(rows, min(self.max_rows, max(2 * before, rows + len(others)))), most
+        for size in (more, least):
+            if self._fits(engine, *size):
+                engine.reserve(*size)
+                return True
+        return False
+
+    def _fits(self, engine: Engine, rows: int, length: int) -> bool:
+        """Whether there is memory for rows, if need be instead of engines that are not in use."""
+        if rows <= engine.fitting_rows(length):
+            return True
+        return self._pool.clear() and rows <= engine.fitting_rows(length)
+
+    def _engine(self, request: Request) -> Engine:
+        engine = self._engines.pop(request.engine_key, None)
+        if engine is None:
+            busy = {place.engine for place in self._places.values()}
+            idle = [key for key, other in self._engines.items() if other not in busy]
+            for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
+                self._pool.put(self._engines.pop(key))
+            engine = self._options.engine_for(request)
+            if self._max_length is not None:
+                fitting = engine.fitting_rows(self._max_length)
+                if fitting:
+                    engine.reserve(min(self.max_rows, fitting), self._max_length)
+        self._engines[request.engine_key] = engine
+        return engine
+
+    def _remove(self, engine: Engine, answers: Sequence[Answer]) -> None:
+        """Remove answers from an engine."""
+        if not answers:
+            return
+        for answer in answers:
+            self._places.pop(answer, None)
+        engine.abandon(answers)
+        removed = set(answers)
+        engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
+
+    def _halve(self) -> None:
+        """Let all answers wait again, for half as many rows."""
+        self.max_rows = max(1, self.rows // 2)
+        log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
+        for answer, place in self._places.items():
+            answer.rule_state = place.engine.rule_state(answer)
+        self._waiting.extendleft(reversed(self._places))
+        self._spent = self.seconds
+        self._places.clear()
+        self._engines.clear()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU, torch raises no error of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -1,0 +1,203 @@
+"""How the steps of an engine run: eagerly, compiled, replayed from CUDA graphs, one step ahead.
+
+Nothing else knows: :mod:`~eagle_fsd.model.step` says what a step computes. ``torch.compile`` and
+CUDA graphs are in :mod:`~eagle_fsd.model.compilation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.model.acceptance.thresholds import fused_divergences
+from eagle_fsd.model.attention import folded_queries
+from eagle_fsd.model.compilation import (
+    BackgroundCompiler,
+    StepGraphs,
+    compiled,
+    has_graphs,
+    renew_compiled,
+)
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.description import Description
+from eagle_fsd.model.request import Decision
+from eagle_fsd.model.stats import PhaseClock
+from eagle_fsd.model.step import StepOutput, StepState, TokenDetail, decoding_step, token_details
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.tree import DraftTree
+
+#: Decisions for which an engine keeps CUDA graphs.
+MAX_DECISIONS = 16
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How steps may run.
+
+    Attributes:
+        compiled_rows: Number of rows with which steps are compiled, because every other number
+            would take a compilation of its own; 0 for none. On CUDA, other steps compile the
+            divergence.
+        background: Compiles steps with one row when that pays, instead of ``compiled_rows``.
+        capture: On CUDA, capture steps in graphs and replay them where possible.
+    """
+
+    compiled_rows: int = 0
+    background: BackgroundCompiler | None = None
+    capture: bool = True
+
+
+class Execution:
+    """Runs the steps of one engine.
+
+    :meth:`plan` decides how, whenever the rows change; :meth:`launch` starts a step without waiting
+    for the device.
+    """
+
+    def __init__(self, target: Target, options: ExecutionOptions, clock: PhaseClock) -> None:
+        self.target, self.options, self.clock = target, options, clock
+        self.background = options.background
+        self.compiled_rows = options.compiled_rows
+        self.overlaps = False  # whether the next step may start before this one has been read
+        self._graphs = StepGraphs(target.model)
+        self._decisions: list[Decision] = []  # those that graphs were captured for
+        self._compiles = self._captures = False
+        self._captured = 0
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps have been captured, or will be when they occur again."""
+        return len(self._graphs) > 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the steps of the present rows are compiled."""
+        return self._compiles
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs, because the tensors that they read have been replaced."""
+        self._graphs.clear()
+
+    def renew(self, modules: list[nn.Module], described: Description, changed: bool) -> None:
+        """Drop what was captured or compiled with modules that have changed since."""
+        if changed:
+            self._graphs.clear()
+        if self.compiled_rows or self.background is not None:
+            renew_compiled(modules, described)
+        if self.background is not None:
+            if changed:
+                self.background.forget()
+            self.compiled_rows = int(self.background.has_compiled(self.target.model))
+
+    def plan(self, state: StepState) -> None:
+        """Decide how the steps of the rows run."""
+        decisions = [group.decision for group in state.groups]
+        device = self.target.device
+        self._compiles = len(state.roots) == self.compiled_rows
+        fixed = not state.draft.waits and not any(
+            decision.sampler.needs_prefix for decision in decisions
+        )
+        # Details are read from the device after the tokens, when the next step has replaced them.
+        details = any(decision.details is not None for decision in decisions)
+        self.overlaps = device.type == "cuda" and fixed and not details
+        self._captures = (
+            self.options.capture
+            and has_graphs(device)
+            and fixed
+            and len(decisions) == 1
+            and decisions[0].on_device
+            and self.target.one_device
+        )
+        if self._captures:
+            self._captured = self._index(decisions[0])
+
+    def _index(self, decision: Decision) -> int:
+        """Return a number for a decision, for the keys of graphs."""
+        if decision not in self._decisions:
+            if len(self._decisions) == MAX_DECISIONS:
+                self._decisions.clear()
+                self._graphs.clear()
+            self._decisions.append(decision)
+        return self._decisions.index(decision)
+
+    def launch(
+        self, state: StepState, tree: TreeConfig, draft_keys: Tensor | None, keys: Tensor
+    ) -> LaunchedStep:
+        """Start a step; the shapes in it follow from the tree and the visible slots."""
+        step = partial(decoding_step, state, draft_keys, keys, self.prepare)
+        fused = bool(self.compiled_rows) and self.background is None
+        with self.folded(state), fused_divergences(fused):
+            if self._captures:
+                self.clock.enter("graph")
+                sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
+                key = *sizes, self._captured, tree, self._compiles
+                output = self._graphs.run(key, step, partial(step, self.clock.enter))
+            else:
+                output = step(self.clock.enter)
+        self.clock.enter("host")
+        return LaunchedStep(output)
+
+    def folded(self, state: StepState) -> AbstractContextManager[None]:
+        """Select the attention of steps; outside of the step, because it takes a lock."""
+        return folded_queries(self.target.model, state.folds)
+
+    def prepare(
+        self, part: Callable[..., Any], module: nn.Module | None, static: bool
+    ) -> Callable[..., Any]:
+        """Return a part of a step as it is, or compiled; see :data:`~.step.Prepare`."""
+        if not (self._compiles and static):
+            return part
+        version = compiled(part, module, trace=self.background is None)
+
+        def run(*arguments: Any) -> Any:
+            for argument in arguments:
+                if isinstance(argument, DraftTree):
+                    argument.mark_dynamic()
+            return version(*arguments)
+
+        return run
+
+
+class LaunchedStep:
+    """A step that the device has been told to take.
+
+    :attr:`order` is the row of its tensors for each row that is being decoded now; None for rows
+    that have joined since.
+    """
+
+    def __init__(self, output: StepOutput) -> None:
+        packed = output.packed
+        self.tokens, self.details = output.tokens, output.details
+        self.order: list[int | None] = list(range(len(packed)))
+        self._packed, self._copied = packed, None
+        if packed.is_cuda:  # the next step may overwrite the tensors
+            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(packed.device))
+
+    def read(self) -> list[list[int]]:
+        """Wait for the step, and return what it emitted for every row."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        packed = self._packed.tolist()
+        return [[0, 0] if row is None else packed[row] for row in self.order]
+
+    def read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None] | None:
+        """Return the details of every row's tokens; None if no row asks for them."""
+        if not self.details:
+            return None
+        found: dict[int | None, tuple[list[list[float]], list[list[int]]]] = {}
+        for places, values, alternatives in self.details:
+            own = zip(values.tolist(), alternatives.tolist(), strict=True)
+            found.update(zip(places, own, strict=True))
+        return [
+            token_details(*found[row], len(new)) if row in found else None
+            for row, new in zip(self.order, tokens, strict=True)
+        ]

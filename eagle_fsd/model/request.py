@@ -1,0 +1,389 @@
+"""What a call asks for: its validated options, a request per prompt, and the answer in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from typing_extensions import Unpack
+
+from eagle_fsd.model.acceptance import ExactRule, rule_for
+from eagle_fsd.model.arguments import (
+    CallOptions,
+    as_list,
+    as_options,
+    end_tokens,
+    model_end_tokens,
+    name_of,
+)
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+from eagle_fsd.model.prefix_cache import PrefixCache
+from eagle_fsd.model.random_numbers import seed_keys, token_keys
+from eagle_fsd.model.sampling import Prefix, Sampler, check_warpers
+from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.target import Target
+from eagle_fsd.model.verify import TARGET_FAULT, AcceptanceRule
+from eagle_fsd.utils.options import Options
+
+#: Message of the error that NaN or infinite logits of the target raise.
+BROKEN_LOGITS = (
+    "the target produced NaN or infinite logits; check its weights and dtype (some models overflow"
+    " in float16: try bfloat16 or float32)"
+)
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`EagleFSD.generate`, which describes them."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    sampling: SamplingConfig | Mapping[str, Any] | None
+    threshold: float | None
+    min_ratio: float | None
+    divergence: str | None
+    acceptance: AcceptanceConfig | Mapping[str, Any] | None
+    method: str
+    rule: AcceptanceRule | str | None
+    eos_token_id: int | Sequence[int] | Set[int] | None
+    pad_token_id: int | None
+    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
+    logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None
+    prefix_cache: PrefixCache | None
+    details: int | None
+
+
+class PromptDecodeOptions(DecodeOptions, total=False):
+    """Keyword arguments of :class:`Prompt`."""
+
+    max_new_tokens: int
+
+
+class Prompt:
+    """A prompt for :meth:`EagleFSD.generate_many` with options of its own.
+
+    Args:
+        ids: ``[S]`` token ids, or a sequence of them.
+        **options: Override those of the call.
+    """
+
+    def __init__(self, ids: Tensor | Sequence[int], **options: Unpack[PromptDecodeOptions]) -> None:
+        self.ids, self.options = ids, options
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the tokens of a row are decided. Rows with equal decisions are verified together.
+
+    The seed of the sampling options does not count. ``details`` is the number of most likely tokens
+    that are reported with every token; None for no details. Raises ``ValueError`` if a processor or
+    warper keeps state or combines rows.
+    """
+
+    sampling: SamplingConfig
+    acceptance: AcceptanceConfig
+    rule: AcceptanceRule
+    processors: tuple[LogitsProcessor, ...] = ()
+    warpers: tuple[LogitsProcessor, ...] | None = None
+    details: int | None = None
+    sampler: Sampler = field(init=False, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingConfig | None = None,
+        acceptance: AcceptanceConfig | None = None,
+        rule: AcceptanceRule | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        warpers: Sequence[LogitsProcessor] | None = None,
+        details: int | None = None,
+    ) -> Decision:
+        """Return the decision for options that may be missing; by default greedy and lossless."""
+        options = (sampling or SamplingConfig()).model_dump(exclude={"seed"})
+        acceptance = acceptance or AcceptanceConfig()
+        return cls(
+            sampling=SamplingConfig.from_dict(options),
+            acceptance=acceptance,
+            rule=rule or rule_for(acceptance),
+            processors=tuple(processors),
+            warpers=None if warpers is None else tuple(warpers),
+            details=details,
+        )
+
+    def __post_init__(self) -> None:
+        rule, acceptance = self.rule, self.acceptance
+        sampler = Sampler(
+            self.sampling,
+            self.processors,
+            self.warpers,
+            draw_from_draft=acceptance.selection == "sample" or rule.needs_drawn,
+            # Details report the divergence that the acceptance options select, under any rule.
+            warp_draft=rule.needs_warped_draft or acceptance.divergence_on == "warped",
+            draw_uniform=rule.needs_uniform,
+            block=isinstance(rule, ExactRule),
+        )
+        object.__setattr__(self, "sampler", sampler)  # the class is frozen
+
+    def describe_fault(self, fault: int) -> str:
+        """Return the error message for a nonzero :meth:`VerificationInputs.row_faults`."""
+        if fault == TARGET_FAULT:
+            return BROKEN_LOGITS
+        item = (*self.processors, *(self.warpers or ()))[fault - TARGET_FAULT - 1]
+        return (
+            f"no token can be chosen: {name_of(item)} returned NaN or infinite scores, or -inf for"
+            " every token"
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether verification consists of tensor operations that never wait for the device."""
+        return self.sampler.on_device and self.rule.capturable
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt, and how it is to be continued.
+
+    Attributes:
+        tokens: Token ids of the prompt, without padding.
+        max_new_tokens: Number of tokens after which the answer ends.
+        decision: How tokens are decided.
+        key: Key of the random numbers, see :mod:`~eagle_fsd.model.random_numbers`.
+        tree: Shape of the draft trees.
+        drafted: Whether trees are drafted; otherwise decoding is plain.
+        varies: Whether the shape of the trees may follow the number of rows.
+        draws: Whether the trees are chains that are sampled.
+        ids: ``[P]`` the prompt as the caller passed it, padding included.
+        row: Index of the prompt in its call.
+        rows: Number of prompts in the call.
+    """
+
+    tokens: list[int]
+    max_new_tokens: int
+    decision: Decision = field(default_factory=Decision.of)
+    key: int = 0
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    drafted: bool = True
+    varies: bool = False
+    draws: bool = False
+    eos_token_ids: list[int] = field(default_factory=list)
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    pad_token_id: int | None = None
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    row: int = 0
+    rows: int = 1
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens in the target's cache."""
+        return len(self.tokens) - 1 + self.max_new_tokens
+
+    @property
+    def engine_key(self) -> Hashable:
+        """Equal for requests that one engine decodes: equal trees, chains sampled equally."""
+        if not self.drafted:
+            return None
+        draw = (self.decision.sampling, self.decision.warpers) if self.draws else None
+        return self.tree, self.varies, draw
+
+    def of_prompt(
+        self, ids: Tensor, tokens: list[int], limit: int, row: int = 0, rows: int = 1
+    ) -> Request:
+        """Return this request for one of the prompts of its call, whose seed is :attr:`key`."""
+        key = int(seed_keys(self.key, row + 1)[row])
+        return replace(
+            self, ids=ids, tokens=tokens, max_new_tokens=limit, key=key, row=row, rows=rows
+        )
+
+
+def read_options(
+    target: Target,
+    default: AcceptanceConfig,
+    max_new_tokens: int,
+    offset: int = 0,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    threshold: float | None = None,
+    min_ratio: float | None = None,
+    divergence: str | None = None,
+    acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
+    method: str = "fsd",
+    rule: AcceptanceRule | str | None = None,
+    eos_token_id: int | Sequence[int] | Set[int] | None = None,
+    pad_token_id: int | None = None,
+    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
+    logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
+    prefix_cache: PrefixCache | None = None,
+    details: int | None = None,
+) -> Request:
+    """Validate the options of :meth:`EagleFSD.generate`, for a request that has no prompt yet.
+
+    Its key is the seed; if sampling has none, a number drawn from torch's generator plus
+    ``offset``.
+    """
+    if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
+        raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
+    sampling = override(
+        SamplingConfig(),
+        "sampling",
+        sampling,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    acceptance = override(
+        default,
+        "acceptance",
+        acceptance,
+        threshold=threshold,
+        min_ratio=min_ratio,
+        divergence=divergence,
+        rule=rule if isinstance(rule, str) and acceptance is None else None,
+    )
+    if isinstance(rule, str):
+        acceptance, rule = acceptance.updated(rule=rule), None
+    elif rule is not None and not isinstance(rule, AcceptanceRule):
+        raise ValueError(f"rule must be an AcceptanceRule or the name of one; got {rule!r}")
+    if sampling.top_k > target.vocab_size:
+        raise ValueError(
+            f"top_k must be at most the vocabulary of {target.vocab_size} tokens;"
+            f" got {sampling.top_k}"
+        )
+    limits = CallOptions.from_dict(
+        {"max_new_tokens": max_new_tokens, "details": details, "pad_token_id": pad_token_id}
+    )
+    warpers = None if logits_warper is None else as_list("logits_warper", logits_warper)
+    decision = Decision.of(
+        sampling=sampling,
+        acceptance=acceptance,
+        rule=rule,
+        processors=as_list("logits_processor", logits_processor),
+        warpers=warpers,
+        details=limits.details,
+    )
+    check_warpers(warpers or (), target.vocab_size, target.device)
+    key = sampling.seed
+    if key is None and sampling.temperature > 0.0:
+        key = target.agree(int(torch.randint(2**62, ()))) + offset
+    if eos_token_id is None:
+        eos_token_id = model_end_tokens(target.model)
+    return Request(
+        tokens=[],
+        max_new_tokens=limits.max_new_tokens,
+        decision=decision,
+        key=key or 0,
+        drafted=method == "fsd",
+        # The tokens of lossless decoding do not depend on the draft trees.
+        varies=rule is None and acceptance.lossless,
+        eos_token_ids=end_tokens(eos_token_id),
+        criteria=StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria)),
+        pad_token_id=limits.pad_token_id,
+    )
+
+
+def override(
+    default: AnyOptions, name: str, given: AnyOptions | Mapping[str, Any] | None, **fields: Any
+) -> AnyOptions:
+    """Return ``given``, or ``default`` with the fields that are not None changed."""
+    names = [field for field, value in fields.items() if value is not None]
+    if given is None:
+        return default.updated(**fields)
+    if names:
+        raise ValueError(f"pass either {name} or {', '.join(names)}, not both")
+    return as_options(type(default), name, given)
+
+
+class Answer:
+    """A request in progress: what has been emitted for it, and where its row in an engine stands.
+
+    Attributes:
+        tokens: The new tokens.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
+        stats: Statistics; their seconds are those during which the answer was decoded.
+        finished: Whether it has ended or was canceled.
+        error: Why decoding failed, if it did.
+        prompt: The tokens that an engine processes first: the request's, and the new ones that
+            there were when the row was added.
+        length: Number of tokens in the target's cache.
+        root: The last token, which is not in the cache.
+        prefilled: Number of prompt tokens that were processed, without those that were cached.
+        prefix: The row's tokens for processors that read them.
+        rule_state: State of the acceptance rule to resume from; default: fresh.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.origins: list[int] = []
+        self.stats = DecodeStats.empty(1)
+        self.finished = False
+        self.error: Exception | None = None
+        self.prompt = request.tokens
+        self.length = self.root = self.prefilled = 0
+        self.prefix: Prefix | None = None
+        self.rule_state: Tensor | None = None
+
+    @property
+    def key(self) -> int:
+        """Key of the random numbers of the next step, which are those before its root."""
+        request, new = self.request, self.tokens
+        if not new:
+            return request.key
+        before = torch.tensor([request.tokens[-1], *new[:-1]])
+        positions = torch.arange(len(new)) + len(request.tokens) - 1
+        return int(torch.tensor(request.key) + token_keys(before, positions).sum())
+
+    def start(self, width: int) -> None:
+        """Start, or resume, in an engine whose steps emit at most ``width`` tokens."""
+        request = self.request
+        self.prompt = [*request.tokens, *self.tokens]
+        self.length, self.root, self.prefilled = len(self.prompt) - 1, self.prompt[-1], 0
+        if request.decision.sampler.needs_prefix:
+            capacity = request.max_new_tokens + width
+            ends = request.eos_token_ids
+            self.prefix = Prefix(request.ids, capacity, request.row, request.rows, ends)
+            new = torch.tensor(self.tokens, dtype=torch.long, device=request.ids.device)
+            self.prefix.append(new)
+
+    def add(self, tokens: list[int], origins: list[int]) -> int:
+        """Add the tokens that a step emitted, up to the end of the answer; return their number."""
+        count, self.finished = self._end(tokens)
+        self.origins += origins[:count]
+        self.stats.add(0, origins[:count])
+        self.stats.passes += 1
+        return count
+
+    def _end(self, tokens: list[int]) -> tuple[int, bool]:
+        request = self.request
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if (
+                token in request.eos_token_ids
+                or len(self.tokens) >= request.max_new_tokens
+                or self._meets_criteria()
+            ):
+                return count, True
+        return len(tokens), False
+
+    def _meets_criteria(self) -> bool:
+        request = self.request
+        if not request.criteria:
+            return False
+        ids = torch.cat([request.ids, request.ids.new_tensor(self.tokens)])
+        return bool(request.criteria(ids[None], None).any())
