@@ -49,16 +49,7 @@ class CallOptions(Options):
 
 
 def as_options(kind: type[Config], name: str, given: Config | Mapping[str, Any]) -> Config:
-    """Return a set of options, which may be given as a dictionary.
-
-    Args:
-        kind: The class of the options.
-        name: Name of the argument.
-        given: Its value.
-
-    Raises:
-        ValueError: It is neither, or an option is invalid.
-    """
+    """Return a set of options, which may be given as a dictionary; ``name`` is for messages."""
     if isinstance(given, kind):
         return given
     if isinstance(given, Mapping):
@@ -67,15 +58,7 @@ def as_options(kind: type[Config], name: str, given: Config | Mapping[str, Any])
 
 
 def as_list(name: str, given: Item | Sequence[Item] | None) -> list[Item]:
-    """Return processors or stopping criteria, which may be given as one or as several.
-
-    Args:
-        name: Name of the argument.
-        given: Its value; None for none.
-
-    Raises:
-        ValueError: One of them is no callable object.
-    """
+    """Return processors or stopping criteria, which may be given as one or as several."""
     if given is None:
         return []
     several = isinstance(given, Sequence) and not isinstance(given, str)
@@ -89,14 +72,7 @@ def as_list(name: str, given: Item | Sequence[Item] | None) -> list[Item]:
 
 
 def end_tokens(given: int | Iterable[int]) -> list[int]:
-    """Return end-of-sequence tokens, which may be given as one, as several or as a set.
-
-    Args:
-        given: The value of ``eos_token_id``.
-
-    Raises:
-        ValueError: One of them is not an integer of 32 bits.
-    """
+    """Return end-of-sequence tokens, which may be given as one, as several or as a set."""
     if hasattr(given, "flatten"):  # a tensor or an array
         given = given.flatten().tolist()
     several = isinstance(given, (Sequence, Set)) and not isinstance(given, str)
@@ -112,14 +88,7 @@ def model_end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def prompt_tensor(given: Tensor | Sequence[int]) -> Tensor:
-    """Return the token ids of a prompt as a tensor ``[S]``.
-
-    Args:
-        given: The token ids; an empty prompt is rejected later.
-
-    Raises:
-        ValueError: They are not a sequence of integers.
-    """
+    """Return the token ids of a prompt as a tensor ``[S]``; an empty one is rejected later."""
     try:
         ids = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # whatever torch raises
@@ -184,11 +153,7 @@ def limit_new_tokens(target: Target, lengths: list[int], max_new_tokens: int) ->
 
 
 def name_of(item: object) -> str:
-    """Return the name of a function, or of an object's class.
-
-    Args:
-        item: A logits processor or the like.
-    """
+    """Return the name of a function, or of an object's class."""
     return str(getattr(item, "__name__", type(item).__name__))
 
 

@@ -64,12 +64,9 @@ def compiled(
     any length, and trees of any size. Where compilation fails, a warning is logged and the function
     runs as it is.
 
-    Args:
-        function: A function without data-dependent control flow.
-        module: The module that the function runs, if any. Its version is for this module only, and
-            does not notice changes inside of it, see :func:`renew_compiled`.
-        trace: Whether calls may compile; otherwise, those for which no version exists run the
-            function as it is.
+    The version for a function that runs a module is for this module only, and does not notice
+    changes inside of it, see :func:`renew_compiled`. Without ``trace``, calls for which no version
+    exists run the function as it is.
     """
     if module is None:
         return _compile_once(function)
@@ -88,12 +85,8 @@ def compiled(
 def renew_compiled(modules: Sequence[nn.Module], described: Description) -> None:
     """Forget what was compiled for modules if they have changed since the last call.
 
-    Checking before every step whether each layer is what it was takes a notable part of a small
-    model's step.
-
-    Args:
-        modules: The modules; the compiled functions of each also run those before it.
-        described: Their description.
+    The compiled functions of each also run those before it. Checking before every step whether each
+    layer is what it was takes a notable part of a small model's step.
     """
     for count, module in enumerate(modules, 1):
         if _versions.get(module, (None,))[0] != described.structures[:count]:
@@ -101,11 +94,7 @@ def renew_compiled(modules: Sequence[nn.Module], described: Description) -> None
 
 
 def forget_compiled(*modules: nn.Module) -> None:
-    """Drop what was compiled for modules.
-
-    Args:
-        *modules: The modules.
-    """
+    """Drop what was compiled for modules."""
     for module in modules:
         _versions.pop(module, None)
 
@@ -162,13 +151,7 @@ def compile_graph(
 ) -> Callable[..., Result]:
     """Call ``torch.compile`` as :func:`compiled` needs it.
 
-    Args:
-        function: A function without data-dependent control flow.
-        options: Options of the backend.
-        backend: Compiles the graph.
-
-    Returns:
-        The function itself if this machine has no compiler, which is logged once.
+    Without a compiler on this machine, which is logged once, return the function itself.
     """
     if backend == "inductor":
         missing = missing_compiler()
@@ -225,11 +208,8 @@ class BackgroundCompiler:
     ) -> None:
         """Count an eager step, and compile its like in the background if that pays by now.
 
-        Args:
-            kind: Equal for steps that the same versions serve.
-            tokens: Number of tokens that the step emitted.
-            seconds: Its duration.
-            compile_steps: Runs compiled steps of this kind.
+        ``kind`` is equal for steps that the same versions serve, and ``compile_steps`` runs compiled
+        steps of this kind.
         """
         if kind in self._started:
             return
@@ -288,20 +268,12 @@ def _is_about_calls(guard: Any) -> bool:
 
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device torch's current one, whose streams CUDA events, graphs and kernels use.
-
-    Args:
-        device: Any device; those of other types than CUDA need nothing.
-    """
+    """Make a CUDA device torch's current one, whose streams events, graphs and kernels use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether steps on a device can be captured in graphs.
-
-    Args:
-        device: The device.
-    """
+    """Return whether steps on a device can be captured in graphs."""
     return device.type in GRAPH_DEVICES
 
 
@@ -312,9 +284,6 @@ class StepGraphs:
     several steps and many shapes of a batch whose rows end one by one do not recur. The next one is
     captured, and all others are replayed. Where a step cannot be captured, a warning is logged, and
     from then on all steps of that target run eagerly.
-
-    Args:
-        target: The model whose passes the steps contain.
     """
 
     def __init__(self, target: nn.Module) -> None:
@@ -341,13 +310,9 @@ class StepGraphs:
     ) -> Result:
         """Run a step on torch's current device.
 
-        Args:
-            shapes: Everything that the shapes in the step depend on.
-            step: The step to capture; it keeps its state in tensors that it updates in place.
-            eager: The same step for eager runs, which may do more on the host; default: ``step``.
-
-        Returns:
-            The result of the step. A replayed step overwrites the tensors that it returned before.
+        ``shapes`` is everything that the shapes in the step depend on. The step keeps its state in
+        tensors that it updates in place; a replayed one overwrites the tensors that it returned
+        before. ``eager`` is the same step for eager runs, which may do more on the host.
         """
         eager = eager or step
         if self._failed or self._target in _not_capturable:

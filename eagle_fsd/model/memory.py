@@ -30,11 +30,7 @@ Bytes = Counter[torch.device]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that is free on a device.
-
-    Args:
-        device: The device.
-    """
+    """Return the memory that is free on a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What torch holds without using it is free, too.
@@ -45,14 +41,9 @@ def free_bytes(device: torch.device) -> int:
 def row_bytes(
     target: Target, drafter: Drafter, tree: TreeConfig, length: int, draft_length: int
 ) -> Bytes:
-    """Return the memory that a row takes.
+    """Return the memory that a row takes, with ``L`` and ``D`` slots; 0 for a drafter without cache.
 
-    Args:
-        target: The target, after its first pass.
-        drafter: Proposes the trees.
-        tree: Shape of the draft trees.
-        length: ``L``.
-        draft_length: ``D``; 0 if the drafter has no cache.
+    The target's layout must be known, so it must have made a pass.
     """
     found = _slot_bytes(target.layout, length)
     if draft_length:
@@ -64,21 +55,12 @@ def row_bytes(
 
 
 def fitting_rows(needed: Bytes) -> int:
-    """Return how many rows fit in the free memory.
-
-    Args:
-        needed: The memory that a row takes.
-    """
+    """Return how many rows fit in the free memory, from what one of them takes."""
     return min(int(USABLE_SHARE * free_bytes(device) / count) for device, count in needed.items())
 
 
 def shortage(needed: Bytes, rows: int) -> str:
-    """Return what rows need and what there is, for a message.
-
-    Args:
-        needed: The memory that a row takes.
-        rows: Number of rows.
-    """
+    """Return what rows need and what there is, for a message."""
     free = {device: USABLE_SHARE * free_bytes(device) for device in needed}
     device = max(needed, key=lambda item: needed[item] / max(free[item], 1.0))
     missing, there = rows * needed[device] / 2**30, free[device] / 2**30
