@@ -208,8 +208,8 @@ class BackgroundCompiler:
     ) -> None:
         """Count an eager step, and compile its like in the background if that pays by now.
 
-        ``kind`` is equal for steps that the same versions serve, and ``compile_steps`` runs compiled
-        steps of this kind.
+        ``kind`` is equal for steps that the same versions serve, and ``compile_steps`` runs
+        compiled steps of this kind.
         """
         if kind in self._started:
             return

@@ -41,7 +41,7 @@ def free_bytes(device: torch.device) -> int:
 def row_bytes(
     target: Target, drafter: Drafter, tree: TreeConfig, length: int, draft_length: int
 ) -> Bytes:
-    """Return the memory that a row takes, with ``L`` and ``D`` slots; 0 for a drafter without cache.
+    """Return the memory that a row takes, with ``L`` and ``D`` slots; ``D`` is 0 without a cache.
 
     The target's layout must be known, so it must have made a pass.
     """

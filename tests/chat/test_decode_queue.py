@@ -28,6 +28,7 @@ from eagle_fsd.chat.session import Answer, AnswerRequest
 from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
 
 #: Options of an answer that nobody waits to see the end of.
@@ -321,12 +322,12 @@ def test_failed_step_ends_all_running_requests(
 ) -> None:
     async def work() -> None:
         check_target(model.target)
-        forward = model.target.forward_tree
-        monkeypatch.setattr(model.target, "forward_tree", lambda *_: 1 / 0)
+        forward = Target.forward_tree
+        monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
         for job in [queue.submit(request(model)) for _ in range(2)]:
             with pytest.raises(DecodingError, match="decoding failed: division by zero"):
                 await collect(job)
-        monkeypatch.setattr(model.target, "forward_tree", forward)
+        monkeypatch.setattr(Target, "forward_tree", forward)
         assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
 
     run(work)
@@ -337,21 +338,21 @@ def test_shortage_of_memory_passes(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests go on in a smaller batch, and the next ones in a batch of the usual size."""
-    forward, rows = model.target.forward_tree, 2
+    forward, rows = Target.forward_tree, 2
 
-    def run_out(tree: DraftTree, *args: Any, **kwargs: Any) -> Any:
+    def run_out(self: Target, tree: DraftTree, *args: Any) -> Any:
         nonlocal rows
         if len(tree.tokens) == rows and sum(recorder.tokens) > 10:
             rows = 0
             raise torch.OutOfMemoryError
-        return forward(tree, *args, **kwargs)
+        return forward(self, tree, *args)
 
     async def answer_two() -> list[str]:
         jobs = [queue.submit(request(model)) for _ in range(2)]
         return [(await collect(job))[-1].text for job in jobs]
 
     check_target(model.target)
-    monkeypatch.setattr(model.target, "forward_tree", run_out)
+    monkeypatch.setattr(Target, "forward_tree", run_out)
     assert run(answer_two) == [reference(model)] * 2
     assert rows == 0
     recorder.rows.clear()
