@@ -100,9 +100,6 @@ def query_groups(model: PreTrainedModel) -> int:
 
     :func:`tree_attention` takes the place of the SDPA attention of transformers only. Models with
     attention terms that it lacks (soft caps, sinks) use the eager one.
-
-    Args:
-        model: A causal language model.
     """
     config = model.config.get_text_config(decoder=True)
     if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
@@ -111,11 +108,7 @@ def query_groups(model: PreTrainedModel) -> int:
 
 
 def config_groups(config: PreTrainedConfig) -> int:
-    """Return the number of query heads per key head, 1 where queries are not folded.
-
-    Args:
-        config: Configuration of the attention layers.
-    """
+    """Return the number of query heads per key head, 1 where queries are not folded."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None)
     if config._attn_implementation not in ("sdpa", TREE_ATTENTION) or not (heads and key_heads):
@@ -124,24 +117,12 @@ def config_groups(config: PreTrainedConfig) -> int:
 
 
 def use_stock_attention(model: PreTrainedModel) -> None:
-    """Never fold a model's queries, because it handles masks or attention itself.
-
-    Args:
-        model: A causal language model.
-    """
+    """Never fold a model's queries, because it handles masks or attention itself."""
     _not_foldable.add(model)
 
 
 def fold_mask(mask: Tensor, groups: int) -> Tensor:
-    """Repeat a mask for every query head of a group.
-
-    Args:
-        mask: ``[B, 1, S, L]``, the same for all heads.
-        groups: ``G``.
-
-    Returns:
-        ``[B, 1, G * S, L]``.
-    """
+    """Repeat a mask ``[B, 1, S, L]`` for every query head of a group: ``[B, 1, G * S, L]``."""
     return mask.repeat(1, 1, groups, 1) if groups > 1 else mask
 
 
@@ -154,12 +135,8 @@ _passes: Counter[int] = Counter()
 def folded_queries(model: PreTrainedModel, groups: int) -> Iterator[None]:
     """Select :func:`tree_attention` for the passes of a model that uses SDPA attention.
 
-    Passes may overlap in several threads. Code compiled by torch must be called inside the context,
-    not open it.
-
-    Args:
-        model: A causal language model.
-        groups: Its :func:`query_groups`; with 0, nothing changes.
+    ``groups`` is its :func:`query_groups`; with 0, nothing changes. Passes may overlap in several
+    threads. Code compiled by torch must be called inside the context, not open it.
     """
     if groups == 0:
         yield

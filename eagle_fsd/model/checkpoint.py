@@ -62,13 +62,7 @@ class CheckpointError(ValueError):
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """Load a draft head and attach it to its target.
-
-    Args:
-        path: A folder or a Hub name.
-        target: The target that the head was trained for.
-        dtype: Data type of the weights; default: the target's.
-        token: A Hugging Face token for gated repositories.
+    """Load a draft head and attach it to its target; ``dtype`` is the target's by default.
 
     Raises:
         CheckpointError: Files are missing or damaged, or tensors are missing, unexpected or of the
@@ -92,34 +86,19 @@ def save_head(
 ) -> None:
     """Save a draft head as ``config.json`` and ``model.safetensors``.
 
-    Args:
-        head: The head to save.
-        path: A folder, created if it does not exist.
-        dtype: Data type of the saved weights; default: the head's.
-        binary: Write ``pytorch_model.bin`` instead, which EAGLE's own code reads.
+    ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
     dtype = dtype or head.dtype
     write_head(path, head_config(head, dtype), head.state_dict(), dtype, binary)
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of a head's ``config.json``.
-
-    Args:
-        head: The head.
-        dtype: Data type of its saved weights.
-    """
+    """Return the content of a head's ``config.json``, given the data type of its saved weights."""
     return {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
 
 
 def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that describe a head's decoder layers.
-
-    Args:
-        config: Configuration of the layers.
-        layers: Their number.
-        dtype: Data type of the saved weights.
-    """
+    """Return the fields of ``config.json`` that describe a head's decoder layers."""
     fields = config.to_diff_dict()
     for name in ("_name_or_path", "quantization_config"):  # a local path, and how the target's
         fields.pop(name, None)  # weights are stored
@@ -136,16 +115,10 @@ def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> d
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return RoPE settings and data type under their names in transformers 4.
 
-    Readers that know only those names would otherwise use defaults without an error.
-
-    Args:
-        config: A configuration. If it has a RoPE for each layer type, that of full attention is
-            returned.
-        dtype: Data type of the saved weights.
-
-    Returns:
-        ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only
-        a part of each attention head is rotated, ``partial_rotary_factor``.
+    Readers that know only those names would otherwise use defaults without an error. The result has
+    ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only a
+    part of each attention head is rotated, ``partial_rotary_factor``. Of a RoPE for each layer
+    type, that of full attention is returned.
     """
     fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -165,13 +138,7 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
 def drafter_file(path: str | Path, name: str, token: str | None = None) -> str | None:
     """Return the local path of a drafter's file, or None if there is none.
 
-    Args:
-        path: The drafter's folder or Hub name.
-        name: Name of the file.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: ``path`` is neither a folder nor an accessible repository.
+    Raises :class:`CheckpointError` if ``path`` is neither a folder nor an accessible repository.
     """
     if Path(path).is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
@@ -184,15 +151,7 @@ def drafter_file(path: str | Path, name: str, token: str | None = None) -> str |
 
 
 def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
-    """Read the ``config.json`` of a drafter.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: There is none, or it is not a JSON object.
-    """
+    """Read the ``config.json`` of a drafter."""
     found = drafter_file(path, CONFIG_FILE, token)
     if found is None:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
@@ -202,12 +161,8 @@ def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
 def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Convert the description of a head's decoder layers to a configuration of transformers.
 
-    Args:
-        path: The head's folder or Hub name, for errors.
-        values: Fields by their names in transformers 5 or 4; ``model_type`` is llama by default.
-
-    Raises:
-        CheckpointError: The family is unknown, or a field is invalid.
+    ``values`` has the names of transformers 5 or 4; ``model_type`` is llama by default. Raises
+    :class:`CheckpointError` if the family is unknown or a field is invalid.
     """
     try:
         values = dict(values)
@@ -226,15 +181,7 @@ def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfi
 
 
 def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
-    """Return the names of a drafter's tensors, without reading tensors where that is possible.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: The weights are missing or damaged.
-    """
+    """Return the names of a drafter's tensors, without reading tensors where that is possible."""
     file, shards = _find_weights(path, token)
     if shards:
         return set(shards)
@@ -248,18 +195,7 @@ def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
 
 
 def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a drafter, except for buffers that follow from its configuration.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        Tensors by name, without the prefix ``model.``.
-
-    Raises:
-        CheckpointError: The weights are missing or damaged.
-    """
+    """Read a drafter's tensors by name, without the prefix ``model.``."""
     file, shards = _find_weights(path, token)
     files = [file]
     if shards:
@@ -280,15 +216,8 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
     """Attach a head to its target and set its weights.
 
-    Args:
-        path: The head's folder or Hub name, for errors.
-        head: A new head.
-        target: The target that the head was trained for.
-        weights: The head's tensors by name. An embedding is kept only if it differs from the
-            target's.
-
-    Returns:
-        The head, in evaluation mode and without gradients.
+    An embedding is kept only if it differs from the target's. The head is in evaluation mode and
+    without gradients.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected or of the wrong shape; the message names
@@ -325,12 +254,8 @@ def write_head(
 ) -> None:
     """Write a head's ``config.json`` and weights.
 
-    Args:
-        path: A folder, created if it does not exist.
-        config: Content of ``config.json``.
-        weights: Tensors by name.
-        dtype: Data type that floating-point weights are converted to.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+    Floating-point weights are converted to ``dtype``. ``binary`` writes ``pytorch_model.bin``
+    instead of ``model.safetensors``.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

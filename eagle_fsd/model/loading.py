@@ -123,14 +123,8 @@ def load_target(
 def quantization_config(kind: Quantization) -> QuantizationConfigMixin:
     """Return transformers' configuration for weights that are quantized when a model is loaded.
 
-    Embedding and output projection are not quantized.
-
-    Args:
-        kind: ``int8``, ``fp8`` and ``int4`` with torchao (``int4`` on CUDA in bfloat16 only), or
-            ``nf4`` with bitsandbytes.
-
-    Raises:
-        ValueError: There is no such type, or the package is not installed.
+    ``int8``, ``fp8`` and ``int4`` (on CUDA in bfloat16 only) take torchao, ``nf4`` bitsandbytes;
+    raises ``ValueError`` if it is not installed. Embedding and output projection are not quantized.
     """
     kinds = get_args(Quantization)
     if kind not in kinds:
@@ -163,14 +157,7 @@ def load_embeddings(
     """Load only the embedding and the output projection of a causal language model.
 
     The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
-    Such a model cannot decode.
-
-    Args:
-        name: A folder or a Hub name.
-        dtype: As for :func:`load_target`.
-        device: The device of the two. A device map that spreads a model stands for the default: the
-            GPU if there is one, else the CPU.
-        token: A Hugging Face token for gated repositories.
+    Such a model cannot decode. A device map that spreads a model stands for the default device.
 
     Raises:
         LoadError: The files are missing or damaged, or do not hold the two as plain tensors (with
@@ -281,17 +268,9 @@ def _open_pickle(path: str) -> dict[str, Tensor]:
 
 
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
-    """Load a tokenizer that pads on the left.
+    """Load a tokenizer that pads on the left, with the end-of-sequence token if it has no other.
 
-    Args:
-        name: A folder or a Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        The tokenizer. If it has no padding token, the end-of-sequence token serves as one.
-
-    Raises:
-        LoadError: The files are missing or damaged.
+    Raises :class:`LoadError` if files are missing or damaged.
     """
     try:
         find_file(name, "tokenizer_config.json", token)  # as in load_target
@@ -329,11 +308,7 @@ def _check_placement(
 
 
 def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
-    """Whether a device map uses any device other than the CPU.
-
-    Raises:
-        ValueError: A device does not exist.
-    """
+    """Whether a device map uses any device other than the CPU."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     used = False
     for place in places:

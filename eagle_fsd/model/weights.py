@@ -11,9 +11,6 @@ def whole(weight: Tensor) -> Tensor:
     """Return a weight in full if its rows or columns are split over processes, else itself.
 
     All of these processes must call this.
-
-    Args:
-        weight: A parameter or buffer.
     """
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
@@ -21,8 +18,7 @@ def whole(weight: Tensor) -> Tensor:
 def plain_tensors(weight: Tensor) -> list[Tensor]:
     """Return the tensors that a weight consists of: several if it is quantized, such as scales.
 
-    Args:
-        weight: A parameter or buffer; split weights are gathered as by :func:`whole`.
+    Split weights are gathered as by :func:`whole`.
     """
     weight = whole(weight)
     if not is_traceable_wrapper_subclass(weight):

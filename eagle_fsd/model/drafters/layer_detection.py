@@ -26,13 +26,10 @@ MAX_CPU_PARAMETERS = 10**9
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The hidden states that fit best.
+    """The hidden states ``reads`` that fit best.
 
-    Attributes:
-        reads: The choice, as in :class:`Eagle3Head`.
-        agreement: For each candidate, the fraction of positions at which the head's most likely
-            token is the target's.
-        positions: Number of positions.
+    ``agreement`` is, for each candidate, the fraction of positions at which the head's most likely
+    token is the target's.
     """
 
     reads: tuple[int, ...]
@@ -99,11 +96,7 @@ def _hits(
 
 
 def is_cheap(target: Target) -> bool:
-    """Whether :func:`sample_texts` takes seconds at most.
-
-    Args:
-        target: The target.
-    """
+    """Whether :func:`sample_texts` takes seconds at most."""
     parameters = list(target.model.parameters())
     if any(parameter.is_meta for parameter in parameters):  # it cannot generate
         return False
@@ -112,14 +105,7 @@ def is_cheap(target: Target) -> bool:
 
 
 def sample_texts(target: Target) -> list[Tensor]:
-    """Let the target write texts: ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time.
-
-    Args:
-        target: The target.
-
-    Returns:
-        ``[S]`` token ids of each text.
-    """
+    """Let the target write ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time."""
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)

@@ -122,12 +122,7 @@ class NGramDrafter(_CountingDrafter):
 
 
 class _Occurrences(_Row):
-    """A row's tokens, with links between the occurrences of the same n-gram.
-
-    Args:
-        max_match: Number of last tokens beyond which a longer match is not preferred.
-        min_match: Length of the linked n-grams.
-    """
+    """A row's tokens, with links between the occurrences of the same ``min_match`` tokens."""
 
     def __init__(self, max_match: int, min_match: int) -> None:
         self.max_match, self.min_match = max_match, min_match
@@ -258,13 +253,13 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             counts[token] = count
 
     def followers(self, context: list[int]) -> list[tuple[int, int]]:
-        """Return what followed the longest known end of a context.
+        """Return what followed the longest known end of a context, the most frequent token first.
 
         Args:
             context: The last tokens.
 
         Returns:
-            Tokens and their counts, the most frequent first, of equally frequent ones the latest.
+            Tokens and their counts; of equally frequent tokens, the latest comes first.
         """
         for length in range(min(self.order - 1, len(context)), self.min_order - 2, -1):
             counts = self.table.get(tuple(context[len(context) - length :]))
@@ -274,12 +269,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
 
 
 class _TableRow(_Row):
-    """The last tokens of a row, whose n-grams a table learns.
-
-    Args:
-        drafter: Owner of the table.
-        tokens: The last tokens.
-    """
+    """The last tokens of a row, whose n-grams a table learns."""
 
     def __init__(self, drafter: AdaptiveNGramDrafter, tokens: list[int]) -> None:
         self.drafter, self.tokens = drafter, tokens
@@ -300,10 +290,8 @@ class _TableRow(_Row):
 class _Node:
     """A node of a tree on the host.
 
-    Attributes:
-        path: Tokens from the root to the node, without the root's.
-        parent: Index of the parent.
-        q: Tokens and their log-probabilities after the node; empty for a leaf.
+    ``path`` holds the tokens below the root, ``parent`` the index of the parent, and ``q`` tokens
+    and their log-probabilities after the node, none for a leaf.
     """
 
     path: list[int]
@@ -312,20 +300,11 @@ class _Node:
 
 
 def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]:
-    """Find the most probable nodes.
+    """Find at most ``size`` most probable nodes, in level order, the root first.
 
     As in EAGLE-2 (arXiv 2406.16858), these are the nodes with the largest product of probabilities
     along their path. A child's is at most its parent's, so taking the best candidate repeatedly
-    finds all of them.
-
-    Args:
-        followers: Returns what followed a path.
-        size: Maximum number of nodes, the root included.
-        depth: Maximum depth.
-        width: Maximum number of children of a node.
-
-    Returns:
-        The nodes in level order, the root first.
+    finds all of them. Nodes have at most ``width`` children.
     """
     nodes: list[_Node] = []
     # Negative log-probability of the path, number of earlier candidates to break ties, node.
@@ -352,12 +331,7 @@ def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]
 
 
 class _CountingState(DraftState):
-    """The state of a drafter that counts on the host.
-
-    Args:
-        drafter: The drafter.
-        tree: Shape of the draft trees.
-    """
+    """The state of a drafter that counts on the host."""
 
     on_device = False
     waits = True
