@@ -43,6 +43,7 @@ from eagle_fsd.model.acceptance import TopKRule
 from eagle_fsd.model.checkpoint import (
     CONFIG_FILE,
     CheckpointError,
+    building_head,
     fill_head,
     layer_fields,
     parse_config,
@@ -57,7 +58,7 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["eagle", "speculators"]
+HeadLayout = Literal["eagle", "speculators"]
 
 FIRST_LAYER = "layers.0."
 #: Name of the first layer in the EAGLE layout.
@@ -125,21 +126,16 @@ def load_eagle3(
         raise CheckpointError(f"{path}: transformer_layer_config in {CONFIG_FILE} is not an object")
     config = parse_config(path, {k: v for k, v in layers.items() if k not in _OWN_FIELDS})
     candidates = _candidate_reads(path, values, len(target.layers))
-    try:
-        # Create the weights on the target's device, where they stay.
-        with target.device:
-            head = Eagle3Head(
-                config,
-                int(values.get("target_hidden_size") or config.hidden_size),
-                values.get("draft_vocab_size", config.vocab_size),
-                candidates[0],
-                _flags(values),
-                dtype or target.dtype,
-            )
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot build a head from its {CONFIG_FILE}: {one_line(error)}"
-        ) from error
+    # Create the weights on the target's device, where they stay.
+    with building_head(path), target.device:
+        head = Eagle3Head(
+            config,
+            int(values.get("target_hidden_size") or config.hidden_size),
+            values.get("draft_vocab_size", config.vocab_size),
+            candidates[0],
+            _flags(values),
+            dtype or target.dtype,
+        )
     t2d = weights.pop(T2D, None)
     d2t = weights.get(D2T) if head.d2t is not None else weights.pop(D2T, None)
     fill_head(path, head, target, weights)
@@ -155,7 +151,7 @@ def load_eagle3(
 def save_eagle3(
     head: Eagle3Head,
     path: str | Path,
-    layout: Layout = "eagle",
+    layout: HeadLayout = "eagle",
     dtype: torch.dtype | None = None,
     binary: bool = False,
     target_name: str | None = None,

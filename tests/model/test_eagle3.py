@@ -31,8 +31,7 @@ from pairs import (
     small_vocabulary_config,
     tiny_target,
 )
-from test_sampling_law import MODES, PROMPT, TINY, _bound, _distance, _generate, _histogram
-from test_sampling_law import _target_law as target_law
+from sampling_laws import MODES, assert_target_law, bound, distance, generate, histogram, target_law
 from torch import Tensor
 from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
@@ -311,7 +310,7 @@ def test_rows_of_a_batch_are_independent() -> None:
 @pytest.fixture(scope="module")
 def tiny_pair() -> EagleFSD:
     """A vocabulary of 8 tokens, of which the head drafts 5."""
-    config = small_vocabulary_config(TINY)
+    config = small_vocabulary_config(8)
     model = LlamaForCausalLM(config)
     randomize(model, 10)
     head = Eagle3Head(layer_config(config), 16, 5, (0, 1))
@@ -325,20 +324,13 @@ def tiny_pair() -> EagleFSD:
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     tiny_pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
-    """6000 identical prompts and three new tokens; see ``test_sampling_law.py`` for the bounds.
+    """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds.
 
     Measured (bound) for three, first two, last two tokens: 0.092 (0.145), 0.032 (0.079), 0.037
     (0.082) at temperature 1; 0.044 (0.093), 0.022 (0.064), 0.027 (0.072) at 0.7 with top-p 0.9.
     """
-    rows = 6000
-    out = _generate(tiny_pair, rows, 3, seed=1, temperature=temperature, top_p=top_p)
-    law = target_law(tiny_pair, 3, temperature, top_p)
-    counts = _histogram(answers(out), law.shape)
-    assert _distance(counts, law) < _bound(law, rows)
-    for axis in (2, 0):
-        pairs = law.sum(axis)
-        assert _distance(counts.sum(axis), pairs) < _bound(pairs, rows)
-    assert {1, 2} <= {row[0] for row in out.stats.accepted}
+    draws = generate(tiny_pair, 6000, 3, seed=1, temperature=temperature, top_p=top_p)
+    assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
 
 
 def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair: EagleFSD) -> None:
@@ -347,10 +339,9 @@ def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair:
     Measured with 2000 rows: 0.97, where the bound is 0.137.
     """
     rows = 2000
-    out = _generate(tiny_pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
-    law = target_law(tiny_pair, 2, 1.0, 1.0)
-    counts = _histogram(out.sequences[:, len(PROMPT) :], law.shape)
-    assert _distance(counts, law) > 2 * _bound(law, rows)
+    draws = generate(tiny_pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
+    law = target_law(tiny_pair.model, 2, 1.0)
+    assert distance(histogram(draws.answers, law.shape), law) > 2 * bound(law, rows)
 
 
 # -- divergences over a reduced vocabulary ---------------------------------------------------------

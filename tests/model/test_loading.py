@@ -313,7 +313,7 @@ def test_embeddings_of_a_single_file_are_read_alone(
             read.append(name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr("eagle_fsd.model.loading.safe_open", Spy)
+    monkeypatch.setattr("eagle_fsd.model.weights.safe_open", Spy)
     assert_same_embeddings(load_embeddings(folder), whole)
     assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
 
