@@ -11,7 +11,7 @@ acceptance matters.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -308,17 +308,37 @@ def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
 
 
 class RecordingRule(FuzzyRule):
-    """Accept everything and record the inputs of every step in ``steps``."""
+    """FSD's rule, which by default accepts everything; records every step's inputs in ``steps``."""
 
     steps: list[VerificationInputs]
 
-    def __init__(self) -> None:
-        super().__init__(ACCEPT_ALL)
+    def __init__(self, threshold: float = ACCEPT_ALL) -> None:
+        super().__init__(threshold)
         object.__setattr__(self, "steps", [])  # the rule itself is frozen
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         self.steps.append(inputs)
         return super().gate(inputs)
+
+
+def drafted_trees(
+    out: GenerateOutput, rule: RecordingRule, prompts: Sequence[Tensor], steps: int
+) -> Iterator[tuple[DraftTree, int, list[int]]]:
+    """Yield the trees of the first steps, in which no row ends, with each row's tokens before."""
+    for number, inputs in enumerate(rule.steps[:steps]):
+        for row, given in enumerate(prompts):
+            emitted = sum(out.stats.accepted[row][:number])
+            context = [*given[0].tolist(), *answers(out)[row, :emitted].tolist()]
+            assert inputs.tree.tokens[row, 0] == context[-1]
+            yield inputs.tree, row, context
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """Return an error's message after checking that it is a single printable line."""
+    message = str(error.value)
+    assert message
+    assert message.isprintable()
+    return message
 
 
 def allowed_tokens(row: int, ids: Tensor) -> list[int]:

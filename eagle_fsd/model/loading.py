@@ -227,7 +227,7 @@ def _checkpoint_keys(
 
 
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
-    """Load a tokenizer that pads on the left, with the end-of-sequence token if it has no other.
+    """Load a tokenizer that pads on the left, by default with its end-of-sequence token.
 
     Raises :class:`LoadError` if files are missing or damaged.
     """

@@ -85,7 +85,7 @@ def mix(values: Tensor) -> Tensor:
 
 
 def token_keys(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Hash tokens at positions; the sum over a sequence is a hash of the sequence."""
+    """Hash tokens at positions; the sum over a sequence is the sequence's hash."""
     return mix(mix(positions * GAMMA) + tokens)
 
 
@@ -95,7 +95,7 @@ def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
 
 
 def seed_keys(seed: int, rows: int) -> Tensor:
-    """Return ``[B]`` keys of answers without tokens. They do not depend on the number of rows."""
+    """Return ``[B]`` keys of answers without tokens, which do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
 

@@ -329,7 +329,7 @@ def _check_processor(processor: LogitsProcessor) -> None:
 def check_warpers(
     warpers: Sequence[LogitsProcessor], vocab_size: int, device: torch.device
 ) -> None:
-    """Call warpers that are not of Hugging Face once; raise ``ValueError`` if one reads tokens."""
+    """Call every custom warper once; raise ``ValueError`` if it reads previous tokens."""
     for item in warpers:
         if isinstance(item, WARPERS):
             continue

@@ -66,8 +66,7 @@ DYNAMIC_LIMIT = {**DYNAMIC, "original_max_position_embeddings": LIMIT}
 
 #: A configuration, and a seed with which greedy output varies.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
-    "opt": (lambda: OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=32), 3),
-    "opt-projected": (lambda: OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=16), 7),
+    "opt": (lambda: OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=16), 7),
     "gpt2": (
         lambda: GPT2Config(
             vocab_size=VOCAB_SIZE,
@@ -82,8 +81,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
         4,
     ),
     "gpt-neox": (lambda: GPTNeoXConfig(**UNGROUPED), 7),
-    "falcon": (lambda: FalconConfig(**UNGROUPED, multi_query=False), 0),
-    "falcon-multi-query": (lambda: FalconConfig(**UNGROUPED, multi_query=True), 0),
+    "falcon": (lambda: FalconConfig(**UNGROUPED, multi_query=True), 0),
     "deepseek": (  # multi-head latent attention: keys and values differ in size
         lambda: DeepseekV3Config(
             **{**SIZED, "num_key_value_heads": 4},

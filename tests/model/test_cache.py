@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -22,42 +24,34 @@ from pairs import (
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model import pipeline
 from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
-from eagle_fsd.model.drafters.levels import LevelState
-from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import VerificationInputs
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the default tiny target
 
 
-class RecordedEngine(Engine):
-    """An engine that records the address and size of its caches at every step."""
+class CacheSizes(ExactRule):
+    """Record the sizes in bytes of a pair's caches at every step, and the caches themselves."""
 
-    instances: list[RecordedEngine]
+    def __init__(self, pair: EagleFSD) -> None:
+        sizes: list[list[int]] = []
+        caches: list[TreeCache] = []
+        object.__setattr__(self, "sizes", sizes)  # the rule itself is frozen
+        object.__setattr__(self, "caches", caches)
+        check_target(pair.target)  # with caches of its own
+        for owner in (pair.target, pair.drafter):
+            owner.new_cache = partial(self._record, owner.new_cache)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.memory: list[tuple[int, ...]] = []
-        self.instances.append(self)
+    def _record(self, new_cache: Callable[[int, int], TreeCache], *shape: int) -> TreeCache:
+        self.caches.append(new_cache(*shape))
+        return self.caches[-1]
 
-    def step(self) -> StepResult:
-        caches = [self.cache]
-        if isinstance(self.draft, LevelState):
-            caches.append(self.draft.cache)
-        stores = [store for cache in caches for store in cache._stores]
-        self.memory.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
-        return super().step()
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
-    """The engines that ``generate`` creates during the test."""
-    RecordedEngine.instances = []
-    monkeypatch.setattr(pipeline, "Engine", RecordedEngine)
-    return RecordedEngine.instances
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        self.sizes.append([cache.nbytes for cache in self.caches])
+        return super().gate(inputs)
 
 
 def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
@@ -164,35 +158,31 @@ def test_additive_mask_gives_hidden_keys_zero_weight() -> None:
         assert torch.equal(weights[0, 0] > 0, allowed[0])
 
 
-def test_caches_are_allocated_once_with_the_size_of_the_call(
-    engines: list[RecordedEngine],
-) -> None:
-    """The longest prompt without its last token, the new tokens, and one tree; no tree without."""
+def test_caches_are_allocated_once_with_the_size_of_the_call() -> None:
+    """The longest prompt without its last token, the new tokens, and one tree."""
     model = new_random_pair()
+    rule, tree = CacheSizes(model), model.tree
     ids, mask = left_padded(prompt(13), prompt(5))
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=30, threshold=10.0)
-    model.generate(prompt(9), max_new_tokens=20, method="ar")
-    drafting, plain = engines
-    tree = model.tree
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=30, rule=rule)
     length = 12 + 30 + tree.total_tokens
-    assert drafting.cache.nbytes == LAYERS * 2 * 2 * length * KV_HEADS * HEAD_SIZE * 4
-    drafted = tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
-    assert isinstance(drafting.draft, LevelState)
-    assert drafting.draft.cache.nbytes == 2 * 2 * (12 + 30 + drafted) * KV_HEADS * HEAD_SIZE * 4
-    assert len(drafting.memory) == out.stats.passes > 5
-    assert plain.cache.nbytes == LAYERS * 2 * 1 * (8 + 20 + 1) * KV_HEADS * HEAD_SIZE * 4
-    assert not isinstance(plain.draft, LevelState)
-    assert [len(set(engine.memory)) for engine in engines] == [1, 1]
+    drafted = 12 + 30 + tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
+    slot = 2 * KV_HEADS * HEAD_SIZE * 4  # bytes of keys and values
+    assert len(rule.sizes) == out.stats.passes > 5
+    assert rule.sizes == [[LAYERS * 2 * length * slot, 2 * drafted * slot]] * len(rule.sizes)
+    model.generate(prompt(9), max_new_tokens=20, method="ar")  # without a tree and a head
+    assert [cache.nbytes for cache in rule.caches[2:]] == [LAYERS * (8 + 20 + 1) * slot]
 
 
-def test_dropping_rows_keeps_the_memory(engines: list[RecordedEngine]) -> None:
-    model = aligned_pair()
+def test_dropping_rows_keeps_the_memory() -> None:
+    base = aligned_pair()
+    model = EagleFSD(base.model, copy.deepcopy(base.drafter), base.tree)
     ids, mask = left_padded(prompt(6, 1), prompt(9, 2), prompt(3, 3))
-    options = {"attention_mask": mask, "max_new_tokens": 25}
-    full = model.generate(ids, **options)
-    ended = model.generate(ids, **options, eos_token_id=int(full.sequences[0, 9 + 4]))
+    full = base.generate(ids, mask, max_new_tokens=25)
+    rule = CacheSizes(model)
+    ended = model.generate(ids, mask, 25, rule=rule, eos_token_id=int(full.sequences[0, 9 + 4]))
     assert (ended.origins == 0).any(), "no row ended before the others"
-    assert [len(set(engine.memory)) for engine in engines] == [1, 1]
+    assert len(rule.caches) == 2
+    assert rule.sizes == rule.sizes[:1] * len(rule.sizes)
 
 
 @pytest.mark.parametrize(("method", "threshold"), [("fsd", 0.0), ("fsd", 10.0), ("ar", 0.0)])

@@ -19,6 +19,7 @@ from pairs import (
     MODEL_SIZES,
     VOCAB_SIZE,
     aligned_pair,
+    one_line,
     prompt,
     random_pair,
     tiny_target,
@@ -96,14 +97,6 @@ def same_state(head: EagleHead, expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
-
-
-def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
-    """Return the message after checking that it is a single printable line."""
-    message = str(error.value)
-    assert message
-    assert message.isprintable()
-    return message
 
 
 # -- valid checkpoints -----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +14,12 @@ from pairs import (
     MODEL_SIZES,
     NEW_TOKENS,
     VOCAB_SIZE,
+    RecordingRule,
     aligned_pair,
     answers,
     batch,
+    drafted_trees,
+    left_padded,
     path_to,
     plain_logits,
     prompt,
@@ -45,9 +47,7 @@ from eagle_fsd.model.drafters.draft_model import (
     DraftModel,
     load_draft_model,
 )
-from eagle_fsd.model.engine import Decision, Engine, Row
 from eagle_fsd.model.loading import LoadError
-from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 
@@ -166,24 +166,14 @@ def test_sampled_chain_above_every_divergence_follows_the_draft_model() -> None:
 def test_distributions_are_those_of_plain_passes(
     make: Callable[[], PreTrainedModel], tree: TreeConfig
 ) -> None:
-    """At every expanded node, with windows shorter than the tree is deep, after two steps."""
-    draft = make()
-    target = Target(aligned_pair().model)
-    drafter = DraftModel(draft).attach(target)
-    engine = Engine(target, drafter, tree)
-    sequences = [prompt(9, 1)[0].tolist(), prompt(3, 2)[0].tolist(), prompt(1, 3)[0].tolist()]
-    decision = Decision.of(rule=FuzzyRule(math.inf))
-    engine.admit([Row(list(sequence), 40, decision) for sequence in sequences])
-    engine.prefill()
-    for _ in range(2):
-        for sequence, tokens in zip(sequences, engine.step().tokens, strict=True):
-            sequence += tokens
-    longest = max(row.length for row in engine.rows)
-    random = RandomNumbers(engine.keys, engine.lengths)
-    found = engine.draft.draft(engine.roots, engine.draft.keys(longest), random)
-    for row, sequence in enumerate(sequences):
+    """At every expanded node of three trees, with windows shorter than the trees are deep."""
+    draft, rule = make(), RecordingRule()
+    model = EagleFSD(aligned_pair().model, DraftModel(draft), tree)
+    prompts = [prompt(9, 1), prompt(3, 2), prompt(1, 3)]
+    out = model.generate(*left_padded(*prompts), max_new_tokens=NEW_TOKENS, rule=rule)
+    for found, row, context in drafted_trees(out, rule, prompts, steps=3):
         for node in (found.draft_rows[row] >= 0).nonzero()[:, 0].tolist():
-            path = torch.tensor(sequence + path_to(found, row, node)[1:])
+            path = torch.tensor(context + path_to(found, row, node)[1:])
             expected = plain_logits(draft, path)[0][-1].log_softmax(-1)
             log_probs = found.draft_log_probs[row, found.draft_rows[row, node]]
             torch.testing.assert_close(log_probs, expected, atol=2e-4, rtol=1e-3)

@@ -22,6 +22,7 @@ from pairs import (
     RecordingRule,
     answers,
     batch,
+    drafted_trees,
     greedy_reference,
     left_padded,
     path_to,
@@ -180,24 +181,18 @@ def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
     head = untrained_eagle3(model, **{**options, **VARIANTS[variant]})
     pair, rule, reference = EagleFSD(model, head, small_tree()), RecordingRule(), Reference(head)
     prompts = [prompt(length, seed) for length, seed in ((7, 1), (20, 3), (2, 4))]
-    ids, mask = left_padded(*prompts)
-    out = pair.generate(ids, mask, max_new_tokens=9, rule=rule)
+    out = pair.generate(*left_padded(*prompts), max_new_tokens=9, rule=rule)
     assert out.stats.tau > 2.0
     compared = 0
-    for number, inputs in enumerate(rule.steps[:2]):
-        tree = inputs.tree
-        for row, given in enumerate(prompts):
-            emitted = sum(out.stats.accepted[row][:number])
-            context = [*given[0].tolist(), *answers(out)[row, :emitted].tolist()]
-            assert tree.tokens[row, 0] == context[-1]
-            with torch.no_grad():
-                output = model(torch.tensor([context[:-1]]), output_hidden_states=True)
-            states = [output.hidden_states[index][0].double() for index in head.reads]
-            for node in (tree.draft_rows[row] >= 0).nonzero()[:, 0].tolist():
-                expected = reference.log_probs(states, context, path_to(tree, row, node)[1:])
-                found = tree.draft_log_probs[row, tree.draft_rows[row, node]]
-                torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-                compared += 1
+    for tree, row, context in drafted_trees(out, rule, prompts, steps=2):
+        with torch.no_grad():
+            output = model(torch.tensor([context[:-1]]), output_hidden_states=True)
+        states = [output.hidden_states[index][0].double() for index in head.reads]
+        for node in (tree.draft_rows[row] >= 0).nonzero()[:, 0].tolist():
+            expected = reference.log_probs(states, context, path_to(tree, row, node)[1:])
+            found = tree.draft_log_probs[row, tree.draft_rows[row, node]]
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+            compared += 1
     assert compared >= 20
 
 

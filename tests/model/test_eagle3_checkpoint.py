@@ -18,7 +18,7 @@ from eagle3_heads import (
     target_model,
     untrained_eagle3,
 )
-from pairs import ACCEPT_ALL, LLAMA3_ROPE, VOCAB_SIZE, prompt, small_tree
+from pairs import ACCEPT_ALL, LLAMA3_ROPE, VOCAB_SIZE, one_line, prompt, small_tree
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
@@ -139,14 +139,6 @@ def same_head(one: Eagle3Head, other: Eagle3Head) -> bool:
             for head in (one, other)
         ]
     return torch.equal(*found) and all(torch.equal(state[name], expected[name]) for name in state)
-
-
-def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
-    """Return the message after checking that it is a single printable line."""
-    message = str(error.value)
-    assert message
-    assert message.isprintable()
-    return message
 
 
 def rejected(path: Path, model: PreTrainedModel) -> str:

@@ -21,7 +21,6 @@ from pairs import (
     tokenizer,
     untrained_head,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -286,36 +285,6 @@ def test_embeddings_of_every_type_equal_those_of_the_whole_target(
         found, expected = getattr(part, name)(), getattr(whole, name)()
         if expected is not None:
             assert_same_state(found, expected)
-
-
-def test_embeddings_of_a_single_file_are_read_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a file with layers, only the two tensors are read."""
-    folder = save_family("llama", tmp_path)
-    whole = load_target(folder)
-    read: list[str] = []
-
-    class Spy:
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self.file = safe_open(*arguments, **options)
-
-        def __enter__(self) -> Spy:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.__exit__(None, None, None)
-
-        def keys(self) -> list[str]:
-            return list(self.file.keys())
-
-        def get_tensor(self, name: str) -> Tensor:
-            read.append(name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr("eagle_fsd.model.weights.safe_open", Spy)
-    assert_same_embeddings(load_embeddings(folder), whole)
-    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
 
 
 def test_embeddings_are_read_from_pickles(tmp_path: Path) -> None:

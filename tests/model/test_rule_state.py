@@ -28,13 +28,8 @@ def _spent(pair: EagleFSD, prompt: Tensor, answer: Tensor, origins: Tensor) -> f
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        LimitedRule(ALWAYS, 6.0),
-        LimitedRule(RegretRule(1.0), 6.0),
-        PhaseRule(ALWAYS, 5, 9),
-        PhaseRule(LimitedRule(ALWAYS, 6.0), None, 9),
-    ],
-    ids=repr,
+    [LimitedRule(RegretRule(1.0), 6.0), PhaseRule(LimitedRule(ALWAYS, 6.0), 5, 9)],
+    ids=["limited", "phase"],
 )
 def test_state_follows_its_row(rule: AcceptanceRule) -> None:
     """A batch gives the same answers as its rows by themselves."""

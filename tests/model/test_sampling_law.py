@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from pairs import small_vocabulary_config
+from pairs import RecordingRule, small_vocabulary_config
 from sampling_laws import (
     MODES,
     PROMPT,
@@ -30,7 +30,6 @@ from sampling_laws import (
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eagle_fsd.model import engine as engine_module
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.drafters.eagle import EagleHead
@@ -402,7 +401,7 @@ def _step_law(inputs: VerificationInputs, threshold: float) -> Array:
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), MODES)
 def test_generate_with_sample_selection_has_the_enumerated_distribution(
-    pair: EagleFSD, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+    pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
     """The first step of 6000 identical prompts, with a threshold that opens the gate at the root
     and at some nodes below it.
@@ -410,37 +409,31 @@ def test_generate_with_sample_selection_has_the_enumerated_distribution(
     Measured (bound): 0.020 (0.062) at temperature 1, 0.012 (0.052) at 0.7 with top-p 0.9. Distance
     from the distribution of exact decoding: 0.66 (0.060) and 0.51 (0.051).
     """
-    seen: list[VerificationInputs] = []
+    acceptance = AcceptanceConfig(threshold=1.0, selection="sample")
+    options = {"temperature": temperature, "top_p": top_p, "acceptance": acceptance}
 
-    def spy(inputs: VerificationInputs, *args: object) -> object:
-        seen.append(inputs)
-        return verify(inputs, *args)
+    def sample(rows: int, new: int, seed: int, rule: RecordingRule) -> Draws:
+        return generate(pair, rows, new, seed, rule=rule, **options)
 
-    def sample(rows: int, new: int, seed: int, threshold: float) -> Draws:
-        acceptance = AcceptanceConfig(threshold=threshold, selection="sample")
-        options = {"temperature": temperature, "top_p": top_p, "acceptance": acceptance}
-        return generate(pair, rows, new, seed, **options)
-
-    monkeypatch.setattr(engine_module, "verify", spy)
-    sample(1, 1, seed=0, threshold=1.0)
-    found = FuzzyRule(1.0).divergences(seen[0])[0]
+    rule = RecordingRule()
+    sample(1, 1, 0, rule)
+    found = rule.divergences(rule.steps[0])[0]
     above = sorted(value for value in found[found.isfinite()].tolist() if value > found[0])
     assert len(above) >= 2, "pick another seed for the pair: its root must be among the closest"
     middle = len(above) // 2
     threshold = (above[middle - 1] + above[middle]) / 2
 
-    rows = 6000
-    seen.clear()
-    draws = sample(rows, 3, seed=2, threshold=threshold)
-    tree = seen[0].tree
+    rows, rule = 6000, RecordingRule(threshold)
+    draws = sample(rows, 3, 2, rule)
+    tree = rule.steps[0].tree
     assert (tree.tokens == tree.tokens[:1]).all()
-    law = _step_law(seen[0], threshold)
+    law = _step_law(rule.steps[0], threshold)
     answers = draws.answers[:, :2].clone()
     ended = torch.tensor([row[0] == 1 for row in draws.accepted])
     answers[ended, 1] = TINY
     counts = histogram(answers, law.shape)
     assert distance(counts, law) < bound(law, rows)
-    exact = _step_law(seen[0], 0.0)
+    exact = _step_law(rule.steps[0], 0.0)
     assert distance(counts, exact) > 2 * bound(exact, rows)
     assert draws.count(Origin.FUZZY) > 0
 

@@ -28,6 +28,7 @@ from trees import (
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.tree import single_node
 from eagle_fsd.model.verify import (
+    Origin,
     VerificationInputs,
     verify,
     verify_root,
@@ -99,34 +100,7 @@ def test_single_node_emits_its_sample() -> None:
         assert outcome(kept, 1) == ([D], [TARGET], [0])
 
 
-# -- fuzzy edges, selection="longest" --------------------------------------------------------------
-
-
-def test_infinite_threshold_keeps_the_deepest_path() -> None:
-    """Every inner node is open, however far the draft; no sample is in the tree."""
-    kept = verify(_inputs([E, E, E, E, E, E, D]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([A, C, B, D], [FUZZY, FUZZY, FUZZY, TARGET], [0, 1, 3, 6])
-    assert kept.accepted.all()
-
-
-def test_sampled_child_of_an_open_node_loses_to_a_longer_path() -> None:
-    """The root is open and its sample B is a child, but the path below A is longer."""
-    kept = verify(_inputs([B, C, D, B, E, E, D], open_nodes=[0]), FSD)
-    assert outcome(kept) == ([A, C, B, D], [FUZZY, EXACT, EXACT, TARGET], [0, 1, 3, 6])
-
-
-def test_open_gate_relaxes_only_the_edges_below_its_node() -> None:
-    """Node 1 is open and the root is not: a sample must lead to node 1."""
-    reached = verify(_inputs([A, E, E, E, E, E, E], open_nodes=[1]), FSD)
-    # C (.1) and D (.05) are equally deep; the target prefers C.
-    assert outcome(reached) == ([A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3])
-    not_reached = verify(_inputs([C, E, E, E, E, E, E], open_nodes=[1]), FSD)
-    assert outcome(not_reached) == ([C], [TARGET], [0])
-
-
-def test_sampled_token_below_an_open_node_has_origin_exact() -> None:
-    kept = verify(_inputs([A, C, E, E, E, E, E], open_nodes=INNER), FSD)
-    assert outcome(kept) == ([A, C, B, E], [EXACT, EXACT, FUZZY, TARGET], [0, 1, 3, 6])
+# -- the gate and its guards ----------------------------------------------------------------------
 
 
 def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
@@ -195,9 +169,6 @@ def test_divergence_on_warped_compares_the_warped_distributions() -> None:
         verify(replace(inputs, warped_draft=None), rule)
 
 
-# -- guards ----------------------------------------------------------------------------------------
-
-
 def test_masked_token_on_the_longest_path_is_not_emitted() -> None:
     """Every node is open and C leads to the deepest leaf, but a processor masks C after A.
 
@@ -219,17 +190,55 @@ def test_masked_token_on_the_longest_path_is_not_emitted() -> None:
         assert not kept.accepted[0, 3]
 
 
-def test_masked_token_blocks_the_whole_branch_below_it() -> None:
-    kept = verify(_inputs([C, C, A, B, E, D, E], INNER, masked=[(0, A)]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([B, A, D], [FUZZY, EXACT, TARGET], [0, 2, 5])
-
-
 def test_token_outside_the_warped_support_is_masked() -> None:
     inputs = _inputs([B, A, A, A, E, D, E], INNER)
     warped = inputs.processed.dense()
     warped[0, 0, [A, C, D, E]] = -torch.inf
     kept = verify(replace(inputs, warped=Distributions.of(warped)), FuzzyRule(ALWAYS))
     assert outcome(kept) == ([B, A, D], [EXACT, EXACT, TARGET], [0, 2, 5])
+
+
+# -- selections and fallbacks ----------------------------------------------------------------------
+
+#: Samples of the target, open nodes, and what is kept.
+LONGEST: list[tuple[list[int], Sequence[int], list[int], list[Origin], list[int]]] = [
+    # The root is open and its sample B is a child, but the path below A is longer.
+    ([B, C, D, B, E, E, D], [0], [A, C, B, D], [FUZZY, EXACT, EXACT, TARGET], [0, 1, 3, 6]),
+    # Node 1 is open and the root is not. C (.1) and D (.05) are equally deep; C is likelier.
+    ([A, E, E, E, E, E, E], [1], [A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3]),
+    # A sample must lead to node 1.
+    ([C, E, E, E, E, E, E], [1], [C], [TARGET], [0]),
+    # A sampled token below an open node has the origin EXACT.
+    ([A, C, E, E, E, E, E], INNER, [A, C, B, E], [EXACT, EXACT, FUZZY, TARGET], [0, 1, 3, 6]),
+]
+#: The same with ``fallback="stop"``.
+STOP: list[tuple[list[int], Sequence[int], list[int], list[Origin], list[int]]] = [
+    # Node 1 is closed: its sample C is a child, but is emitted as the last token.
+    ([A, C, A, B, E, E, E], [0, 3], [A, C], [EXACT, TARGET], [0, 1]),
+    # A closed root emits one token.
+    ([A, C, A, B, E, E, E], [1, 2, 3], [A], [TARGET], [0]),
+    # The node after A is closed, the node after B is open.
+    ([A, C, E, B, E, D, E], [0, 2], [B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5]),
+]
+
+
+def test_longest_path_of_accepted_edges_is_kept() -> None:
+    for fallback, table in (("exact", LONGEST), ("stop", STOP)):
+        for sampled, open_nodes, *expected in table:
+            kept = verify(_inputs(sampled, open_nodes), FSD, fallback)
+            assert outcome(kept) == tuple(expected), (sampled, open_nodes)
+
+
+def test_infinite_threshold_keeps_the_deepest_path() -> None:
+    """Every inner node is open, however far the draft; no sample is in the tree.
+
+    A masked token blocks the whole branch below it.
+    """
+    kept = verify(_inputs([E, E, E, E, E, E, D]), FuzzyRule(ALWAYS))
+    assert outcome(kept) == ([A, C, B, D], [FUZZY, FUZZY, FUZZY, TARGET], [0, 1, 3, 6])
+    assert kept.accepted.all()
+    kept = verify(_inputs([C, C, A, B, E, D, E], INNER, masked=[(0, A)]), FuzzyRule(ALWAYS))
+    assert outcome(kept) == ([B, A, D], [FUZZY, EXACT, TARGET], [0, 2, 5])
 
 
 def test_min_ratio_limits_fuzzy_tokens_only() -> None:
@@ -243,97 +252,52 @@ def test_min_ratio_limits_fuzzy_tokens_only() -> None:
     ):
         kept = verify(inputs, FuzzyRule(ALWAYS, min_ratio=ratio))
         assert outcome(kept)[:2] == (tokens, origins)
-
-
-def test_min_ratio_uses_processed_probabilities() -> None:
-    """With the peak A masked, C is the largest that is left and passes a floor of 0.9."""
+    # With the peak A masked, C is the largest that is left and passes a floor of 0.9.
     inputs = _inputs([A, E, E, E, E, E, E], open_nodes=[1], masked=[(1, A), (1, B)])
     kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9))
     assert outcome(kept) == ([A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3])
 
 
-# -- fallback="stop" -------------------------------------------------------------------------------
-
-
-def test_stop_emits_the_sample_of_a_closed_node_and_ends() -> None:
-    """Node 1 is closed: its sample C is a child, but is emitted as the last token.
-
-    With a closed root that is the only one; of two branches the deeper one is kept.
-    """
-    inputs = _inputs([A, C, A, B, E, E, E], open_nodes=[0, 3])
-    assert outcome(verify(inputs, FSD, "stop")) == ([A, C], [EXACT, TARGET], [0, 1])
-    assert outcome(verify(inputs, FSD, "exact"))[0] == [A, C, B, E]
-    inputs = _inputs([A, C, A, B, E, E, E], open_nodes=[1, 2, 3])
-    assert outcome(verify(inputs, FSD, "stop")) == ([A], [TARGET], [0])
-    inputs = _inputs([A, C, E, B, E, D, E], open_nodes=[0, 2])
-    kept = verify(inputs, FSD, "stop")
-    assert outcome(kept) == ([B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5])
-
-
-# -- selection="target" ----------------------------------------------------------------------------
-
-
-def test_target_selection_follows_the_sampled_child() -> None:
-    """Every node is open and the root's sample is B, whose branch is the shorter one."""
+def test_target_selection_follows_the_sampled_child_or_the_likeliest() -> None:
+    # The root's sample is B, whose branch is the shorter one.
     inputs = _inputs([B, C, E, B, E, D, E], INNER)
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([B, A, D], [EXACT, FUZZY, TARGET], [0, 2, 5])
     assert outcome(verify(inputs, FSD))[0] == [A, C, B, E]
-
-
-def test_target_selection_prefers_the_likeliest_child_without_a_sampled_one() -> None:
-    """At node 1 the sample E is not a child; D is likelier than C, which leads deeper."""
-    inputs = _inputs([A, E, E, B, C, D, E], INNER, p={1: [0.2, 0.2, 0.2, 0.3, 0.1]})
+    # At node 1 the sample E is not a child; D is likelier than C, which leads deeper.
+    sampled = [A, E, E, B, C, D, E]
+    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.2, 0.2, 0.3, 0.1]})
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-
-
-def test_target_selection_skips_children_that_the_guards_reject() -> None:
-    """D is likeliest but masked, so C is kept; with C below the floor the path ends."""
-    p = {1: [0.2, 0.1, 0.12, 0.3, 0.28]}
-    inputs = _inputs([A, E, E, B, C, D, E], INNER, p=p, masked=[(1, D)])
+    # D is likeliest but masked, so C is kept; with C below the floor the path ends: the peak of
+    # what is left is E (.28), and C (.12) is below 0.9 of it.
+    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.1, 0.12, 0.3, 0.28]}, masked=[(1, D)])
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([A, C, B, E], [EXACT, FUZZY, EXACT, TARGET], [0, 1, 3, 6])
-    # The peak of what is left is E (.28): C (.12) is below 0.9 of it.
     kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9), selection="target")
     assert outcome(kept) == ([A, E], [EXACT, TARGET], [0, 1])
 
 
-# -- selection="sample" ----------------------------------------------------------------------------
-
-
 def test_sample_selection_follows_the_draft_at_open_nodes() -> None:
-    """The draft draws B at the root and A after it; the target's samples differ.
-
-    At node 1 it may draw B, which is not a child: the path ends.
-    """
-    sampled = [A, C, E, B, E, D, E]
-    inputs = _inputs(sampled, INNER, drawn=[B, D, A, D, D, D, D])
-    kept = verify(inputs, FSD, selection="sample")
+    sampled, rest = [A, C, E, B, E, D, E], [D, D, D, D]
+    # The draft draws B at the root and A after it; the target's samples differ.
+    kept = verify(_inputs(sampled, INNER, drawn=[B, D, A, *rest]), FSD, selection="sample")
     assert outcome(kept) == ([B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5])
-    inputs = _inputs(sampled, INNER, drawn=[A, B, A, D, D, D, D])
-    kept = verify(inputs, FSD, selection="sample")
+    # At node 1 the draft draws B, which is not a child: the path ends.
+    kept = verify(_inputs(sampled, INNER, drawn=[A, B, A, *rest]), FSD, selection="sample")
     assert outcome(kept) == ([A, B], [EXACT, FUZZY], [0, 1])
-    with pytest.raises(ValueError, match="needs a draw from the draft"):
-        verify(_inputs(sampled, INNER), FSD, selection="sample")
-
-
-def test_sample_selection_follows_the_target_at_closed_nodes() -> None:
-    """The root is closed, so the draft's draw B is not used there; node 1 is open."""
-    inputs = _inputs([A, C, E, B, C, D, E], open_nodes=[1], drawn=[B, D, A, D, D, D, D])
+    # The root is closed, so the draft's draw B is not used there; node 1 is open.
+    inputs = _inputs([A, C, E, B, C, D, E], open_nodes=[1], drawn=[B, D, A, *rest])
     kept = verify(inputs, FSD, selection="sample")
     assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-    kept = verify(inputs, FSD, "stop", "sample")
-    assert outcome(kept) == ([A], [TARGET], [0])
-
-
-def test_sample_selection_replaces_a_rejected_draw_by_the_sample() -> None:
-    """The draft draws C at node 1, which is masked or below the floor."""
-    drawn = [A, C, A, B, D, D, D]
+    assert outcome(verify(inputs, FSD, "stop", "sample")) == ([A], [TARGET], [0])
+    # The draft draws C at node 1, which is masked or below the floor: the sample replaces it.
     for rule, masked in ((FSD, [(1, C)]), (FuzzyRule(0.1, min_ratio=0.5), [])):
-        inputs = _inputs([A, D, E, B, C, D, E], INNER, drawn=drawn, masked=masked)
+        inputs = _inputs([A, D, E, B, C, D, E], INNER, drawn=[A, C, A, B, D, D, D], masked=masked)
         kept = verify(inputs, rule, selection="sample")
         assert outcome(kept) == ([A, D, C], [EXACT, EXACT, TARGET], [0, 1, 4])
+    with pytest.raises(ValueError, match="needs a draw from the draft"):
+        verify(_inputs(sampled, INNER), FSD, selection="sample")
 
 
 def test_sample_selection_takes_the_bonus_token_from_the_target() -> None:

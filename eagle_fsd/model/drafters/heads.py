@@ -164,7 +164,7 @@ class DraftHead(nn.Module, LevelDrafter):
         return super().start(tree, draw)
 
     def _set_plain(self) -> None:
-        """Look whether the layers are plain, which hooks change."""
+        """Determine whether the layers are plain, which hooks change."""
         self.plain = all(is_plain(layer, self.config) for layer in self.layers)
 
     def embed_positions(self, positions: Tensor) -> tuple[Tensor, ...]:
