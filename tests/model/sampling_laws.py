@@ -35,7 +35,7 @@ FALSE_ALARM = 1e-7
 MODES = [(1.0, 1.0), (0.7, 0.9)]
 PROMPT = (3, 1, 4)
 #: Rows of a call; the time of dropping ended rows grows with its square.
-BATCH = 250
+BATCH = 500
 
 
 def bound(law: Array, rows: int) -> float:

@@ -216,18 +216,17 @@ def tiny_model(layers: int) -> PreTrainedModel:
 )
 @pytest.mark.parametrize(
     "warped",
-    [{}, *(pytest.param(own, marks=pytest.mark.slow) for own in ({"top_k": 4}, {"top_p": 0.95}))],
+    [{}, *(pytest.param(own, marks=pytest.mark.slow) for own in ({"top_k": 4}, {"top_p": 0.9}))],
     ids=str,
 )
 def test_sampling_has_the_distribution_of_the_target(
     tree: TreeConfig, rule: AcceptanceRule, warped: dict[str, Any]
 ) -> None:
-    """4000 identical prompts and three tokens from at least one step, at temperature 0.8.
+    """2000 identical prompts and three tokens from at least one step, at temperature 0.8.
 
-    The draft model's own distribution is farther from the target's than twice the bound. Measured
-    ``TV`` (bound 0.078): 0.025 for blocks, 0.019 token by token, 0.033 for trees.
+    The bound is 0.11, and the draft model's own distribution is 0.96 away from the target's.
     """
-    rows = 4000
+    rows = 2000
     model = EagleFSD(tiny_model(2), DraftModel(tiny_model(1)), tree)
     draws = generate(model, rows, 3, seed=1, temperature=0.8, rule=rule, **warped)
     law, drafted = (target_law(tiny_model(layers), 3, 0.8, **warped) for layers in (2, 1))
