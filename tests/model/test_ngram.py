@@ -524,7 +524,7 @@ def test_sampling_with_every_selection_is_reproducible(name: str, selection: str
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     name: str, temperature: float, top_p: float
 ) -> None:
-    """6000 identical prompts and three new tokens, as in ``test_sampling_law.py``.
+    """6000 identical prompts and three new tokens, as in ``sampling_laws.py``.
 
     Measured (bound) for prompt lookup and the table: 0.063 and 0.072 (0.124) at temperature 1,
     0.012 and 0.014 (0.060) at 0.7 with top-p 0.9.

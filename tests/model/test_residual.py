@@ -5,7 +5,7 @@ the algorithms as the papers print them, in float64, through every chain and eve
 and returns the exact law of a step's outcome: the kept tokens and the one after them. The
 engine's parts (``TreeBuilder``, ``Sampler``, ``verify``) then take ``ROWS`` steps. ``TV`` between
 their outcomes and the law exceeds ``_bound`` with probability below 1e-7 (see
-``test_sampling_law.py``).
+``sampling_laws.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from sampling_laws import bound
 from torch import Generator, Tensor
 from trees import EXACT, FUZZY, TARGET, A, B, make_inputs, make_tree, outcome
 
@@ -46,7 +47,6 @@ VOCAB_SIZE = 3
 #: Drafted tokens.
 LENGTH = 3
 ROWS = 50_000
-FALSE_ALARM = 1e-7
 
 
 def _contexts(length: int) -> Iterator[tuple[int, ...]]:
@@ -166,8 +166,7 @@ def _distance(one: Law, other: Law) -> float:
 
 
 def _bound(law: Law) -> float:
-    mean = 0.5 * sum(math.sqrt(chance * (1 - chance) / ROWS) for chance in law.values())
-    return mean + math.sqrt(math.log(1 / FALSE_ALARM) / (2 * ROWS))
+    return bound(np.array(list(law.values())), ROWS)
 
 
 def _take_steps(

@@ -18,7 +18,7 @@ children, ``F`` = :data:`MAX_FOLLOWERS`, ``V`` vocabulary.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,28 +49,15 @@ MAX_OCCURRENCES = 64
 Followers = Callable[[list[int]], list[tuple[int, int]]]
 
 
-class _Row(ABC):
-    """The tokens of one row, as far as a drafter keeps them."""
-
-    @abstractmethod
-    def append(self, token: int) -> None:
-        """Add a token."""
-
-    @abstractmethod
-    def look_up(self) -> Followers:
-        """Look up what followed the row's last tokens; valid until the next :meth:`append`."""
-
-    @abstractmethod
-    def copy(self) -> Self:
-        """Return a row that can be extended independently."""
-
-
 class _CountingDrafter(Drafter):
     """Common part of the drafters that count on the host."""
 
     @abstractmethod
-    def new_row(self) -> _Row:
-        """Return a row without tokens."""
+    def new_row(self) -> _Occurrences | _TableRow:
+        """Return the tokens of a row, as far as the drafter keeps them; none yet.
+
+        What ``look_up`` returns is valid until the next ``append``.
+        """
 
     def attach(self, target: Target) -> Self:
         self.device, self.vocab_size = target.device, target.vocab_size
@@ -117,11 +104,11 @@ class NGramDrafter(_CountingDrafter):
     def __repr__(self) -> str:
         return f"NGramDrafter(max_match={self.max_match}, min_match={self.min_match})"
 
-    def new_row(self) -> _Row:
+    def new_row(self) -> _Occurrences | _TableRow:
         return _Occurrences(self.max_match, self.min_match)
 
 
-class _Occurrences(_Row):
+class _Occurrences:
     """A row's tokens, with links between the occurrences of the same ``min_match`` tokens."""
 
     def __init__(self, max_match: int, min_match: int) -> None:
@@ -230,7 +217,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             )
         return super().attach(target)
 
-    def new_row(self) -> _Row:
+    def new_row(self) -> _Occurrences | _TableRow:
         return _TableRow(self, [])
 
     def learn(self, context: list[int], token: int) -> None:
@@ -268,7 +255,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         return []
 
 
-class _TableRow(_Row):
+class _TableRow:
     """The last tokens of a row, whose n-grams a table learns."""
 
     def __init__(self, drafter: AdaptiveNGramDrafter, tokens: list[int]) -> None:
@@ -337,7 +324,7 @@ class _CountingState(DraftState):
     waits = True
 
     def __init__(self, drafter: _CountingDrafter, tree: TreeConfig) -> None:
-        self.drafter, self.rows = drafter, list[_Row]()
+        self.drafter, self.rows = drafter, list[_Occurrences | _TableRow]()
         self._shown = 0
         self.use(tree)
 
