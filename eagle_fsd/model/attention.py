@@ -48,22 +48,11 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with folded query groups if the mask is folded, else as transformers does.
 
-    Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get the attention of
-    transformers.
-
-    Args:
-        module: The attention layer.
-        query: ``[B, heads, S, head size]``.
-        key: ``[B, kv heads, L, head size]``.
-        value: ``[B, kv heads, L, value size]``.
-        attention_mask: ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive
-            or bool; None for causal attention.
-        scaling: Factor of the scores; default: the inverse square root of the head size.
-        dropout: Probability of dropping an attention weight.
-        **options: Further arguments of the layer.
-
-    Returns:
-        ``[B, S, heads, value size]``, and None in place of the attention weights.
+    Query, key and value are ``[B, heads, S or L, head size]``, with fewer heads of keys and values;
+    the mask is ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive or bool,
+    or None for causal attention. The result is ``[B, S, heads, value size]``, and None in place of
+    the attention weights. Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get
+    the attention of transformers.
     """
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]

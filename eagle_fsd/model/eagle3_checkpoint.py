@@ -159,15 +159,9 @@ def save_eagle3(
 ) -> None:
     """Save an EAGLE-3 head that is attached to its target.
 
-    Args:
-        head: The head.
-        path: A folder, created if it does not exist.
-        layout: ``"eagle"``, which EAGLE's own code, SGLang and SpecForge read, or
-            ``"speculators"``, which vLLM and speculators read.
-        dtype: Data type of the saved weights; default: the head's.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
-        target_name: Hub name of the target, which the speculators layout records.
-        rule: Acceptance rule that the speculators layout declares; default: lossless.
+    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
+    of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
+    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``.
 
     Raises:
         ValueError: The layout has no place for the rule, a bias of ``fc``, layers other than

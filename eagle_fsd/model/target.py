@@ -213,18 +213,11 @@ class Target:
         states: Sequence[int] = (LAST,),
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Process tokens that follow those in the cache, causally.
+        """Process tokens ``[B, S]`` that follow those in the cache, causally: ``[B, S, F]`` states.
 
-        Args:
-            ids: ``[B, S]`` token ids.
-            start: Position of the first token, of all rows or ``[B]`` of each row.
-            cache: Receives keys and values.
-            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
-            keys: ``[L]`` result of :meth:`TreeCache.keys` for the position after the last token;
-                required if ``start`` is a tensor.
-
-        Returns:
-            ``[B, S, F]`` the hidden states, concatenated.
+        ``start`` is the position of the first token, of all rows or ``[B]`` of each row, which
+        requires ``keys``: :meth:`TreeCache.keys` for the position after the last token. ``states``
+        are indices into Hugging Face's ``hidden_states``, which are concatenated.
         """
         if isinstance(start, Tensor):
             first: int | Tensor = start[:, None]
@@ -246,19 +239,12 @@ class Target:
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
     ) -> Tensor:
-        """Run the layers on tokens at any positions, without the output projection.
+        """Run the layers on tokens ``[B, S]`` at any positions ``[B, S]``: ``[B, S, F]`` states.
 
-        Args:
-            ids: ``[B, S]`` token ids.
-            positions: ``[B, S]`` their positions; like the next two, ``B`` may be 1.
-            mask: ``[B, 1, S, L]`` additive mask of the slots that each token attends to with full
-                attention.
-            keys: ``[B, S, L]`` the position of each slot; ``S`` may be 1.
-            cache: A cache on which :meth:`TreeCache.place` has been called.
-            states: Hidden states to return, as in :meth:`prefill`.
-
-        Returns:
-            ``[B, S, F]`` the hidden states, concatenated.
+        ``mask`` is additive, ``[B, 1, S, L]``, of the slots that each token attends to with full
+        attention; ``keys``, ``[B, S, L]``, is the position of each slot. The two and ``positions``
+        may have one row for all, and ``keys`` one query for all. :meth:`TreeCache.place` has been
+        called.
         """
         masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:
@@ -283,16 +269,11 @@ class Target:
     ) -> TargetPass:
         """Score every node of a tree in one pass.
 
-        Args:
-            tree: The draft tree; its root is the first token that is not in the cache.
-            lengths: ``[B]`` number of tokens of each row in the cache.
-            keys: ``[L]`` result of :meth:`TreeCache.keys` for ``N`` slots beyond any of
-                ``lengths``.
-            cache: Receives the keys and values of node ``i`` of row ``b`` in slot
-                ``lengths[b] + i``.
-            states: Hidden states to return, as in :meth:`prefill`.
-            groups: Query heads to fold per key head, inside
-                :func:`~eagle_fsd.model.attention.folded_queries`; 0 and 1 for none.
+        The root is the first token that is not in the cache, which holds ``lengths`` ``[B]``
+        tokens; node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are
+        :meth:`TreeCache.keys` for ``N`` slots beyond any of ``lengths``. ``groups`` are the query
+        heads to fold per key head, inside :func:`~eagle_fsd.model.attention.folded_queries`; 0 and
+        1 for none.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths
@@ -353,12 +334,8 @@ class Target:
     ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask of every type of layer, or the one that all layers share.
 
-        Args:
-            mask: ``[B, 1, S, L]`` additive mask of full attention; like the next two, ``B`` may
-                be 1.
-            queries: ``[B, S]`` positions.
-            keys: ``[B, S, L]`` positions; ``S`` may be 1.
-            rows: Number of rows of the result.
+        ``mask`` is that of full attention ``[B, 1, S, L]`` between positions ``[B, S]`` of queries
+        and ``[B, S, L]`` of keys, where ``B``, and ``S`` of the keys, may be 1.
         """
         queries = queries[:, :, None]
         lowest = torch.finfo(mask.dtype).min

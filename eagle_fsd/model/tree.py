@@ -156,12 +156,10 @@ class TreeBuilder:
         self.log_probs = [log_probs[:, None]]
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """Select the newest level's ``K`` best candidates for expansion.
+        """Select the newest level's ``K`` best candidates for expansion: their tokens ``[B, K]``.
 
-        Returns:
-            ``[B, K]`` tokens, and ``[B, K]`` the position (0 to ``K - 1``) of each candidate's
-            parent among the nodes expanded one level before; 0 on the first level, where the root
-            is the parent.
+        Also return ``[B, K]`` the position (0 to ``K - 1``) of each one's parent among the nodes
+        expanded one level before; 0 on the first level, where the root is the parent.
         """
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:

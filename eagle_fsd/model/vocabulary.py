@@ -177,17 +177,11 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample by inversion of the cumulative distribution, with one random number per row.
+    """Sample indices ``[R]`` by inversion of the cumulative distribution; return sums ``[R]``, too.
 
-    The random number selects a block by the blocks' sums, then a token within the block.
-
-    Args:
-        weights: ``[R, V]`` float32, not negative.
-        uniform: ``[R]`` float64 in ``[0, 1)``.
-
-    Returns:
-        ``[R]`` indices, and ``[R]`` float64 sums of the weights. An index without weight is
-        returned only where the sum is 0 or NaN.
+    The float64 random number in ``[0, 1)`` of a row selects a block by the sums of the blocks of
+    its weights ``[R, V]``, then a token within the block. A token without weight is returned only
+    where the sum is 0 or NaN.
     """
     blocks = _in_blocks(weights)
     ends = blocks.sum(-1).double().cumsum(-1)  # [R, C]
@@ -205,18 +199,14 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
     """Find how many nats below the most likely token the nucleus reaches ``[R]``, without sorting.
 
-    The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``: a
-    token belongs to it if the tokens that are likelier have less mass. A histogram of the mass over
-    log-probabilities shows in which bin ``top_p`` is reached, and another one of that bin in which
-    part of it; two are enough for a large vocabulary. Tokens as close as the last part, about 1e-6
-    nats, are all kept, where sorting keeps some of them in an undefined order.
+    The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``,
+    which is below 1: a token belongs to it if the tokens that are likelier have less mass. A
+    histogram of the mass, ``weights`` ``[R, V]``, over log-probabilities relative to the largest,
+    ``below``, shows in which bin ``top_p`` is reached, and another one of that bin in which part of
+    it; two are enough for a large vocabulary. Tokens as close as the last part, about 1e-6 nats,
+    are all kept, where sorting keeps some of them in an undefined order.
 
     Masses are integers where additions have no fixed order, so that sums do not depend on it.
-
-    Args:
-        below: ``[R, V]`` float32 log-probabilities relative to the largest, at most 0.
-        weights: ``[R, V]`` float32 ``exp`` of them.
-        top_p: Mass to keep, below 1.
     """
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])

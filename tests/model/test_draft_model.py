@@ -222,11 +222,11 @@ def tiny_model(layers: int) -> PreTrainedModel:
 def test_sampling_has_the_distribution_of_the_target(
     tree: TreeConfig, rule: AcceptanceRule, warped: dict[str, Any]
 ) -> None:
-    """2000 identical prompts and three tokens from at least one step, at temperature 0.8.
+    """1000 identical prompts and three tokens from at least one step, at temperature 0.8.
 
-    The bound is 0.11, and the draft model's own distribution is 0.96 away from the target's.
+    The bound is 0.16, and the draft model's own distribution is 0.96 away from the target's.
     """
-    rows = 2000
+    rows = 1000
     model = EagleFSD(tiny_model(2), DraftModel(tiny_model(1)), tree)
     draws = generate(model, rows, 3, seed=1, temperature=0.8, rule=rule, **warped)
     law, drafted = (target_law(tiny_model(layers), 3, 0.8, **warped) for layers in (2, 1))

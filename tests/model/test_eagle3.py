@@ -180,7 +180,7 @@ def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
     model = target_model()
     head = untrained_eagle3(model, **{**options, **VARIANTS[variant]})
     pair, rule, reference = EagleFSD(model, head, small_tree()), RecordingRule(), Reference(head)
-    prompts = [prompt(length, seed) for length, seed in ((7, 1), (20, 3), (2, 4))]
+    prompts = [prompt(9, 1), prompt(2, 4)]
     out = pair.generate(*left_padded(*prompts), max_new_tokens=9, rule=rule)
     assert out.stats.tau > 2.0
     compared = 0
@@ -258,8 +258,8 @@ def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted(
     config = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=top_k)
     pair = EagleFSD(base.model, base.drafter, config)
     ids, mask = batch()
-    expected = greedy_reference(base.model, ids, mask, new=24)
-    out = pair.generate(ids, attention_mask=mask, max_new_tokens=24)
+    expected = greedy_reference(base.model, ids, mask, new=16)
+    out = pair.generate(ids, attention_mask=mask, max_new_tokens=16)
     assert torch.equal(out.sequences, expected)
     assert out.stats.tau > 1.3
     assert len({tuple(row) for row in out.stats.accepted}) > 1

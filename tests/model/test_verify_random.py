@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rules import DISABLED, RULES, WRAPPED
 from torch import Tensor
@@ -275,6 +275,7 @@ def test_verification_agrees_with_slow_reference(
         assert torch.equal(alone.accepted[0], kept.accepted[row])
 
 
+@settings(max_examples=60)
 @given(cases, st.lists(st.floats(0.0, 0.8), min_size=2, max_size=4), ratios, fallbacks)
 def test_accepted_length_is_monotonic_in_the_threshold(
     case: Case, levels: list[float], ratio: float, fallback: str
@@ -409,6 +410,7 @@ def test_limited_rule_stays_within_the_budget(
 broken = st.sampled_from([math.nan, math.inf, -math.inf, 3e38, 0.0])
 
 
+@settings(max_examples=60)
 @given(
     cases,
     st.lists(broken, min_size=1, max_size=5),

@@ -136,10 +136,10 @@ def test_draw_inverts_the_cumulative_distribution(size: int) -> None:
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("size", [509, 1024])
 def test_warp_has_the_support_of_hugging_faces_warpers(size: int) -> None:
-    """For 100 rows, some peaked and some nearly uniform; every sample is in the support."""
-    scale = torch.tensor([0.01, 1.0, 3.0, 10.0]).repeat(25)[:, None]
-    logits = scale * _random(100, size, scale=1.0)
-    uniform = torch.rand(1, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    """For 40 rows, some peaked and some nearly uniform; every sample is in the support."""
+    scale = torch.tensor([0.01, 1.0, 3.0, 10.0]).repeat(10)[:, None]
+    logits = scale * _random(40, size, scale=1.0)
+    uniform = torch.rand(1, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for options in (
         {},
         {"temperature": 0.3},  # probabilities down to 1e-30
@@ -239,7 +239,6 @@ def _tree(size: int, tokens: int = 60, rows: int = 1) -> DraftTree:
     [
         ("js", SamplingConfig()),
         ("top_k_js", SamplingConfig(temperature=0.7)),
-        ("js_reference", SamplingConfig(temperature=0.7)),
         ("top_p_js", SamplingConfig(temperature=1.0, top_p=0.9)),
     ],
     ids=str,

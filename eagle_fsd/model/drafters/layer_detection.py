@@ -53,16 +53,10 @@ def detect_layers(
 ) -> LayerChoice:
     """Measure how well a head agrees with its target for several choices of hidden states.
 
-    Args:
-        head: The head, attached to ``target``; it is not changed.
-        target: The target.
-        texts: ``[S]`` token ids of texts that the target might write, at least two tokens each.
-        candidates: Choices of hidden states, the declared one first. Default: the head's own, and
-            those one layer below and above it.
-
-    Returns:
-        The candidate that agrees at most positions. It is the first one unless the difference from
-        the first exceeds three standard deviations (of a sign test).
+    ``texts`` are ``[S]`` token ids that the target might write, at least two each. The candidates,
+    the declared one first, are by default the head's own and those one layer below and above it.
+    The choice agrees at most positions; it is the first one unless the difference from it exceeds
+    three standard deviations (of a sign test). The head is not changed.
     """
     if candidates is None:
         shifts = [tuple(index + shift for index in head.reads) for shift in (0, -1, 1)]
