@@ -10,13 +10,16 @@ acceptance matters.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -331,6 +334,32 @@ def drafted_trees(
             context = [*given[0].tolist(), *answers(out)[row, :emitted].tolist()]
             assert inputs.tree.tokens[row, 0] == context[-1]
             yield inputs.tree, row, context
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    file: str,
+    config_changes: dict[str, Any] | None = None,
+    tensor_changes: dict[str, Tensor | None] | None = None,
+) -> None:
+    """Write ``config.json`` and weights with changes, of which None removes a field or a tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**config, **(config_changes or {})}
+    for name, value in (config_changes or {}).items():
+        if value is None:
+            del values[name]
+    (folder / "config.json").write_text(json.dumps(values))
+    state = {
+        name: tensor.detach().clone().contiguous()
+        for name, tensor in {**tensors, **(tensor_changes or {})}.items()
+        if tensor is not None
+    }
+    if file.endswith(".bin"):
+        torch.save(state, folder / file)
+    else:
+        save_file(state, folder / file)
 
 
 def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:

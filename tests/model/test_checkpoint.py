@@ -24,6 +24,7 @@ from pairs import (
     random_pair,
     tiny_target,
     untrained_head,
+    write_checkpoint,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -70,26 +71,11 @@ def published(
     ``config`` overrides fields of ``config.json`` and ``tensors`` (with ``__`` for a dot) overrides
     tensors; None removes one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     values = {**model.config.to_dict(), "num_hidden_layers": 1, "bias": bias}
-    for name, value in (config or {}).items():
-        values.pop(name)
-        if value is not None:
-            values[name] = value
-    (folder / "config.json").write_text(json.dumps(values))
     state = dict(untrained_head(model, seed=3, bias=bias).state_dict())
-    kept = dict(state)
-    for name, tensor in tensors.items():
-        name = name.replace("__", ".")
-        state.pop(name, None)
-        if tensor is not None:
-            state[name] = tensor
-    state = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-    if file.endswith(".bin"):
-        torch.save(state, folder / file)
-    else:
-        save_file(state, folder / file)
-    return kept
+    changes = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    write_checkpoint(folder, values, state, file, config, changes)
+    return state
 
 
 def same_state(head: EagleHead, expected: dict[str, Tensor]) -> bool:

@@ -18,7 +18,15 @@ from eagle3_heads import (
     target_model,
     untrained_eagle3,
 )
-from pairs import ACCEPT_ALL, LLAMA3_ROPE, VOCAB_SIZE, one_line, prompt, small_tree
+from pairs import (
+    ACCEPT_ALL,
+    LLAMA3_ROPE,
+    VOCAB_SIZE,
+    one_line,
+    prompt,
+    small_tree,
+    write_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
@@ -92,29 +100,18 @@ def published(
         }
     else:
         values |= {"architectures": ["LlamaForCausalLMEagle3"], **layers}
-    for name, value in (config or {}).items():
-        values.pop(name, None)
-        if value is not None:
-            values[name] = value
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    state: dict[str, Tensor | None] = dict(made.state_dict())
+    state = dict(made.state_dict())
     if made.token_ids is not None:
         state["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
         state["t2d"][made.token_ids] = True
     if layout == "eagle":
         state = {name.replace("layers.0.", "midlayer."): item for name, item in state.items()}
-    state |= tensors or {}
     for old, new in (rename or {}).items():
         state = {
             new + name.removeprefix(old) if name.startswith(old) else name: item
             for name, item in state.items()
         }
-    kept = {name: item.clone() for name, item in state.items() if item is not None}
-    if file.endswith(".bin"):
-        torch.save(kept, folder / file)
-    else:
-        save_file(kept, folder / file)
+    write_checkpoint(folder, values, state, file, config, tensors)
     return made
 
 
