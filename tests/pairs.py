@@ -10,13 +10,16 @@ acceptance matters.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -308,17 +311,63 @@ def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
 
 
 class RecordingRule(FuzzyRule):
-    """Accept everything and record the inputs of every step in ``steps``."""
+    """FSD's rule, which by default accepts everything; records every step's inputs in ``steps``."""
 
     steps: list[VerificationInputs]
 
-    def __init__(self) -> None:
-        super().__init__(ACCEPT_ALL)
+    def __init__(self, threshold: float = ACCEPT_ALL) -> None:
+        super().__init__(threshold)
         object.__setattr__(self, "steps", [])  # the rule itself is frozen
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
         self.steps.append(inputs)
         return super().gate(inputs)
+
+
+def drafted_trees(
+    out: GenerateOutput, rule: RecordingRule, prompts: Sequence[Tensor], steps: int
+) -> Iterator[tuple[DraftTree, int, list[int]]]:
+    """Yield the trees of the first steps, in which no row ends, with each row's tokens before."""
+    for number, inputs in enumerate(rule.steps[:steps]):
+        for row, given in enumerate(prompts):
+            emitted = sum(out.stats.accepted[row][:number])
+            context = [*given[0].tolist(), *answers(out)[row, :emitted].tolist()]
+            assert inputs.tree.tokens[row, 0] == context[-1]
+            yield inputs.tree, row, context
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    file: str,
+    config_changes: dict[str, Any] | None = None,
+    tensor_changes: dict[str, Tensor | None] | None = None,
+) -> None:
+    """Write ``config.json`` and weights with changes, of which None removes a field or a tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**config, **(config_changes or {})}
+    for name, value in (config_changes or {}).items():
+        if value is None:
+            del values[name]
+    (folder / "config.json").write_text(json.dumps(values))
+    state = {
+        name: tensor.detach().clone().contiguous()
+        for name, tensor in {**tensors, **(tensor_changes or {})}.items()
+        if tensor is not None
+    }
+    if file.endswith(".bin"):
+        torch.save(state, folder / file)
+    else:
+        save_file(state, folder / file)
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """Return an error's message after checking that it is a single printable line."""
+    message = str(error.value)
+    assert message
+    assert message.isprintable()
+    return message
 
 
 def allowed_tokens(row: int, ids: Tensor) -> list[int]:

@@ -48,22 +48,11 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with folded query groups if the mask is folded, else as transformers does.
 
-    Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get the attention of
-    transformers.
-
-    Args:
-        module: The attention layer.
-        query: ``[B, heads, S, head size]``.
-        key: ``[B, kv heads, L, head size]``.
-        value: ``[B, kv heads, L, value size]``.
-        attention_mask: ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive
-            or bool; None for causal attention.
-        scaling: Factor of the scores; default: the inverse square root of the head size.
-        dropout: Probability of dropping an attention weight.
-        **options: Further arguments of the layer.
-
-    Returns:
-        ``[B, S, heads, value size]``, and None in place of the attention weights.
+    Query, key and value are ``[B, heads, S or L, head size]``, with fewer heads of keys and values;
+    the mask is ``[B, 1, S, L]``, or ``[B, 1, G * S, L]`` from :func:`fold_mask`, additive or bool,
+    or None for causal attention. The result is ``[B, S, heads, value size]``, and None in place of
+    the attention weights. Layers that pass any of :data:`OWN_TERMS`, or a mask per head, also get
+    the attention of transformers.
     """
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
@@ -100,9 +89,6 @@ def query_groups(model: PreTrainedModel) -> int:
 
     :func:`tree_attention` takes the place of the SDPA attention of transformers only. Models with
     attention terms that it lacks (soft caps, sinks) use the eager one.
-
-    Args:
-        model: A causal language model.
     """
     config = model.config.get_text_config(decoder=True)
     if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
@@ -111,11 +97,7 @@ def query_groups(model: PreTrainedModel) -> int:
 
 
 def config_groups(config: PreTrainedConfig) -> int:
-    """Return the number of query heads per key head, 1 where queries are not folded.
-
-    Args:
-        config: Configuration of the attention layers.
-    """
+    """Return the number of query heads per key head, 1 where queries are not folded."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None)
     if config._attn_implementation not in ("sdpa", TREE_ATTENTION) or not (heads and key_heads):
@@ -124,24 +106,12 @@ def config_groups(config: PreTrainedConfig) -> int:
 
 
 def use_stock_attention(model: PreTrainedModel) -> None:
-    """Never fold a model's queries, because it handles masks or attention itself.
-
-    Args:
-        model: A causal language model.
-    """
+    """Never fold a model's queries, because it handles masks or attention itself."""
     _not_foldable.add(model)
 
 
 def fold_mask(mask: Tensor, groups: int) -> Tensor:
-    """Repeat a mask for every query head of a group.
-
-    Args:
-        mask: ``[B, 1, S, L]``, the same for all heads.
-        groups: ``G``.
-
-    Returns:
-        ``[B, 1, G * S, L]``.
-    """
+    """Repeat a mask ``[B, 1, S, L]`` for every query head of a group: ``[B, 1, G * S, L]``."""
     return mask.repeat(1, 1, groups, 1) if groups > 1 else mask
 
 
@@ -154,12 +124,8 @@ _passes: Counter[int] = Counter()
 def folded_queries(model: PreTrainedModel, groups: int) -> Iterator[None]:
     """Select :func:`tree_attention` for the passes of a model that uses SDPA attention.
 
-    Passes may overlap in several threads. Code compiled by torch must be called inside the context,
-    not open it.
-
-    Args:
-        model: A causal language model.
-        groups: Its :func:`query_groups`; with 0, nothing changes.
+    ``groups`` is its :func:`query_groups`; with 0, nothing changes. Passes may overlap in several
+    threads. Code compiled by torch must be called inside the context, not open it.
     """
     if groups == 0:
         yield

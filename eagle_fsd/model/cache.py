@@ -37,21 +37,15 @@ Layout = Counter[PlaneKind]
 
 
 def view_step(device: torch.device) -> int:
-    """Return the smallest difference between the numbers of slots that passes read.
-
-    Args:
-        device: Device of the cache.
-    """
+    """Return the smallest difference between the numbers of slots that passes read."""
     return CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
 
 
 def cache_slots(needed: int, device: torch.device) -> int:
     """Return the number of slots to allocate.
 
-    Args:
-        needed: Slots needed.
-        device: Device of the cache. On CUDA, slots are allocated in whole steps, so that passes
-            never read an odd number of them, and sequences of similar lengths share caches.
+    On CUDA, slots are allocated in whole steps, so that passes never read an odd number of them,
+    and sequences of similar lengths share caches.
     """
     step = CUDA_VIEW_STEP if device.type == "cuda" else 1
     return -(-needed // step) * step
@@ -112,11 +106,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def from_row(self, first: int) -> Iterator[None]:
-        """Let passes write and read rows ``first`` and after it, instead of row 0 and after it.
-
-        Args:
-            first: Index of a row.
-        """
+        """Let passes write and read rows ``first`` and after it, instead of row 0 and after it."""
         self._first = first
         try:
             yield
@@ -124,17 +114,10 @@ class TreeCache(Cache):
             self._first = 0
 
     def keys(self, needed: int, device: torch.device) -> Tensor:
-        """Return the slots that a pass reads.
+        """Return the slots ``[L]``, ``0`` to ``L - 1``, that a pass reads.
 
-        Their number grows in steps of at most an eighth, so that a long answer meets few shapes.
-
-        Args:
-            needed: Slots that the pass must read.
-            device: Device of the result.
-
-        Returns:
-            ``[L]``, ``0`` to ``L - 1``, where ``L`` is ``needed`` rounded up, or the length. All
-            results share their memory, which CUDA graphs read.
+        ``L`` is ``needed`` rounded up in steps of at most an eighth, so that a long answer meets
+        few shapes, or the length. All results share their memory, which CUDA graphs read.
         """
         step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 4))
         view = min(-(-needed // step) * step, self.length)
@@ -145,12 +128,7 @@ class TreeCache(Cache):
         return keys
 
     def place(self, slots: Tensor, keys: Tensor) -> None:
-        """Set the slots that the next forward call writes and reads.
-
-        Args:
-            slots: ``[B, S]`` slot of each new token in its row.
-            keys: Result of :meth:`keys`.
-        """
+        """Set the slots ``[B, S]`` that the next forward call writes, and those that it reads."""
         self._view = keys
         if self._rows is None:
             self._rows = torch.arange(self.rows, device=slots.device)[:, None] * self.length
@@ -165,17 +143,9 @@ class TreeCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values and return all visible ones; called by the attention layer.
+        """Write new keys and values ``[B, heads, S, head size]`` and return all visible ones.
 
-        Args:
-            key_states: ``[B, heads, S, head size]``.
-            value_states: ``[B, heads, S, head size]``; heads and size may differ from the keys'.
-            layer_idx: Index of the layer.
-            *args: Ignored.
-            **kwargs: Ignored.
-
-        Returns:
-            Keys and values, ``[B, heads, L, head size]``.
+        Called by the attention layer. Heads and size of values may differ from the keys'.
         """
         return self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), layer_idx)
 
@@ -210,12 +180,7 @@ class TreeCache(Cache):
         return free.pop(0)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots within each row, in every layer. All slots are read before any is written.
-
-        Args:
-            source: ``[B, A]`` slots to read.
-            target: ``[B, A]`` slots to write.
-        """
+        """Copy slots ``[B, A]`` within each row, in every layer, reading all before writing any."""
         rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for store in self._stores:
             # Whole slots of a flat store: indexing by row and slot costs twice as much.
@@ -226,33 +191,18 @@ class TreeCache(Cache):
             flat.index_copy_(1, written.to(store.device), slots)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Overwrite rows, in every layer. All rows are read before any is written.
-
-        Args:
-            source: Indices of the rows to read.
-            target: Indices of the rows to write.
-            length: Number of slots to copy.
-        """
+        """Overwrite the first slots of rows, in every layer, reading all before writing any."""
         for store in self._stores:
             for plane in store:  # one at a time, because the rows that are read are copied
                 plane[list(target), :length] = plane[list(source), :length]
 
     def clear(self, row: int) -> None:
-        """Overwrite a row with zeros, in every layer.
-
-        Args:
-            row: Index of the row.
-        """
+        """Overwrite a row with zeros, in every layer."""
         for store in self._stores:
             store[:, row] = 0
 
     def enlarged(self, rows: int, length: int) -> TreeCache:
-        """Return a larger cache that starts with the contents of this one.
-
-        Args:
-            rows: Number of sequences, at least as many as now.
-            length: Slots per sequence, at least as many as now.
-        """
+        """Return a cache of at least this size that starts with the contents of this one."""
         larger = TreeCache(rows, length, self.layout)
         for layer, planes in self._planes.items():
             keys, values = (larger._allocate(_kind(plane, 2)) for plane in planes)
@@ -262,28 +212,15 @@ class TreeCache(Cache):
         return larger
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of visible slots and the offset of the first; see ``Cache``.
-
-        Args:
-            query_length: Ignored.
-            layer_idx: Ignored.
-        """
+        """Return the number of visible slots and the offset of the first."""
         return self._view.shape[0], 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, because callers pass positions, which do not follow from slots; see ``Cache``.
-
-        Args:
-            layer_idx: Ignored.
-        """
+        """Return 0, because callers pass positions, which do not follow from slots."""
         return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the number of slots; see ``Cache``.
-
-        Args:
-            layer_idx: Ignored.
-        """
+        """Return the number of slots."""
         return self.length
 
 
@@ -293,14 +230,6 @@ def _kind(states: Tensor, heads: int) -> PlaneKind:
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a boolean attention mask to an additive one.
-
-    Args:
-        allowed: ``[B, S, L]`` bool, the keys that each query attends to.
-        dtype: Data type of the mask.
-
-    Returns:
-        ``[B, 1, S, L]``.
-    """
+    """Convert a boolean mask ``[B, S, L]`` of visible keys to an additive one, ``[B, 1, S, L]``."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import errors as hub_errors
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -30,7 +30,7 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.weights import whole
+from eagle_fsd.model.weights import WEIGHT_FILES, read_json, read_tensors, tensor_files, whole
 from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 #: Tokens by frequency, see :mod:`~eagle_fsd.model.draft_vocabulary`.
 RANKS_FILE = "token_ranks.safetensors"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-#: Ending of the file that lists the shards of one of :data:`WEIGHT_FILES`.
-INDEX = ".index.json"
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
 #: RoPE scaling that EAGLE's own code reads. It requires the older name, ``type``, and rejects other
@@ -49,8 +46,15 @@ FC_BIAS = "fc.bias"
 EAGLE_SCALING = ("linear", "dynamic")
 #: Buffers in older checkpoints that are computed from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
-#: Exceptions that configuration classes raise for a field with a wrong type or value.
-_STRICT = (hub_errors.StrictDataclassError,)
+#: Exceptions that configurations and modules raise for a field with a wrong type or value.
+_INVALID_CONFIG = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -62,13 +66,7 @@ class CheckpointError(ValueError):
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """Load a draft head and attach it to its target.
-
-    Args:
-        path: A folder or a Hub name.
-        target: The target that the head was trained for.
-        dtype: Data type of the weights; default: the target's.
-        token: A Hugging Face token for gated repositories.
+    """Load a draft head and attach it to its target; ``dtype`` is the target's by default.
 
     Raises:
         CheckpointError: Files are missing or damaged, or tensors are missing, unexpected or of the
@@ -78,12 +76,8 @@ def load_head(
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
     bias = getattr(config, "bias", True) or FC_BIAS in weights
-    try:
+    with building_head(path):
         head = EagleHead(config, bias, dtype or target.dtype)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot build a head from its {CONFIG_FILE}: {error}"
-        ) from error
     return fill_head(path, head, target, weights)
 
 
@@ -92,34 +86,19 @@ def save_head(
 ) -> None:
     """Save a draft head as ``config.json`` and ``model.safetensors``.
 
-    Args:
-        head: The head to save.
-        path: A folder, created if it does not exist.
-        dtype: Data type of the saved weights; default: the head's.
-        binary: Write ``pytorch_model.bin`` instead, which EAGLE's own code reads.
+    ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
     dtype = dtype or head.dtype
     write_head(path, head_config(head, dtype), head.state_dict(), dtype, binary)
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of a head's ``config.json``.
-
-    Args:
-        head: The head.
-        dtype: Data type of its saved weights.
-    """
+    """Return the content of a head's ``config.json``, given the data type of its saved weights."""
     return {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
 
 
 def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that describe a head's decoder layers.
-
-    Args:
-        config: Configuration of the layers.
-        layers: Their number.
-        dtype: Data type of the saved weights.
-    """
+    """Return the fields of ``config.json`` that describe a head's decoder layers."""
     fields = config.to_diff_dict()
     for name in ("_name_or_path", "quantization_config"):  # a local path, and how the target's
         fields.pop(name, None)  # weights are stored
@@ -136,16 +115,10 @@ def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> d
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return RoPE settings and data type under their names in transformers 4.
 
-    Readers that know only those names would otherwise use defaults without an error.
-
-    Args:
-        config: A configuration. If it has a RoPE for each layer type, that of full attention is
-            returned.
-        dtype: Data type of the saved weights.
-
-    Returns:
-        ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only
-        a part of each attention head is rotated, ``partial_rotary_factor``.
+    Readers that know only those names would otherwise use defaults without an error. The result has
+    ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only a
+    part of each attention head is rotated, ``partial_rotary_factor``. Of a RoPE for each layer
+    type, that of full attention is returned.
     """
     fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -165,13 +138,7 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
 def drafter_file(path: str | Path, name: str, token: str | None = None) -> str | None:
     """Return the local path of a drafter's file, or None if there is none.
 
-    Args:
-        path: The drafter's folder or Hub name.
-        name: Name of the file.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: ``path`` is neither a folder nor an accessible repository.
+    Raises :class:`CheckpointError` if ``path`` is neither a folder nor an accessible repository.
     """
     if Path(path).is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
@@ -184,32 +151,20 @@ def drafter_file(path: str | Path, name: str, token: str | None = None) -> str |
 
 
 def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
-    """Read the ``config.json`` of a drafter.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: There is none, or it is not a JSON object.
-    """
+    """Read the ``config.json`` of a drafter."""
     found = drafter_file(path, CONFIG_FILE, token)
     if found is None:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
-    return _read_json(found)
+    with _damage_reported():
+        return read_json(found)
 
 
 def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Convert the description of a head's decoder layers to a configuration of transformers.
 
-    Args:
-        path: The head's folder or Hub name, for errors.
-        values: Fields by their names in transformers 5 or 4; ``model_type`` is llama by default.
-
-    Raises:
-        CheckpointError: The family is unknown, or a field is invalid.
+    ``values`` has the names of transformers 5 or 4; ``model_type`` is llama by default.
     """
-    try:
+    with building_head(path):
         values = dict(values)
         scaling = values.get("rope_scaling")
         if values.get("rope_parameters"):
@@ -218,77 +173,64 @@ def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfi
             # Gemma 3 knows only the new name
             values["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
         config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, *_STRICT) as error:
-        raise CheckpointError(
-            f"{path}: its {CONFIG_FILE} is not a configuration of a head: {one_line(error)}"
-        ) from error
     return config
 
 
-def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
-    """Return the names of a drafter's tensors, without reading tensors where that is possible.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Raises:
-        CheckpointError: The weights are missing or damaged.
-    """
-    file, shards = _find_weights(path, token)
-    if shards:
-        return set(shards)
-    if not file.endswith(".safetensors"):
-        return set(_read_file(file))
+@contextmanager
+def building_head(path: str | Path) -> Iterator[None]:
+    """Raise :class:`CheckpointError` for a configuration from which no head can be built."""
     try:
-        with safe_open(file, "pt") as opened:
-            return set(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+        yield
+    except _INVALID_CONFIG as error:
+        raise CheckpointError(
+            f"{path}: cannot build a head from its {CONFIG_FILE}: {one_line(error)}"
+        ) from error
+
+
+def tensor_names(path: str | Path, token: str | None = None) -> set[str]:
+    """Return the names of a drafter's tensors, without reading tensors where that is possible."""
+    return set(_tensor_files(path, token))
 
 
 def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a drafter, except for buffers that follow from its configuration.
-
-    Args:
-        path: The drafter's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        Tensors by name, without the prefix ``model.``.
-
-    Raises:
-        CheckpointError: The weights are missing or damaged.
-    """
-    file, shards = _find_weights(path, token)
-    files = [file]
-    if shards:
-        files = []
-        for name in sorted(set(shards.values())):
-            found = drafter_file(path, name, token)
-            if found is None:
-                raise CheckpointError(f"{path} has no {name}, which {Path(file).name} lists")
-            files.append(found)
+    """Read a drafter's tensors by name, without the prefix ``model.``."""
+    weights: dict[str, Tensor] = {}
+    for name in sorted(set(_tensor_files(path, token).values())):
+        file = drafter_file(path, name, token)
+        if file is None:
+            raise CheckpointError(f"{path} has no {name}, which its index lists")
+        with _damage_reported():
+            weights |= read_tensors(file)
     return {
         name.removeprefix("model."): tensor
-        for item in files
-        for name, tensor in _read_file(item).items()
+        for name, tensor in weights.items()
         if not name.endswith(_COMPUTED)
     }
+
+
+def _tensor_files(path: str | Path, token: str | None) -> dict[str, str]:
+    """Return the name of the file of every tensor."""
+    with _damage_reported():
+        files = tensor_files(partial(drafter_file, path, token=token))
+    if not files:
+        raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
+    return files
+
+
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    """Raise :class:`CheckpointError` for files that cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
     """Attach a head to its target and set its weights.
 
-    Args:
-        path: The head's folder or Hub name, for errors.
-        head: A new head.
-        target: The target that the head was trained for.
-        weights: The head's tensors by name. An embedding is kept only if it differs from the
-            target's.
-
-    Returns:
-        The head, in evaluation mode and without gradients.
+    An embedding is kept only if it differs from the target's. The head is in evaluation mode and
+    without gradients.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected or of the wrong shape; the message names
@@ -325,12 +267,8 @@ def write_head(
 ) -> None:
     """Write a head's ``config.json`` and weights.
 
-    Args:
-        path: A folder, created if it does not exist.
-        config: Content of ``config.json``.
-        weights: Tensors by name.
-        dtype: Data type that floating-point weights are converted to.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
+    Floating-point weights are converted to ``dtype``. ``binary`` writes ``pytorch_model.bin``
+    instead of ``model.safetensors``.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -347,50 +285,6 @@ def write_head(
             torch.save(state, temporary)
         else:
             save_file(state, temporary, metadata={"format": "pt"})
-
-
-def _read_json(file: str) -> dict[str, Any]:
-    try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    return values
-
-
-def _find_weights(path: str | Path, token: str | None) -> tuple[str, dict[str, str]]:
-    """Return the file of the weights, or else their index and its map from tensors to shards."""
-    for name in WEIGHT_FILES:
-        if found := drafter_file(path, name, token):
-            return found, {}
-        if found := drafter_file(path, name + INDEX, token):
-            shards = _read_json(found).get("weight_map")
-            if not isinstance(shards, dict) or not all(
-                isinstance(file, str) for file in shards.values()
-            ):
-                raise CheckpointError(f"{found} has no weight_map from tensors to files")
-            return found, shards
-    raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
-
-
-def _read_file(file: str) -> dict[str, Tensor]:
-    try:
-        if file.endswith(".safetensors"):
-            return load_file(file)
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # torch's own message suggests disabling weights_only.
-        raise CheckpointError(
-            f"{file} is damaged or holds more than tensors; only plain state dicts are loaded"
-        ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    if not isinstance(weights, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in weights.items()
-    ):
-        raise CheckpointError(f"{file} is not a state dict of tensors by name")
-    return weights
 
 
 def _check(path: str | Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -63,10 +63,6 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     Computed from ``s = p + q`` as ``sum (p log(p/s) + q log(q/s)) / 2 + ln 2``, which takes three
     transcendental functions per token instead of five.
-
-    Args:
-        log_p: ``[..., V]`` finite log-probabilities of the target.
-        log_q: ``[..., V]`` finite log-probabilities of the draft.
     """
     p, q = _exp(log_p), _exp(log_q)
     s = p + q
@@ -91,42 +87,23 @@ def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
     released code does not compute that as ``js_div`` in any commit. Where the distributions nearly
     agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no factor converts one to
     the other.
-
-    Args:
-        log_p: ``[..., V]`` finite log-probabilities of the target.
-        log_q: ``[..., V]`` finite log-probabilities of the draft.
     """
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(q||p)``, the draft relative to the target; ``kl_div`` in the FSD authors' code.
-
-    Args:
-        log_p: ``[..., V]`` finite log-probabilities of the target.
-        log_q: ``[..., V]`` finite log-probabilities of the draft.
-    """
+    """``KL(q||p)``, the draft relative to the target; ``kl_div`` in the FSD authors' code."""
     return _kl(log_q, log_p)
 
 
 def kl_reversed(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(p||q)``, the target relative to the draft.
-
-    Args:
-        log_p: ``[..., V]`` finite log-probabilities of the target.
-        log_q: ``[..., V]`` finite log-probabilities of the draft.
-    """
+    """``KL(p||q)``, the target relative to the draft."""
     return _kl(log_p, log_q)
 
 
 def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Total variation distance, in ``[0, 1]``.
-
-    Args:
-        log_p: ``[..., V]`` finite log-probabilities of the target.
-        log_q: ``[..., V]`` finite log-probabilities of the draft.
-    """
+    """Total variation distance, in ``[0, 1]``."""
     return (0.5 * (_exp(log_p) - _exp(log_q)).abs().sum(-1)).clamp_max(1.0)
 
 
@@ -168,19 +145,12 @@ def _log_mass(log_probs: Tensor) -> Tensor:
 
 
 def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Express both distributions over the draft's tokens and one bucket for all others.
+    """Express both distributions over the draft's tokens ``[D]`` and one bucket: ``[..., D + 1]``.
 
-    The draft gives the bucket no mass, so ``js``, ``tv`` and ``kl`` of the result are those over
-    the whole vocabulary. ``kl_reversed`` and ``js_reference`` over the whole vocabulary are
-    infinite if the target gives the bucket mass; only :data:`LOG_FLOOR` keeps them finite here.
-
-    Args:
-        log_p: ``[..., V]`` log-probabilities of the target.
-        log_q: ``[..., D]`` log-probabilities of the draft.
-        token_ids: ``[D]`` the target's token for each of the draft's.
-
-    Returns:
-        Two tensors ``[..., D + 1]``; the last entry is the bucket.
+    The draft gives the bucket of all other tokens no mass, so ``js``, ``tv`` and ``kl`` of the
+    result are those over the whole vocabulary. ``kl_reversed`` and ``js_reference`` over the whole
+    vocabulary are infinite if the target gives the bucket mass; only :data:`LOG_FLOOR` keeps them
+    finite here.
     """
     rest = _log_mass(log_p.index_fill(-1, token_ids, -torch.inf))
     log_p = torch.cat([log_p.index_select(-1, token_ids), rest], -1)

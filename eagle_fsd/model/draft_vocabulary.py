@@ -24,12 +24,7 @@ from eagle_fsd.utils.text import one_line
 
 
 def write_ranks(path: str | Path, counts: Tensor) -> None:
-    """Rank tokens by frequency, equally frequent ones by their ids, and write the file.
-
-    Args:
-        path: The file.
-        counts: ``[V]`` how often each token occurs.
-    """
+    """Rank tokens by how often they occur ``[V]``, equally frequent ones by their ids."""
     tokens = counts.sort(descending=True, stable=True).indices
     with atomic_path(Path(path)) as temporary:
         save_file({"tokens": tokens.contiguous()}, temporary)
@@ -38,17 +33,10 @@ def write_ranks(path: str | Path, counts: Tensor) -> None:
 def select_tokens(
     vocabulary: int | str | Path, drafter: str | Path, vocab_size: int, token: str | None = None
 ) -> Tensor:
-    """Return the tokens of a draft vocabulary in ascending order.
+    """Return the tokens ``[D]`` of a draft vocabulary in ascending order.
 
-    Args:
-        vocabulary: Number of tokens, the most frequent ones by the file beside the drafter; or a
-            file of ranked tokens, all of which are used.
-        drafter: The drafter's folder or Hub name.
-        vocab_size: ``V``, the size of the target's vocabulary.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        ``[D]`` int64.
+    ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
+    of ranked tokens, all of which are used.
 
     Raises:
         CheckpointError: The file is missing or damaged, or has a token outside the vocabulary.

@@ -43,6 +43,7 @@ from eagle_fsd.model.acceptance import TopKRule
 from eagle_fsd.model.checkpoint import (
     CONFIG_FILE,
     CheckpointError,
+    building_head,
     fill_head,
     layer_fields,
     parse_config,
@@ -57,7 +58,7 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["eagle", "speculators"]
+HeadLayout = Literal["eagle", "speculators"]
 
 FIRST_LAYER = "layers.0."
 #: Name of the first layer in the EAGLE layout.
@@ -88,12 +89,7 @@ _OWN_FIELDS = (
 
 
 def is_eagle3(values: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether a checkpoint holds an EAGLE-3 head, or something similar that this module rejects.
-
-    Args:
-        values: Content of ``config.json``.
-        names: Names of the tensors.
-    """
+    """Whether a checkpoint holds an EAGLE-3 head, or something similar that this module rejects."""
     names = {name.removeprefix("model.") for name in names}
     return (
         SPECULATORS_TYPE in values
@@ -109,12 +105,6 @@ def load_eagle3(
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
     measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`.
-
-    Args:
-        path: A folder or a Hub name.
-        target: The target that the head was trained for.
-        dtype: Data type of the weights; default: the target's.
-        token: A Hugging Face token for gated repositories.
 
     Raises:
         CheckpointError: Files are missing or damaged, tensors are missing, unexpected or of the
@@ -136,21 +126,16 @@ def load_eagle3(
         raise CheckpointError(f"{path}: transformer_layer_config in {CONFIG_FILE} is not an object")
     config = parse_config(path, {k: v for k, v in layers.items() if k not in _OWN_FIELDS})
     candidates = _candidate_reads(path, values, len(target.layers))
-    try:
-        # Create the weights on the target's device, where they stay.
-        with target.device:
-            head = Eagle3Head(
-                config,
-                int(values.get("target_hidden_size") or config.hidden_size),
-                values.get("draft_vocab_size", config.vocab_size),
-                candidates[0],
-                _flags(values),
-                dtype or target.dtype,
-            )
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot build a head from its {CONFIG_FILE}: {one_line(error)}"
-        ) from error
+    # Create the weights on the target's device, where they stay.
+    with building_head(path), target.device:
+        head = Eagle3Head(
+            config,
+            int(values.get("target_hidden_size") or config.hidden_size),
+            values.get("draft_vocab_size", config.vocab_size),
+            candidates[0],
+            _flags(values),
+            dtype or target.dtype,
+        )
     t2d = weights.pop(T2D, None)
     d2t = weights.get(D2T) if head.d2t is not None else weights.pop(D2T, None)
     fill_head(path, head, target, weights)
@@ -166,24 +151,17 @@ def load_eagle3(
 def save_eagle3(
     head: Eagle3Head,
     path: str | Path,
-    layout: Layout = "eagle",
+    layout: HeadLayout = "eagle",
     dtype: torch.dtype | None = None,
     binary: bool = False,
     target_name: str | None = None,
     rule: TopKRule | None = None,
 ) -> None:
-    """Save an EAGLE-3 head.
+    """Save an EAGLE-3 head that is attached to its target.
 
-    Args:
-        head: The head, attached to its target.
-        path: A folder, created if it does not exist.
-        layout: ``"eagle"``, which EAGLE's own code, SGLang and SpecForge read, or
-            ``"speculators"``, which vLLM and speculators read.
-        dtype: Data type of the saved weights; default: the head's.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
-        target_name: Hub name of the target, which the speculators layout records.
-        rule: Acceptance rule that the speculators layout declares, see :func:`declared_rule`;
-            default: lossless.
+    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
+    of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
+    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``.
 
     Raises:
         ValueError: The layout has no place for the rule, a bias of ``fc``, layers other than
@@ -245,23 +223,16 @@ def save_eagle3(
 
 
 def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:
-    """Return the acceptance rule that a head in the speculators layout declares.
+    """Return the acceptance rule that a head in the speculators layout declares; None if lossless.
 
     The default proposal method may declare ``verifier_accept_k`` and ``accept_tolerance``: a
     drafted token is accepted if it is among the target's ``k`` most likely ones and its
-    log-probability is within the tolerance of the largest. As the rule is not lossless, nothing
-    applies it unless it is passed to ``EagleFSD.generate(rule=...)``.
+    log-probability is within the tolerance of the largest. With ``k = 1`` or the tolerance 0, the
+    defaults, that is lossless. Nothing applies the rule unless it is passed to
+    ``EagleFSD.generate(rule=...)``.
 
-    Args:
-        path: The head's folder or Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        The rule; None if nothing is declared or the declaration is lossless: ``k`` is 1 or the
-        tolerance 0, the defaults.
-
-    Raises:
-        CheckpointError: ``config.json`` is missing or damaged, or the declaration is invalid.
+    Raises :class:`CheckpointError` if ``config.json`` is missing or damaged, or the declaration is
+    invalid.
     """
     declared = read_config(path, token).get("speculators_config") or {}
     try:

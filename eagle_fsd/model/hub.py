@@ -18,19 +18,11 @@ from eagle_fsd.utils.text import one_line
 
 
 def find_file(name: str | Path, file: str, token: str | None = None) -> str | None:
-    """Return the local path of a file of a folder or a Hub repository.
+    """Return the local path of a file of a folder or a Hub repository, or None.
 
     A file of a repository is downloaded, unless the local cache has it. Without a network, a file
     that the cache does not have counts as missing if the cache has the repository's
     ``config.json``.
-
-    Args:
-        name: The folder or the Hub name.
-        file: Name of the file.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        The path; None if there is no such file.
 
     Raises:
         OSError: There is no such repository, it is not accessible, or the Hub cannot be reached and

@@ -16,45 +16,28 @@ FINGERPRINT_ELEMENTS = 256
 
 
 def identify(name: str, model: nn.Module | Drafter, dtype: torch.dtype) -> ModelIdentity:
-    """Describe a model in a file.
-
-    Args:
-        name: Its folder or Hub name.
-        model: The target or the drafter.
-        dtype: Data type of its weights.
-    """
+    """Describe the weights of a target or a drafter, named by a folder or Hub name."""
     return ModelIdentity(
         name=name, dtype=str(dtype).removeprefix("torch."), fingerprint=fingerprint(model)
     )
 
 
 def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dtype) -> bool:
-    """Return whether a model has other weights than a recorded one.
+    """Whether a model has other weights than a recorded one.
 
     Weights of another data type cannot be compared and count as equal.
-
-    Args:
-        recorded: The recorded model.
-        model: The target or the drafter.
-        dtype: Data type of its weights.
     """
     same_type = recorded.dtype == str(dtype).removeprefix("torch.")
     return same_type and recorded.fingerprint != fingerprint(model)
 
 
 def fingerprint(model: nn.Module | Drafter) -> str:
-    """Hash the name, shape, type and some elements of every tensor of a target or a drafter.
+    """Hash name, shape, type and some elements of every tensor to 16 hexadecimal digits.
 
     The hash identifies the weights in memory, whatever files they come from. Of tensors that are
     offloaded to disk, only name, shape and type are hashed. If the model is split over processes,
     all of them must call this; the hash is that of the whole model. That of a drafter without a
     network is the hash of its ``repr``.
-
-    Args:
-        model: The target or the drafter.
-
-    Returns:
-        16 hexadecimal digits.
     """
     network = model.network if isinstance(model, Drafter) else model
     if network is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import pickle
-import zipfile
 from collections.abc import Collection
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -31,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eagle_fsd.model.config import Quantization
 from eagle_fsd.model.hub import find_file
+from eagle_fsd.model.weights import WEIGHT_FILES, read_tensors, tensor_files
 from eagle_fsd.utils.text import one_line
 
 #: Data types by name; ``auto`` is the checkpoint's own.
@@ -43,13 +42,6 @@ DTYPES: dict[str, str | torch.dtype] = {
 
 #: Device maps that spread a model over the devices of the machine.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-#: Files with the weights of a checkpoint or the list of its shards, in the order of preference.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 #: Exceptions that transformers raises for files with unexpected content.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
@@ -123,14 +115,8 @@ def load_target(
 def quantization_config(kind: Quantization) -> QuantizationConfigMixin:
     """Return transformers' configuration for weights that are quantized when a model is loaded.
 
-    Embedding and output projection are not quantized.
-
-    Args:
-        kind: ``int8``, ``fp8`` and ``int4`` with torchao (``int4`` on CUDA in bfloat16 only), or
-            ``nf4`` with bitsandbytes.
-
-    Raises:
-        ValueError: There is no such type, or the package is not installed.
+    ``int8``, ``fp8`` and ``int4`` (on CUDA in bfloat16 only) take torchao, ``nf4`` bitsandbytes;
+    raises ``ValueError`` if it is not installed. Embedding and output projection are not quantized.
     """
     kinds = get_args(Quantization)
     if kind not in kinds:
@@ -163,14 +149,7 @@ def load_embeddings(
     """Load only the embedding and the output projection of a causal language model.
 
     The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
-    Such a model cannot decode.
-
-    Args:
-        name: A folder or a Hub name.
-        dtype: As for :func:`load_target`.
-        device: The device of the two. A device map that spreads a model stands for the default: the
-            GPU if there is one, else the CPU.
-        token: A Hugging Face token for gated repositories.
+    Such a model cannot decode. A device map that spreads a model stands for the default device.
 
     Raises:
         LoadError: The files are missing or damaged, or do not hold the two as plain tensors (with
@@ -180,7 +159,7 @@ def load_embeddings(
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
         return _load_embeddings(str(name), dtype, device, token)
-    except (*DAMAGED, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (*DAMAGED, RuntimeError) as error:
         raise LoadError(
             f"cannot load the embedding and the output projection of {name}: {one_line(error)}"
         ) from error
@@ -202,7 +181,9 @@ def _load_embeddings(
     prefixes = tuple(f"{path}." for path, module in model.named_modules() if module in parts)
     expected = model.state_dict()
     wanted = {key for key in expected if key.startswith(prefixes)}
-    files = _tensor_files(name, token)
+    files = tensor_files(partial(find_file, name, token=token))
+    if not files:
+        raise FileNotFoundError(f"there is none of {', '.join(WEIGHT_FILES)}")
     keys = _checkpoint_keys(model, expected, wanted, files)
     found: dict[str, Tensor] = {}
     for file in sorted({files[key] for key in keys.values()}):
@@ -210,7 +191,7 @@ def _load_embeddings(
         path = find_file(name, file, token)
         if path is None:
             raise FileNotFoundError(f"there is no {file}")
-        for key, tensor in _read_tensors(path, names).items():
+        for key, tensor in read_tensors(path, names).items():
             if tensor.dtype not in DTYPES.values():
                 raise ValueError(f"{key} is quantized")
             found[names[key]] = tensor.to(expected[names[key]].dtype)
@@ -222,18 +203,6 @@ def _load_embeddings(
                 raise ValueError(f"there is no {key} of {type(part).__name__}")
         part.to(device)
     return model.eval()
-
-
-def _tensor_files(name: str, token: str | None) -> dict[str, str]:
-    """Return the name of the file of every tensor of a checkpoint."""
-    for file in WEIGHT_FILES:
-        path = find_file(name, file, token)
-        if path is not None and file.endswith(".index.json"):
-            files: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-            return files
-        if path is not None:
-            return dict.fromkeys(_tensor_names(path), file)
-    raise FileNotFoundError(f"there is none of {', '.join(WEIGHT_FILES)}")
 
 
 def _checkpoint_keys(
@@ -257,41 +226,10 @@ def _checkpoint_keys(
     return found
 
 
-def _tensor_names(path: str) -> list[str]:
-    if path.endswith(".safetensors"):
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    return list(_open_pickle(path))
-
-
-def _read_tensors(path: str, names: Collection[str]) -> dict[str, Tensor]:
-    if path.endswith(".safetensors"):
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-    tensors = _open_pickle(path)
-    return {name: tensors[name] for name in names}
-
-
-def _open_pickle(path: str) -> dict[str, Tensor]:
-    """Open a ``.bin`` file; tensors are read when they are accessed, except from old files."""
-    tensors: dict[str, Tensor] = torch.load(
-        path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-    )
-    return tensors
-
-
 def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
-    """Load a tokenizer that pads on the left.
+    """Load a tokenizer that pads on the left, by default with its end-of-sequence token.
 
-    Args:
-        name: A folder or a Hub name.
-        token: A Hugging Face token for gated repositories.
-
-    Returns:
-        The tokenizer. If it has no padding token, the end-of-sequence token serves as one.
-
-    Raises:
-        LoadError: The files are missing or damaged.
+    Raises :class:`LoadError` if files are missing or damaged.
     """
     try:
         find_file(name, "tokenizer_config.json", token)  # as in load_target
@@ -329,11 +267,7 @@ def _check_placement(
 
 
 def _uses_gpu(device_map: str | torch.device | dict[str, Any]) -> bool:
-    """Whether a device map uses any device other than the CPU.
-
-    Raises:
-        ValueError: A device does not exist.
-    """
+    """Whether a device map uses any device other than the CPU."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     used = False
     for place in places:

@@ -19,7 +19,7 @@ class ProbeRecord:
     Attributes:
         depths: ``[K]`` edges from the root.
         drafted: ``[K]`` bool, whether the target's sample is among the node's children.
-        divergences: ``[K]`` values between target and draft, by name of the divergence.
+        divergences: ``[K]`` values by name of the divergence.
     """
 
     depths: Tensor
@@ -28,14 +28,7 @@ class ProbeRecord:
 
 
 class DivergenceProbe(AcceptanceRule):
-    """An exact acceptance rule that records divergences at every step.
-
-    Args:
-        divergences: Keys of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, at least one.
-
-    Attributes:
-        records: One record per step so far.
-    """
+    """An exact acceptance rule that appends a :class:`ProbeRecord` to ``records`` at every step."""
 
     def __init__(self, divergences: Sequence[str] = ("js",)) -> None:
         self.rules = {name: FuzzyRule(threshold=0.0, divergence=name) for name in divergences}
@@ -43,7 +36,7 @@ class DivergenceProbe(AcceptanceRule):
 
     @property
     def capturable(self) -> bool:
-        """False, because the number of recorded nodes varies; see :class:`AcceptanceRule`."""
+        """False, because the number of recorded nodes varies."""
         return False
 
     def gate(self, inputs: VerificationInputs) -> Tensor:

@@ -53,94 +53,49 @@ class RandomNumbers:
 
     @classmethod
     def seeded(cls, seed: int, rows: int) -> RandomNumbers:
-        """Return the random numbers of a first step.
-
-        Args:
-            seed: Any integer that fits 64 bits, as for ``torch.Generator.manual_seed``.
-            rows: ``B``.
-        """
+        """Return the random numbers of a first step."""
         return cls(seed_keys(seed, rows), torch.zeros(rows, dtype=torch.long))
 
     def to(self, device: torch.device) -> RandomNumbers:
-        """Return the same numbers on another device.
-
-        Args:
-            device: The device.
-        """
+        """Return the same numbers on another device."""
         return RandomNumbers(self.keys.to(device), self.positions.to(device))
 
     def node_keys(self, tree: DraftTree) -> Tensor:
-        """Return ``[B, N]`` int64: a hash of the answer up to every node.
-
-        Args:
-            tree: The draft tree.
-        """
+        """Return ``[B, N]`` int64: a hash of the answer up to every node."""
         own = token_keys(tree.tokens, self.positions[:, None] + tree.depths)
         return self.keys[:, None] + torch.where(tree.ancestors, own[:, None, :], 0).sum(-1)
 
     def in_step(self, purpose: Purpose, count: int) -> Tensor:
-        """Return ``[B, count]`` float64: numbers that no other step of a row uses.
-
-        Args:
-            purpose: What the numbers are used for.
-            count: Numbers per row.
-        """
+        """Return ``[B, count]`` float64: numbers that no other step of a row uses."""
         index = torch.arange(count, device=self.keys.device)
         return uniform(mix(self.keys + self.positions)[:, None] + index, purpose)
 
     def advanced(self, tree: DraftTree, kept: Verification) -> Tensor:
-        """Return the keys of the next step.
-
-        Args:
-            tree: The draft tree.
-            kept: The result of verifying it.
-        """
+        """Return the keys of the next step."""
         steps = torch.arange(kept.path.shape[1], device=self.keys.device)
         own = token_keys(tree.tokens.gather(1, kept.path), self.positions[:, None] + steps)
         return self.keys + torch.where(steps < kept.count[:, None], own, 0).sum(1)
 
 
 def mix(values: Tensor) -> Tensor:
-    """Hash integers, one to one.
-
-    Args:
-        values: int64, of any shape.
-    """
+    """Hash int64 values, one to one."""
     values = (values ^ _shifted(values, 30)) * FACTORS[0]
     values = (values ^ _shifted(values, 27)) * FACTORS[1]
     return values ^ _shifted(values, 31)
 
 
 def token_keys(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Hash tokens at positions; the sum over a sequence is a hash of the sequence.
-
-    Args:
-        tokens: Token ids, of any shape.
-        positions: Their positions.
-    """
+    """Hash tokens at positions; the sum over a sequence is the sequence's hash."""
     return mix(mix(positions * GAMMA) + tokens)
 
 
 def uniform(keys: Tensor, purpose: Purpose) -> Tensor:
-    """Return random numbers in ``[0, 1)``.
-
-    Args:
-        keys: int64, of any shape.
-        purpose: What the numbers are used for.
-
-    Returns:
-        A float64 tensor.
-    """
+    """Return float64 random numbers in ``[0, 1)`` for int64 keys."""
     return _shifted(mix(mix(keys) + int(purpose) + 1), 11).double() * 2.0**-53
 
 
 def seed_keys(seed: int, rows: int) -> Tensor:
-    """Return ``[B]`` keys of answers without tokens. They do not depend on the number of rows.
-
-    Args:
-        seed: Any integer that fits 64 bits, as for ``torch.Generator.manual_seed``.
-        rows: ``B``.
-    """
+    """Return ``[B]`` keys of answers without tokens, which do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
 

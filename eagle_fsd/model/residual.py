@@ -40,7 +40,7 @@ def verify_tokens(
     drafted: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Choose the target's sample at every node but the last, token by token.
+    """Choose the target's sample at every node but the last, token by token: ``[B, N - 1]``.
 
     Args:
         target: ``[B, N, V]`` distributions after temperature, top-k and top-p.
@@ -49,9 +49,6 @@ def verify_tokens(
         token_ids: ``[D]`` the target's token for each of the draft's; None if they are the same.
         drafted: ``[B, N - 1]`` the token sampled at each node, as a token of the target.
         uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
-
-    Returns:
-        ``[B, N - 1]`` token ids. At the last node, the target's sample is one from ``p_n``.
     """
     ratio = _log_ratio(target, draft, token_ids, drafted).exp()
     weight = torch.ones_like(ratio)
@@ -66,21 +63,11 @@ def verify_block(
     drafted: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Choose the target's sample at every node but the last, for the whole chain at once.
+    """Choose the target's sample at every node but the last, for the chain as a whole.
 
-    Below the node where the path ends, the samples have no meaning: they are never reached. This
-    requires that only tokens equal to the samples are accepted.
-
-    Args:
-        target: ``[B, N, V]`` distributions after temperature, top-k and top-p.
-        draft: ``[B, M, D]`` distributions that the tokens were sampled from, node ``i``'s in row
-            ``i``; ``M`` is at least ``N - 1``.
-        token_ids: ``[D]`` the target's token for each of the draft's; None if they are the same.
-        drafted: ``[B, N - 1]`` the token sampled at each node, as a token of the target.
-        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
-
-    Returns:
-        ``[B, N - 1]`` token ids. At the last node, the target's sample is one from ``p_n``.
+    Arguments and result are those of :func:`verify_tokens`. Below the node where the path ends, the
+    samples have no meaning: they are never reached. This requires that only tokens equal to the
+    samples are accepted.
     """
     # With sums C_i of log-ratios from C_0 = 0 on, log w_i = C_i - max(C_0, ..., C_i).
     ratio = _log_ratio(target, draft, token_ids, drafted)
@@ -114,20 +101,10 @@ def _residuals(
     weight: Tensor,
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sample from ``max(w p - q, 0)`` at every node but the last, and return its mass.
+    """Sample from ``max(w p - q, 0)`` at every node but the last; return its mass, too.
 
-    Where both distributions are equal up to rounding and the mass is 0, the sample is one from
-    ``p``; it is then needed with a probability of about the rounding error.
-
-    Args:
-        target: ``[B, N, V]``.
-        draft: ``[B, M, D]``.
-        token_ids: ``[D]``, or None.
-        weight: ``[B, N - 1]`` ``w``.
-        uniform: ``[B, N - 1]`` float64 random numbers in ``[0, 1)``.
-
-    Returns:
-        Two tensors ``[B, N - 1]``.
+    Both are ``[B, N - 1]``. Where the distributions are equal up to rounding and the mass is 0, the
+    sample is one from ``p``; it is then needed with a probability of about the rounding error.
     """
     nodes = torch.arange(weight.shape[1], device=weight.device)
     row = torch.arange(len(weight), device=weight.device)[:, None]

@@ -80,7 +80,7 @@ class Prefix:
     Args:
         ids: ``[S]`` the prompt as the caller passed it.
         capacity: Maximum number of tokens added to it.
-        row: Index of the prompt in its call.
+        row: Index of the prompt among the ``rows`` of its call.
         rows: Number of prompts in the call.
         ends: Tokens that end the row, after which processors are not called.
     """
@@ -103,11 +103,7 @@ class Prefix:
         return self._ids[: self._length]
 
     def append(self, tokens: Tensor) -> None:
-        """Add tokens.
-
-        Args:
-            tokens: ``[A]`` token ids.
-        """
+        """Add tokens ``[A]``."""
         self._ids[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
 
@@ -118,17 +114,15 @@ class Sampler:
     Args:
         sampling: Temperature, top-k, top-p and min-p. At temperature 0, the others do not apply,
             as in Hugging Face.
-        processors: Applied before temperature, in order.
-        warpers: Replace those of ``sampling`` if Hugging Face has built the warpers already; used
-            at temperatures above 0 only. They must not read previous tokens.
+        processors: Applied before temperature, in order. Raises ``ValueError`` if one keeps state
+            or combines rows.
+        warpers: Replace those of ``sampling`` at temperatures above 0; they must not read previous
+            tokens.
         draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
         warp_draft: Also warp the draft's distributions.
         draw_uniform: Also draw a uniform random number at every node.
         block: Verify sampled chains as a block instead of token by token. Only for rules that relax
             nothing.
-
-    Raises:
-        ValueError: A processor or warper keeps state or combines rows.
     """
 
     def __init__(
@@ -174,13 +168,10 @@ class Sampler:
         random: RandomNumbers | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> VerificationInputs:
-        """Process the target's logits and sample.
+        """Process the target's logits ``[B, N, V]`` and sample.
 
-        Args:
-            tree: The draft tree.
-            logits: ``[B, N, V]`` float32, as the target returned them.
-            random: Random numbers of this step; required at temperatures above 0.
-            prefixes: The tokens of every row; required if :attr:`needs_prefix`.
+        ``random`` is required at temperatures above 0, and ``prefixes``, the tokens of every row,
+        if :attr:`needs_prefix`.
         """
         raw = processed = Distributions.of(logits)
         faults = None
@@ -288,8 +279,8 @@ class Sampler:
 
         Levels are processed in order, because masked tokens, tokens that end the row and the nodes
         below them must be skipped: no token is emitted there, and a constraint may have no
-        continuation for such a prefix. The processors are Python code that reads tokens, so each
-        level synchronizes with the host.
+        continuation for such a prefix. The processors read tokens, so each level synchronizes with
+        the host.
         """
         processors = [
             (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
@@ -338,16 +329,7 @@ def _check_processor(processor: LogitsProcessor) -> None:
 def check_warpers(
     warpers: Sequence[LogitsProcessor], vocab_size: int, device: torch.device
 ) -> None:
-    """Call warpers that are not of Hugging Face once, to reject those that read previous tokens.
-
-    Args:
-        warpers: The warpers.
-        vocab_size: Size of the target's vocabulary.
-        device: Device of the logits.
-
-    Raises:
-        ValueError: One of them fails.
-    """
+    """Call every custom warper once; raise ``ValueError`` if it reads previous tokens."""
     for item in warpers:
         if isinstance(item, WARPERS):
             continue

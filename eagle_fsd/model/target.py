@@ -45,12 +45,7 @@ LAST = -1
 
 @dataclass
 class TargetPass:
-    """The target's outputs on a tree.
-
-    Attributes:
-        logits: ``[B, N, V]`` float32.
-        features: ``[B, N, F]`` the requested hidden states, concatenated.
-    """
+    """The target's outputs on a tree: float32 logits ``[B, N, V]``, hidden states ``[B, N, F]``."""
 
     logits: Tensor
     features: Tensor
@@ -61,18 +56,13 @@ class Target:
 
     If the model is spread over several devices, tensors passed to and returned by this class are on
     :attr:`device`, the device of the output projection, as are the draft head and the tree.
-
-    Args:
-        model: A Hugging Face causal language model.
+    ``stable_rope_length`` is the sequence length up to which attention does not depend on the
+    length of the sequence.
 
     Raises:
         ValueError: The model has no output projection or no limit of its context length, its
             attention implementation accepts no tree mask, or it has layers other than full,
             sliding-window and chunked attention.
-
-    Attributes:
-        stable_rope_length: Sequence length up to which attention does not depend on the length of
-            the sequence.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -161,11 +151,7 @@ class Target:
         return None
 
     def agree(self, number: int) -> int:
-        """Return the number that the first process of :attr:`group` passed, in all of them.
-
-        Args:
-            number: A 64-bit integer.
-        """
+        """Return the 64-bit integer that the first process of :attr:`group` passed."""
         if self.group is None:
             return number
         shared = torch.tensor(number, device=self.device)
@@ -173,16 +159,10 @@ class Target:
         return int(shared)
 
     def project(self, features: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Apply the output projection, scaled as the model scales its logits.
+        """Return the float32 logits of features ``[..., H]``, scaled as the model scales them.
 
-        (Cohere multiplies, Granite divides, Gemma 2 applies a soft cap.)
-
-        Args:
-            features: ``[..., H]`` last hidden states after the final norm.
-            rows: Weight and bias of a part of the projection, ``[D, H]`` and ``[D]``; default: all.
-
-        Returns:
-            ``[..., V]`` or ``[..., D]`` float32 logits.
+        (Cohere multiplies, Granite divides, Gemma 2 applies a soft cap.) ``rows`` are weight and
+        bias of a part of the projection, ``[D, H]`` and ``[D]``.
         """
         weight = self.lm_head.weight if rows is None else rows[0]
         features = features.to(weight.dtype)
@@ -213,14 +193,7 @@ class Target:
         return min([self.context_length, *limits])
 
     def check_length(self, length: int) -> None:
-        """Reject lengths at which attention depends on the length of the sequence.
-
-        Args:
-            length: Maximum number of tokens in a sequence.
-
-        Raises:
-            ValueError: ``length`` exceeds :attr:`stable_rope_length`.
-        """
+        """Raise ``ValueError`` for sequences beyond :attr:`stable_rope_length`."""
         if length > self.stable_rope_length:
             raise ValueError(
                 f"this call may reach {length} tokens, but beyond {self.stable_rope_length} the"
@@ -229,12 +202,7 @@ class Target:
             )
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Create a cache for this target.
-
-        Args:
-            rows: Number of sequences.
-            length: Slots per sequence.
-        """
+        """Create a cache for this target."""
         return TreeCache(rows, length, self.layout)
 
     def prefill(
@@ -245,18 +213,11 @@ class Target:
         states: Sequence[int] = (LAST,),
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Process tokens that follow those in the cache, causally.
+        """Process tokens ``[B, S]`` that follow those in the cache, causally: ``[B, S, F]`` states.
 
-        Args:
-            ids: ``[B, S]`` token ids.
-            start: Position of the first token, of all rows or ``[B]`` of each row.
-            cache: Receives keys and values.
-            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
-            keys: ``[L]`` result of :meth:`TreeCache.keys` for the position after the last token;
-                required if ``start`` is a tensor.
-
-        Returns:
-            ``[B, S, F]`` the hidden states, concatenated.
+        ``start`` is the position of the first token, of all rows or ``[B]`` of each row, which
+        requires ``keys``: :meth:`TreeCache.keys` for the position after the last token. ``states``
+        are indices into Hugging Face's ``hidden_states``, which are concatenated.
         """
         if isinstance(start, Tensor):
             first: int | Tensor = start[:, None]
@@ -278,19 +239,12 @@ class Target:
         cache: TreeCache,
         states: Sequence[int] = (LAST,),
     ) -> Tensor:
-        """Run the layers on tokens at any positions, without the output projection.
+        """Run the layers on tokens ``[B, S]`` at any positions ``[B, S]``: ``[B, S, F]`` states.
 
-        Args:
-            ids: ``[B, S]`` token ids.
-            positions: ``[B, S]`` their positions; like the next two, ``B`` may be 1.
-            mask: ``[B, 1, S, L]`` additive mask of the slots that each token attends to with full
-                attention.
-            keys: ``[B, S, L]`` the position of each slot; ``S`` may be 1.
-            cache: A cache on which :meth:`TreeCache.place` has been called.
-            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
-
-        Returns:
-            ``[B, S, F]`` the hidden states, concatenated.
+        ``mask`` is additive, ``[B, 1, S, L]``, of the slots that each token attends to with full
+        attention; ``keys``, ``[B, S, L]``, is the position of each slot. The two and ``positions``
+        may have one row for all, and ``keys`` one query for all. :meth:`TreeCache.place` has been
+        called.
         """
         masks = self._masks(mask, positions, keys, len(ids))
         with self.recording(states) as recorded:
@@ -315,16 +269,11 @@ class Target:
     ) -> TargetPass:
         """Score every node of a tree in one pass.
 
-        Args:
-            tree: The draft tree; its root is the first token that is not in the cache.
-            lengths: ``[B]`` number of tokens of each row in the cache.
-            keys: ``[L]`` result of :meth:`TreeCache.keys` for ``N`` slots beyond any of
-                ``lengths``.
-            cache: Receives the keys and values of node ``i`` of row ``b`` in slot
-                ``lengths[b] + i``.
-            states: Hidden states to return, as indices into Hugging Face's ``hidden_states``.
-            groups: Query heads to fold per key head, inside
-                :func:`~eagle_fsd.model.attention.folded_queries`; 0 and 1 for none.
+        The root is the first token that is not in the cache, which holds ``lengths`` ``[B]``
+        tokens; node ``i`` is written to slot ``lengths[b] + i``, and ``keys`` are
+        :meth:`TreeCache.keys` for ``N`` slots beyond any of ``lengths``. ``groups`` are the query
+        heads to fold per key head, inside :func:`~eagle_fsd.model.attention.folded_queries`; 0 and
+        1 for none.
         """
         slots = lengths[:, None] + torch.arange(tree.size, device=lengths.device)  # [B, N]
         positions = lengths[:, None] + tree.depths
@@ -356,25 +305,14 @@ class Target:
         return TargetPass(logits, self._features(recorded, states))
 
     def register(self, states: Sequence[int]) -> None:
-        """Register the hooks that :meth:`recording` needs, unless that has been done.
-
-        Args:
-            states: Indices into Hugging Face's ``hidden_states``; :data:`LAST` needs none.
-        """
+        """Register the hooks that :meth:`recording` needs, unless that has been done."""
         for state in states:
             if state != LAST:
                 _record_input(self.layers[state], state)
 
     @contextmanager
     def recording(self, states: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Record hidden states during a pass of this thread.
-
-        Args:
-            states: Indices into Hugging Face's ``hidden_states``; the caller adds :data:`LAST`.
-
-        Returns:
-            A context manager with the hidden states by index.
-        """
+        """Record hidden states by index during a pass of this thread, except :data:`LAST`."""
         self.register(states)
         outer = getattr(_recorded, "states", None)  # set if passes are nested
         recorded = _recorded.states = {}
@@ -396,12 +334,8 @@ class Target:
     ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask of every type of layer, or the one that all layers share.
 
-        Args:
-            mask: ``[B, 1, S, L]`` additive mask of full attention; like the next two, ``B`` may
-                be 1.
-            queries: ``[B, S]`` positions.
-            keys: ``[B, S, L]`` positions; ``S`` may be 1.
-            rows: Number of rows of the result.
+        ``mask`` is that of full attention ``[B, 1, S, L]`` between positions ``[B, S]`` of queries
+        and ``[B, S, L]`` of keys, where ``B``, and ``S`` of the keys, may be 1.
         """
         queries = queries[:, :, None]
         lowest = torch.finfo(mask.dtype).min
@@ -422,11 +356,7 @@ class Target:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers.
-
-        Raises:
-            ValueError: The model has no list of decoder layers.
-        """
+        """The decoder layers."""
         count = self.config.num_hidden_layers
         for module in self.model.base_model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -60,11 +60,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def of_rows(self, rows: Tensor) -> DraftTree:
-        """Select rows.
-
-        Args:
-            rows: ``[R]`` indices of rows.
-        """
+        """Select rows by their indices ``[R]``."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -87,27 +83,13 @@ class DraftTree:
         return found.scatter_(1, self.parents[:, 1:], True)
 
     def to_expanded(self, values: Tensor) -> Tensor:
-        """Look up the values of the nodes that were expanded.
-
-        Args:
-            values: ``[B, N]``.
-
-        Returns:
-            ``[B, M]``; 0 where an expanded node is not in the tree.
-        """
+        """Look up the values of the expanded nodes, ``[B, M]``; 0 for those not in the tree."""
         count = self.draft_log_probs.shape[1]
         rows = torch.where(self.draft_rows < 0, count, self.draft_rows)  # a spare one
         return values.new_zeros(len(values), count + 1).scatter_(1, rows, values)[:, :count]
 
     def path_sum(self, values: Tensor) -> Tensor:
-        """Add up the values of the nodes on the path from the root to every node.
-
-        Args:
-            values: ``[B, N]``.
-
-        Returns:
-            ``[B, N]``.
-        """
+        """Add up the values ``[B, N]`` on the path from the root to every node: ``[B, N]``."""
         return torch.where(self.ancestors, values[:, None, :], 0.0).sum(-1)
 
 
@@ -117,8 +99,8 @@ class TreeBuilder:
     :meth:`start` takes the draft's distribution after the root. Then, ``depth`` times,
     :meth:`choose` selects the nodes to expand and :meth:`extend` takes their distributions.
     :meth:`finish` keeps the ``total_tokens - 1`` candidates with the largest cumulative
-    log-probability. A child never scores above its parent, and ties go to the earlier candidate,
-    so the result is a tree.
+    log-probability. A child never scores above its parent, and ties go to the earlier candidate, so
+    the result is a tree.
 
     The pool starts with the root and is ordered by level, then by expanded parent, so a candidate's
     parent follows from its index: ``1 + e * K + c`` is child ``c`` of the ``e``-th expanded
@@ -155,11 +137,10 @@ class TreeBuilder:
         self._firsts = (1 + width + (levels - 2) * width**2).where(levels > 1, levels)
 
     def start(self, log_probs: Tensor, points: Tensor | None = None) -> None:
-        """Begin a tree.
+        """Begin a tree with the draft's distribution ``[B, D]`` after the root.
 
-        Args:
-            log_probs: ``[B, D]`` the draft's distribution after the root.
-            points: ``[B, depth + 1]`` float64 random numbers in ``[0, 1)``, if tokens are sampled.
+        ``points`` are ``[B, depth + 1]`` float64 random numbers in ``[0, 1)``, if tokens are
+        sampled.
         """
         self._points = points
         scores, tokens = self._children(log_probs, 0)
@@ -171,12 +152,10 @@ class TreeBuilder:
         self.log_probs = [log_probs[:, None]]
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """Select the newest level's ``K`` best candidates for expansion.
+        """Select the newest level's ``K`` best candidates for expansion: their tokens ``[B, K]``.
 
-        Returns:
-            ``[B, K]`` tokens, and ``[B, K]`` the position (0 to ``K - 1``) of each candidate's
-            parent among the nodes expanded one level before; 0 on the first level, where the root
-            is the parent.
+        Also return ``[B, K]`` the position (0 to ``K - 1``) of each one's parent among the nodes
+        expanded one level before; 0 on the first level, where the root is the parent.
         """
         scores, tokens = self.scores[-1], self.tokens[-1]
         if len(self.chosen) == 1:
@@ -192,11 +171,7 @@ class TreeBuilder:
         return tokens.gather(1, index), index // self.width
 
     def extend(self, log_probs: Tensor) -> None:
-        """Add the children of the selected candidates.
-
-        Args:
-            log_probs: ``[B, K, D]`` the draft's distributions at the selected candidates.
-        """
+        """Add the children of the selected candidates, given their distributions ``[B, K, D]``."""
         self.log_probs.append(log_probs)
         scores, tokens = self._children(log_probs, len(self.chosen) - 1)  # [B, K, K]
         self.scores.append((scores + self.chosen_scores[:, :, None]).flatten(1))
@@ -214,14 +189,7 @@ class TreeBuilder:
         return scores, index if self.token_ids is None else self.token_ids[index]
 
     def finish(self, root: Tensor) -> DraftTree:
-        """Keep the best candidates.
-
-        Args:
-            root: ``[B]`` the token at the root of each row.
-
-        Returns:
-            A tree of ``min(total_tokens, P)`` nodes.
-        """
+        """Keep the best ``min(total_tokens, P)`` candidates below the root tokens ``[B]``."""
         # A stable sort rather than topk: among equal scores the earlier candidate, and so the
         # parent, comes first.
         scores = _ranked(torch.cat(self.scores, 1))
@@ -245,17 +213,11 @@ class TreeBuilder:
 
 
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
-    """Compute the reflexive ancestor relation of a tree's nodes.
+    """Compute the reflexive ancestor relation ``[B, N, N]`` of nodes with parents ``[B, N]``.
 
-    Entry ``[i, j]`` of the ``n``-th power of the relation "is itself or a child of" counts the ways
-    up from ``i`` to ``j`` in ``n`` moves, so squaring doubles the distance that it covers.
-
-    Args:
-        parents: ``[B, N]`` index of each node's parent; the root is its own parent.
-        max_depth: Upper bound of the nodes' depths.
-
-    Returns:
-        ``[B, N, N]`` bool, true at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``.
+    True at ``[b, i, j]`` where ``j`` is ``i`` or an ancestor of ``i``. Entry ``[i, j]`` of the
+    ``n``-th power of the relation "is itself or a child of" counts the ways up from ``i`` to ``j``
+    in ``n`` moves, so squaring doubles the distance that it covers.
     """
     batch, size = parents.shape
     identity = torch.eye(size, device=parents.device).expand(batch, -1, -1)
@@ -268,11 +230,7 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
 
 
 def single_node(root: Tensor) -> DraftTree:
-    """Return a tree that consists of its root; verifying it is plain decoding.
-
-    Args:
-        root: ``[B]`` the token at the root of each row.
-    """
+    """Return a tree that consists of its root ``[B]``; verifying it is plain decoding."""
     zero = torch.zeros_like(root)[:, None]
     return DraftTree(
         tokens=root[:, None],

@@ -88,13 +88,10 @@ class VerificationInputs:
     def row_faults(self, kept: Verification) -> Tensor:
         """Find the rows for which no token can be chosen, because logits are NaN or infinite.
 
-        Args:
-            kept: The result of verification. What processors do at other nodes does not matter.
-
         Returns:
             ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are broken,
             ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,
-            returned at the end of the path. Tokens below such a node are never accepted.
+            returned at the end of the kept path. Tokens below such a node are never accepted.
         """
         if self.faults is None:
             return (self.raw.log_total + self.warped.log_total).isnan().any(1).long()
@@ -114,40 +111,15 @@ class VerificationInputs:
         return regret.masked_fill(self.tree.depths == 0, 0.0)
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Look up ``log p`` of tokens at nodes, by :attr:`processed`.
-
-        Args:
-            nodes: ``[B, Q]`` node indices.
-            tokens: ``[B, Q]`` token ids.
-
-        Returns:
-            ``[B, Q]`` float32.
-        """
+        """Look up ``log p`` of tokens ``[B, Q]`` at nodes ``[B, Q]``, by :attr:`processed`."""
         return self.processed.log_prob(nodes, tokens)
 
     def above_floor(self, nodes: Tensor, tokens: Tensor, ratio: float) -> Tensor:
-        """Whether ``p(x) >= ratio * max p`` for tokens at nodes.
-
-        Args:
-            nodes: ``[B, Q]`` node indices.
-            tokens: ``[B, Q]`` token ids.
-            ratio: 0 admits every token.
-
-        Returns:
-            ``[B, Q]`` bool.
-        """
+        """Whether ``p(x) >= ratio * max p`` for tokens ``[B, Q]`` at nodes ``[B, Q]``."""
         return (self.log_prob(nodes, tokens) - self.peak.gather(1, nodes)).exp() >= ratio
 
     def supported(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Whether tokens are inside the support left by processors, top-k and top-p.
-
-        Args:
-            nodes: ``[B, Q]`` node indices.
-            tokens: ``[B, Q]`` token ids.
-
-        Returns:
-            ``[B, Q]`` bool.
-        """
+        """Whether tokens ``[B, Q]`` are in the support that processors, top-k and top-p left."""
         return self.warped.log_prob(nodes, tokens) > -torch.inf
 
     def pairs(self, nodes: Tensor, warped: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -155,14 +127,12 @@ class VerificationInputs:
 
         Args:
             nodes: ``[B, Q]`` node indices.
-            warped: Take the distributions after temperature, top-k and top-p.
+            warped: Take the distributions after temperature, top-k and top-p. Raises ``ValueError``
+                if there are none of the draft.
 
         Yields:
             ``[R, V]`` and ``[R, D]`` log-probabilities of the target and of the draft at the next
             of the flattened nodes. Where a node was not expanded, the draft's are another node's.
-
-        Raises:
-            ValueError: Warped distributions are requested, but there are none of the draft.
         """
         tree, draft = self.tree, self.warped_draft
         if warped and draft is None:
@@ -322,12 +292,7 @@ class Verification:
 
     @classmethod
     def joined(cls, parts: Sequence[Verification], order: Tensor) -> Verification:
-        """Join the results for several groups of rows.
-
-        Args:
-            parts: The results.
-            order: ``[B]`` for each row, its index among the rows of all parts.
-        """
+        """Join the results for groups of rows; ``order`` ``[B]`` indexes the rows of all parts."""
         names = [field.name for field in fields(cls)]
         return cls(
             **{name: torch.cat([getattr(part, name) for part in parts])[order] for name in names}
@@ -417,11 +382,7 @@ def verify(
 
 
 def verify_root(inputs: VerificationInputs) -> Verification:
-    """Verify a tree that consists of its root: emit the target's sample.
-
-    Args:
-        inputs: The target's distribution at the root.
-    """
+    """Verify a tree that consists of its root: emit the target's sample."""
     root = torch.zeros_like(inputs.sampled)
     origins = torch.full_like(root, int(Origin.TARGET))
     accepted = torch.ones_like(root, dtype=torch.bool)

@@ -64,11 +64,7 @@ class Distributions:
 
     @classmethod
     def of(cls, logits: Tensor) -> Distributions:
-        """Return the softmax distributions of logits.
-
-        Args:
-            logits: ``[B, N, V]`` float32; log-probabilities are logits, too.
-        """
+        """Return the softmax distributions of float32 logits or log-probabilities ``[B, N, V]``."""
         flat, parts = logits.flatten(0, 1), []
         for rows in chunks(len(flat), flat):
             # One fused operation, in half the time of the sum's own ones.
@@ -79,11 +75,7 @@ class Distributions:
 
     @classmethod
     def normalized(cls, log_probs: Tensor) -> Distributions:
-        """Return distributions given by log-probabilities, without computing anything.
-
-        Args:
-            log_probs: ``[B, N, V]`` float32. :attr:`peak` and :attr:`max_log_prob` are undefined.
-        """
+        """Wrap log-probabilities, without computing ``peak`` and ``max_log_prob``."""
         zero = log_probs.new_zeros(1, 1).expand(log_probs.shape[:2])
         return cls(log_probs, zero, zero)
 
@@ -93,15 +85,7 @@ class Distributions:
         return -self.log_total
 
     def log_prob(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Look up log-probabilities of tokens at nodes.
-
-        Args:
-            nodes: ``[B, Q]`` node indices.
-            tokens: ``[B, Q]`` token ids.
-
-        Returns:
-            ``[B, Q]`` float32.
-        """
+        """Look up log-probabilities ``[B, Q]`` of tokens ``[B, Q]`` at nodes ``[B, Q]``."""
         index = nodes * self.logits.shape[-1] + tokens
         values = self.logits.flatten(1).gather(1, index)
         radius = None if self.radius is None else self.radius.gather(1, nodes)
@@ -110,14 +94,7 @@ class Distributions:
         )
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return whole distributions.
-
-        Args:
-            index: ``[R]`` nodes, counted through all rows: ``b * N + node``.
-
-        Returns:
-            ``[R, V]`` float32 log-probabilities.
-        """
+        """Return the distributions ``[R, V]`` at nodes, counted as ``row * N + node``."""
         radius = None if self.radius is None else self.radius.flatten()[index][:, None]
         return self._normalize(
             self.logits.flatten(0, 1).index_select(0, index),
@@ -132,14 +109,7 @@ class Distributions:
         return self.rows(torch.arange(count, device=self.peak.device)).view_as(self.logits)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a function to the distribution at every node, a few at a time.
-
-        Args:
-            function: From ``[R, V]`` log-probabilities to ``[R]``.
-
-        Returns:
-            ``[B, N]``.
-        """
+        """Apply a function from ``[R, V]`` log-probabilities to ``[R]`` at every node."""
         nodes = torch.arange(self.peak.numel(), device=self.peak.device)
         parts = [function(self.rows(nodes[rows])) for rows in chunks(len(nodes), self.logits)]
         return torch.cat(parts).view_as(self.peak)
@@ -154,11 +124,9 @@ class Distributions:
 
 
 def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
-    """Split rows into slices of about :data:`CHUNK` values, at least one row each.
+    """Split rows ``[..., V]`` into slices of about :data:`CHUNK` values, at least one row each.
 
-    Args:
-        rows: Number of rows; code that is being compiled processes all of them at once.
-        logits: ``[..., V]`` what the rows are computed from.
+    Code that is being compiled processes all rows at once.
     """
     values = CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
     step = rows if torch.compiler.is_compiling() else values // max(logits.shape[-1], 1)
@@ -167,34 +135,19 @@ def chunks(rows: int, logits: Tensor) -> Iterator[slice]:
 
 
 def exp(log_probs: Tensor) -> Tensor:
-    """Return probabilities; those below :data:`ZERO` are 0.
-
-    Args:
-        log_probs: Log-probabilities of any shape, or differences of them.
-    """
+    """Return probabilities for log-probabilities of any shape; those below :data:`ZERO` are 0."""
     return nn.functional.threshold(log_probs.clamp_min(LEAST).exp_(), ZERO, 0.0, inplace=True)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits by a temperature, without a copy if it is 1.
-
-    Args:
-        logits: Logits of any shape.
-        temperature: Above 0.
-    """
+    """Divide logits by a temperature above 0, without a copy if it is 1."""
     return logits if temperature == 1.0 else logits / temperature
 
 
 def arg_max(values: Tensor) -> Tensor:
-    """Return the index of the largest value, the first of several.
+    """Return the index of the largest of ``[..., V]``, the first of several.
 
     Several times as fast as ``torch.argmax`` over a large vocabulary on a CPU.
-
-    Args:
-        values: ``[..., V]``.
-
-    Returns:
-        ``[...]``.
     """
     blocks = _in_blocks(values)
     block = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
@@ -203,17 +156,10 @@ def arg_max(values: Tensor) -> Tensor:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the largest values and their indices, like ``torch.topk``.
+    """Return the ``k`` largest of ``[..., V]`` and their indices, like ``torch.topk``.
 
     The ``k`` blocks with the largest maxima contain the ``k`` largest values, so that only these
     blocks of a large vocabulary are searched.
-
-    Args:
-        values: ``[..., V]``.
-        k: At most ``V``.
-
-    Returns:
-        Two tensors ``[..., k]``, in descending order of the values.
     """
     if values.shape[-1] <= SMALL_VOCABULARY:
         found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
@@ -231,17 +177,11 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample by inversion of the cumulative distribution, with one random number per row.
+    """Sample indices ``[R]`` by inversion of the cumulative distribution; return sums ``[R]``, too.
 
-    The random number selects a block by the blocks' sums, then a token within the block.
-
-    Args:
-        weights: ``[R, V]`` float32, not negative.
-        uniform: ``[R]`` float64 in ``[0, 1)``.
-
-    Returns:
-        ``[R]`` indices, and ``[R]`` float64 sums of the weights. An index without weight is
-        returned only where the sum is 0 or NaN.
+    The float64 random number in ``[0, 1)`` of a row selects a block by the sums of the blocks of
+    its weights ``[R, V]``, then a token within the block. A token without weight is returned only
+    where the sum is 0 or NaN.
     """
     blocks = _in_blocks(weights)
     ends = blocks.sum(-1).double().cumsum(-1)  # [R, C]
@@ -257,23 +197,16 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
-    """Find how far below the most likely token the nucleus reaches, without sorting.
+    """Find how many nats below the most likely token the nucleus reaches ``[R]``, without sorting.
 
-    The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``: a
-    token belongs to it if the tokens that are likelier have less mass. A histogram of the mass over
-    log-probabilities shows in which bin ``top_p`` is reached, and another one of that bin in which
-    part of it; two are enough for a large vocabulary. Tokens as close as the last part, about
-    1e-6 nats, are all kept, where sorting keeps some of them in an undefined order.
+    The nucleus is the smallest set of the most likely tokens whose mass is at least ``top_p``,
+    which is below 1: a token belongs to it if the tokens that are likelier have less mass. A
+    histogram of the mass, ``weights`` ``[R, V]``, over log-probabilities relative to the largest,
+    ``below``, shows in which bin ``top_p`` is reached, and another one of that bin in which part of
+    it; two are enough for a large vocabulary. Tokens as close as the last part, about 1e-6 nats,
+    are all kept, where sorting keeps some of them in an undefined order.
 
     Masses are integers where additions have no fixed order, so that sums do not depend on it.
-
-    Args:
-        below: ``[R, V]`` float32 log-probabilities relative to the largest, at most 0.
-        weights: ``[R, V]`` float32 ``exp`` of them.
-        top_p: Mass to keep, below 1.
-
-    Returns:
-        ``[R]`` nats.
     """
     size = weights.shape[-1]
     bits = next((bits for bits in HISTOGRAM_BITS if 2**bits <= size), HISTOGRAM_BITS[-1])
@@ -319,15 +252,7 @@ class Warp:
     min_p: float = 0.0
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Distributions, Tensor]:
-        """Warp distributions, and sample a token from each.
-
-        Args:
-            logits: ``[B, N, V]`` float32.
-            uniform: ``[B, N]`` float64 random numbers in ``[0, 1)``.
-
-        Returns:
-            The warped distributions, and ``[B, N]`` tokens.
-        """
+        """Warp logits ``[B, N, V]``, and sample tokens with float64 random numbers ``[B, N]``."""
         flat, shape, points = logits.flatten(0, 1), logits.shape[:2], uniform.flatten()
         parts = [self._rows(flat[rows], points[rows]) for rows in chunks(len(flat), flat)]
         peak, log_total, radius, tokens = (

@@ -15,10 +15,7 @@ def unwrap_model(model: nn.Module) -> PreTrainedModel:
     """Return the Hugging Face model inside a PEFT model or a module compiled by ``torch.compile``.
 
     The model inside computes the same: PEFT adds adapters such as LoRA's to its modules, and
-    ``torch.compile(model)`` leaves it unchanged. A model that is not wrapped is returned as it is.
-
-    Args:
-        model: A Hugging Face model, wrapped any number of times.
+    ``torch.compile(model)`` leaves it unchanged. Wrappers may be nested.
 
     Raises:
         ValueError: Part of a PEFT adapter is outside the model, such as prompt tuning's virtual

@@ -46,7 +46,7 @@ from eagle_fsd.model.checkpoint import (
     write_head,
 )
 from eagle_fsd.model.eagle3_checkpoint import (
-    Layout,
+    HeadLayout,
     declared_rule,
     is_eagle3,
     load_eagle3,
@@ -153,7 +153,7 @@ def _convert_eagle3(
         if variants:
             log.warning("EAGLE's own code ignores variants of this head: %s", ", ".join(variants))
         _warn_of_scaling(transformers4_fields(loaded.config, loaded.dtype))
-    layout: Layout = "eagle" if export_format in ("eagle", "sglang") else "speculators"
+    layout: HeadLayout = "eagle" if export_format in ("eagle", "sglang") else "speculators"
     if layout == "eagle" and rule is not None:
         log.warning(
             "the layout for %s has no acceptance rule; this head's is left out", export_format

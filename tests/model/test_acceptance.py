@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from eagle_fsd.model.acceptance import (
     BudgetRule,
     CascadeRule,
     DeferredRule,
-    DrawnRule,
     ExactRule,
     FuzzyRule,
     LimitedRule,
@@ -73,31 +71,23 @@ def test_rules_declare_the_inputs_they_read() -> None:
 # -- TopKRule (TensorRT-LLM, vLLM) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("top", "gap", "kept"),
-    [
-        (5, 0.16, [D, A]),
-        (5, 0.14, [A]),  # D is 0.15 below the peak
-        (4, 0.6, [D, A]),
-        (3, 0.6, [A]),  # D is the fourth
-    ],
-)
-def test_top_gap_rule_limits_rank_and_gap(top: int, gap: float, kept: list[int]) -> None:
-    inputs = _star(UNDECIDED, [D], A)
-    assert outcome(verify(inputs, TopKRule(top, gap)))[0] == kept
+def _kept(rule: AcceptanceRule, tokens: list[int], p: list[float] = UNDECIDED) -> list[int]:
+    """The tokens kept below a root whose children carry ``tokens``; the target samples A."""
+    return outcome(verify(_star(p, tokens, A), rule))[0]
 
 
-@pytest.mark.parametrize(
-    ("top", "ratio", "kept"),
-    [
-        (4, 0.49, [D, A]),
-        (4, 0.51, [A]),  # D has half of the peak
-        (3, 0.1, [A]),  # D is the fourth
-    ],
-)
-def test_top_k_rule_limits_rank_and_ratio(top: int, ratio: float, kept: list[int]) -> None:
-    inputs = _star(UNDECIDED, [D], A)
-    assert outcome(verify(inputs, TopKRule(top, ratio=ratio)))[0] == kept
+def test_top_k_rule_limits_rank_gap_and_ratio() -> None:
+    """D is the fourth; it is 0.15 below the peak and has half of it."""
+    for rule, accepted in (
+        (TopKRule(5, 0.16), True),
+        (TopKRule(5, 0.14), False),
+        (TopKRule(4, 0.6), True),
+        (TopKRule(3, 0.6), False),
+        (TopKRule(4, ratio=0.49), True),
+        (TopKRule(4, ratio=0.51), False),
+        (TopKRule(3, ratio=0.1), False),
+    ):
+        assert _kept(rule, [D]) == ([D, A] if accepted else [A]), rule
 
 
 # -- MarginRule (MARS) -----------------------------------------------------------------------------
@@ -105,44 +95,37 @@ def test_top_k_rule_limits_rank_and_ratio(top: int, ratio: float, kept: list[int
 LOGITS = [10.0, 9.2, 9.1, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("shift", "ratio", "kept"),
-    [
+def test_margin_rule_compares_the_two_largest_logits() -> None:
+    """C is almost as likely as B, but third: it is never accepted."""
+    inputs = _star(torch.tensor(LOGITS).softmax(0).tolist(), [C, B], A)
+    for shift, ratio, kept in (
         (0.0, 0.9, [B, A]),  # 9.2 / 10
         (0.0, 0.93, [A]),
         (20.0, 0.93, [B, A]),  # 29.2 / 30: the ratio is not invariant to shifts
         (-10.0, 0.0, [A]),  # the largest logit is 0: the ratio is undefined
-    ],
-)
-def test_margin_rule_compares_the_two_largest_logits(
-    shift: float, ratio: float, kept: list[int]
-) -> None:
-    """C is almost as likely as B, but third: it is never accepted."""
-    inputs = _star(torch.tensor(LOGITS).softmax(0).tolist(), [C, B], A)
-    logits = inputs.processed.dense()
-    logits[0, 0] = torch.tensor(LOGITS) + shift
-    inputs = replace(inputs, processed=Distributions.of(logits))
-    assert outcome(verify(inputs, MarginRule(ratio)))[0] == kept
+    ):
+        logits = inputs.processed.dense()
+        logits[0, 0] = torch.tensor(LOGITS) + shift
+        shifted = replace(inputs, processed=Distributions.of(logits))
+        assert outcome(verify(shifted, MarginRule(ratio)))[0] == kept
 
 
 # -- CascadeRule (speculative cascades) ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("q", "alpha", "kept"),
-    [
-        ([0.2, 0.35, 0.2, 0.15, 0.1], 0.0, [B, A]),  # max q is .35, max p .30
-        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.0, [A]),  # .28 < .30
-        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.45, [B, A]),  # TV is .05: .28 >= .30 - .0225
-        ([0.25, 0.28, 0.22, 0.15, 0.1], 0.35, [A]),  # .28 < .30 - .0175
-    ],
-)
-def test_cascade_rule_follows_a_confident_draft(
-    q: list[float], alpha: float, kept: list[int]
-) -> None:
-    tree = make_tree([0, 0], [E, B], {0: q})
-    inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
-    assert outcome(verify(inputs, CascadeRule(alpha)))[0] == kept
+def test_cascade_rule_follows_a_confident_draft() -> None:
+    """Without a draft distribution it is closed."""
+    sure, unsure = [0.2, 0.35, 0.2, 0.15, 0.1], [0.25, 0.28, 0.22, 0.15, 0.1]
+    for q, alpha, kept in (
+        (sure, 0.0, [B, A]),  # max q is .35, max p .30
+        (unsure, 0.0, [A]),  # .28 < .30
+        (unsure, 0.45, [B, A]),  # TV is .05: .28 >= .30 - .0225
+        (unsure, 0.35, [A]),  # .28 < .30 - .0175
+    ):
+        tree = make_tree([0, 0], [E, B], {0: q})
+        inputs = make_inputs(tree, [UNDECIDED, CERTAIN], [A, A])
+        assert outcome(verify(inputs, CascadeRule(alpha)))[0] == kept
+    assert _kept(CascadeRule(9.0), [B]) == [A]
 
 
 def test_cascade_rule_accepts_only_the_choice_of_the_draft() -> None:
@@ -156,23 +139,16 @@ def test_cascade_rule_accepts_only_the_choice_of_the_draft() -> None:
     assert outcome(verify(inputs, CascadeRule(0.0)))[0] == [C, A]
 
 
-def test_cascade_rule_is_closed_without_a_draft_distribution() -> None:
-    assert outcome(verify(_star(UNDECIDED, [B], A), CascadeRule(9.0)))[0] == [A]
-
-
 # -- MixtureRule (static ensemble) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("weight", "token"), [(0.95, A), (0.5, B), (0.0, B)])
-def test_mixture_rule_follows_the_most_likely_token_of_the_mixture(
-    weight: float, token: int
-) -> None:
+def test_mixture_rule_follows_the_most_likely_token_of_the_mixture() -> None:
     """``w .30 + (1 - w) .1`` for A, ``w .25 + (1 - w) .6`` for B: equal at w = 10 / 11."""
     tree = make_tree([0, 0, 0], [E, A, B], {0: [0.1, 0.6, 0.1, 0.1, 0.1]})
     inputs = make_inputs(tree, [UNDECIDED, CERTAIN, CERTAIN], [A, A, A])
-    tokens, origins, _ = outcome(verify(inputs, MixtureRule(weight)))
-    assert tokens == [token, A]
-    assert origins == [FUZZY if token == B else EXACT, TARGET]
+    for weight, token, origin in ((0.95, A, EXACT), (0.5, B, FUZZY), (0.0, B, FUZZY)):
+        tokens, origins, _ = outcome(verify(inputs, MixtureRule(weight)))
+        assert (tokens, origins) == ([token, A], [origin, TARGET])
 
 
 def test_mixture_rule_emits_its_token_where_it_was_not_drafted() -> None:
@@ -193,51 +169,50 @@ def test_mixture_rule_over_a_reduced_vocabulary() -> None:
     assert outcome(verify(inputs, MixtureRule(0.5)))[0] == [B, A]
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.7, 0.0])
-def test_mixture_rule_emits_the_law_of_the_mixture(weight: float) -> None:
+def test_mixture_rule_emits_the_law_of_the_mixture() -> None:
     q = [0.1, 0.6, 0.1, 0.1, 0.1]
     generator = torch.Generator().manual_seed(3)
-    law = [weight * p + (1 - weight) * other for p, other in zip(UNDECIDED, q, strict=True)]
-    draws = [
-        torch.multinomial(torch.tensor(probs), DRAWS, replacement=True, generator=generator)
-        for probs in (UNDECIDED, q)
-    ]
     one = make_inputs(make_tree([0, 0], [E, B], {0: q}), [UNDECIDED, CERTAIN], [A, A])
-    inputs = _repeated(one, torch.rand(DRAWS, 2, generator=generator))
-    inputs.sampled[:, 0] = draws[0]
-    inputs.drawn = torch.stack([draws[1], draws[1]], 1)
-    kept = verify(inputs, MixtureRule(weight))
-    for token, p in enumerate(law):
-        assert _within(float((kept.tokens[:, 0] == token).float().mean()), p)
+    for weight in (1.0, 0.7, 0.0):
+        sampled, drawn = (
+            torch.multinomial(torch.tensor(probs), DRAWS, replacement=True, generator=generator)
+            for probs in (UNDECIDED, q)
+        )
+        inputs = _repeated(one, torch.rand(DRAWS, 2, generator=generator))
+        inputs.sampled[:, 0] = sampled
+        inputs.drawn = torch.stack([drawn, drawn], 1)
+        kept = verify(inputs, MixtureRule(weight))
+        for token, (p, other) in enumerate(zip(UNDECIDED, q, strict=True)):
+            share = float((kept.tokens[:, 0] == token).float().mean())
+            assert _within(share, weight * p + (1 - weight) * other)
 
 
 # -- TargetRule (SGLang) and BudgetRule (Cactus) at temperature 0 ----------------------------------
 
 
-def test_target_rule_single_accepts_probable_tokens() -> None:
-    inputs = _star(UNDECIDED, [B, C], A)
-    assert outcome(verify(inputs, TargetRule(single=0.26)))[0] == [A]
-    assert outcome(verify(inputs, TargetRule(single=0.24))) == ([B, A], [FUZZY, TARGET], [0, 1])
-    assert outcome(verify(inputs, TargetRule(single=0.2)))[0] == [B, A]  # the likelier of two
-
-
-def test_target_rule_acc_compares_raised_probability_with_peak() -> None:
-    """0.25 / 0.8 is 0.3125, above the peak of 0.30; 0.20 / 0.8 is 0.25."""
-    assert outcome(verify(_star(UNDECIDED, [B], A), TargetRule(acc=0.8)))[0] == [B, A]
-    assert outcome(verify(_star(UNDECIDED, [C], A), TargetRule(acc=0.8)))[0] == [A]
-
-
-def test_budget_rule_compares_raised_probability_with_peak() -> None:
-    """With d = 0.01, 0.25 rises by sqrt(0.02 * 0.25 * 0.75) to 0.3112, and 0.20 to 0.2566."""
-    assert outcome(verify(_star(UNDECIDED, [B], A), BudgetRule(0.01)))[0] == [B, A]
-    assert outcome(verify(_star(UNDECIDED, [C], A), BudgetRule(0.01)))[0] == [A]
-    assert outcome(verify(_star(UNDECIDED, [C], A), BudgetRule(0.05)))[0] == [C, A]
+def test_raised_probabilities_are_compared_with_the_peak() -> None:
+    """B has .25, C .20, and the peak is .30."""
+    assert outcome(verify(_star(UNDECIDED, [B, C], A), TargetRule(single=0.24))) == (
+        [B, A],
+        [FUZZY, TARGET],
+        [0, 1],
+    )
+    for rule, children, kept in (
+        (TargetRule(single=0.26), [B, C], [A]),
+        (TargetRule(single=0.2), [B, C], [B, A]),  # the likelier of two
+        (TargetRule(acc=0.8), [B], [B, A]),  # .25 / .8 is .3125
+        (TargetRule(acc=0.8), [C], [A]),  # .20 / .8 is .25
+        # With d = 0.01, .25 rises by sqrt(.02 x .25 x .75) to .3112, and .20 to .2566.
+        (BudgetRule(0.01), [B], [B, A]),
+        (BudgetRule(0.01), [C], [A]),
+        (BudgetRule(0.05), [C], [C, A]),
+    ):
+        assert _kept(rule, children) == kept, rule
 
 
 def test_token_of_zero_probability_is_never_accepted() -> None:
-    p = [0.5, 0.5, 0.0, 0.0, 0.0]
     for rule in (BudgetRule(10.0), TargetRule(single=0.0, acc=1e-6), TopKRule(5, 1.0)):
-        assert outcome(verify(_star(p, [C], A), rule))[0] == [A]
+        assert _kept(rule, [C], [0.5, 0.5, 0.0, 0.0, 0.0]) == [A]
 
 
 # -- the same rules when sampling ------------------------------------------------------------------
@@ -281,28 +256,17 @@ def _within(share: float, p: float) -> bool:
     return abs(share - p) < 5.2 * math.sqrt(p * (1 - p) / DRAWS)
 
 
-@pytest.mark.parametrize("rule", [TargetRule(), BudgetRule(0.0), ExactRule()])
-def test_rule_that_raises_nothing_keeps_the_target_law(rule: AcceptanceRule) -> None:
-    shares = _accepted_shares(rule, [C, A])
-    assert _within(shares[0], 0.20)
-    assert _within(shares[1], 0.30)
-
-
-@pytest.mark.parametrize(
-    ("rule", "raised"),
-    [
-        (TargetRule(acc=0.5), lambda p: min(1.0, p / 0.5)),
-        (BudgetRule(0.1), lambda p: p + math.sqrt(0.2 * p * (1 - p))),
-    ],
-)
-def test_single_child_is_accepted_with_its_raised_probability(
-    rule: DrawnRule, raised: Callable[[float], float]
-) -> None:
-    (share,) = _accepted_shares(rule, [C])
-    assert _within(share, raised(0.20))
-
-
-def test_target_rule_single_accepts_probable_tokens_when_sampling() -> None:
+def test_children_are_accepted_with_their_raised_probabilities() -> None:
+    for nothing in (TargetRule(), BudgetRule(0.0), ExactRule()):
+        shares = _accepted_shares(nothing, [C, A])
+        assert _within(shares[0], 0.20)
+        assert _within(shares[1], 0.30)
+    for rule, raised in (
+        (TargetRule(acc=0.5), 0.20 / 0.5),
+        (BudgetRule(0.1), 0.20 + math.sqrt(0.2 * 0.20 * 0.80)),
+    ):
+        (share,) = _accepted_shares(rule, [C])
+        assert _within(share, raised)
     assert _accepted_shares(TargetRule(single=0.19), [C]) == [1.0]
 
 
@@ -343,13 +307,12 @@ def test_longer_branch_wins_although_it_starts_with_a_mismatch() -> None:
 # -- RegretRule and LimitedRule (approximate speculative decoding) ---------------------------------
 
 
-@pytest.mark.parametrize(("per_position", "kept"), [(0.35, [C, A, A]), (0.1, [A])])
-def test_regret_rule_allows_more_where_more_follows(per_position: float, kept: list[int]) -> None:
+def test_regret_rule_allows_more_where_more_follows() -> None:
     """C costs ``log(.30 / .20) = .405`` and saves two positions; below it the chain is exact."""
     inputs = _chain([UNDECIDED, CERTAIN, CERTAIN], [C, A], [A, A, A])
-    assert outcome(verify(inputs, RegretRule(per_position)))[0] == kept
-    leaf = _star(UNDECIDED, [C], A)  # C saves one position
-    assert outcome(verify(leaf, RegretRule(per_position)))[0] == [A]
+    for per_position, kept in ((0.35, [C, A, A]), (0.1, [A])):
+        assert outcome(verify(inputs, RegretRule(per_position)))[0] == kept
+        assert _kept(RegretRule(per_position), [C]) == [A]  # C saves one position
 
 
 def _limited(
@@ -409,19 +372,18 @@ def _phase(
     return outcome(kept)[0], after
 
 
-@pytest.mark.parametrize(
-    ("prompt", "kept"),
-    [([A], [A]), ([D, A], [B, A]), ([D, E, A], [A]), ([E, D], [B, A]), ([D, E, D, A], [B, A])],
-)
-def test_phase_rule_reads_the_prompt(prompt: list[int], kept: list[int]) -> None:
-    """The last marker counts."""
-    tokens, after = _phase(_star(UNDECIDED, [B], A), prompt)
-    assert tokens == kept
-    assert bool(after) is (len(kept) == 2)
-
-
-def test_phase_rule_may_begin_with_the_answer() -> None:
-    assert _phase(_star(UNDECIDED, [B], A), [E, A], begin=None) == ([B, A], 1.0)
+def test_phase_rule_reads_the_prompt() -> None:
+    """The last marker counts. The phase may begin with the answer."""
+    inputs = _star(UNDECIDED, [B], A)
+    for prompt, kept in (
+        ([A], [A]),
+        ([D, A], [B, A]),
+        ([D, E, A], [A]),
+        ([E, D], [B, A]),
+        ([D, E, D, A], [B, A]),
+    ):
+        assert _phase(inputs, prompt) == (kept, float(len(kept) == 2))
+    assert _phase(inputs, [E, A], begin=None) == ([B, A], 1.0)
 
 
 def test_phase_begins_and_ends_inside_a_tree() -> None:
@@ -449,20 +411,17 @@ def test_phase_rule_keeps_the_state_of_its_rule() -> None:
 # -- selection="priced" ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("price", "kept"),
-    [
-        (0.0, [B, C, A, A]),
-        (1.6, [B, C, A, A]),  # 3 - 1.6 x .588 = 2.06
-        (1.8, [A, A, A]),  # 3 - 1.8 x .588 = 1.94 < 2
-    ],
-)
-def test_priced_path_must_pay_for_its_fuzzy_tokens(price: float, kept: list[int]) -> None:
+def test_priced_path_must_pay_for_its_fuzzy_tokens() -> None:
     """A's branch is exact and two tokens deep; B's and C's cost .182 and .405 nats."""
     tree = make_tree([0, 0, 0, 1, 2, 4], [E, A, B, A, C, A])
     p = [UNDECIDED, CERTAIN, UNDECIDED, CERTAIN, CERTAIN, CERTAIN]
     inputs = make_inputs(tree, p, [A, A, A, A, A, A])
-    assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", price))[0] == kept
+    for price, kept in (
+        (0.0, [B, C, A, A]),
+        (1.6, [B, C, A, A]),  # 3 - 1.6 x .588 = 2.06
+        (1.8, [A, A, A]),  # 3 - 1.8 x .588 = 1.94 < 2
+    ):
+        assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", price))[0] == kept
 
 
 def test_cheapest_of_equally_long_paths_is_kept() -> None:
@@ -474,13 +433,11 @@ def test_cheapest_of_equally_long_paths_is_kept() -> None:
     assert outcome(verify(inputs, AcceptanceRule(), "exact", "priced", 0.1))[0] == [D, A, A]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), LimitedRule(ExactRule(), 1.0)],
-)
-def test_rule_that_judges_whole_paths_requires_longest_selection(rule: AcceptanceRule) -> None:
-    with pytest.raises(ValueError, match="judges whole paths"):
-        verify(_star(UNDECIDED, [B], A), rule, selection="target")
+def test_rule_that_judges_whole_paths_requires_longest_selection() -> None:
+    limited = LimitedRule(ExactRule(), 1.0)
+    for rule in (DeferredRule(), TargetRule(), BudgetRule(), RegretRule(), limited):
+        with pytest.raises(ValueError, match="judges whole paths"):
+            verify(_star(UNDECIDED, [B], A), rule, selection="target")
 
 
 # -- TypicalRule (Medusa) --------------------------------------------------------------------------
@@ -498,27 +455,26 @@ def test_typical_rule_uses_the_entropy_bound() -> None:
     assert outcome(kept) == ([D, A, A], [FUZZY, FUZZY, TARGET], [0, 1, 5])
 
 
-@pytest.mark.parametrize(("epsilon", "accepted"), [(0.21, False), (0.19, True)])
-def test_typical_rule_bound_is_capped_by_epsilon(epsilon: float, accepted: bool) -> None:
+def test_typical_rule_bound_is_capped_by_epsilon() -> None:
     """With a large ``delta`` the bound is ``epsilon``; C has probability .2."""
     inputs = _star([0.5, 0.25, 0.2, 0.04, 0.01], [C], B)
-    kept = verify(inputs, TypicalRule(epsilon=epsilon, delta=5.0))
-    assert bool(kept.accepted[0, 1]) is accepted
+    for epsilon, accepted in ((0.21, False), (0.19, True)):
+        kept = verify(inputs, TypicalRule(epsilon=epsilon, delta=5.0))
+        assert bool(kept.accepted[0, 1]) is accepted
 
 
 def test_typical_rule_looks_at_the_warped_distribution() -> None:
-    """D has .04 of the raw mass, above its bound, but .001 after the temperature."""
+    """D has .04 of the raw mass, above its bound, but .001 after the temperature.
+
+    Masked tokens do not count: ``0 log 0`` is 0, where NaN would accept nothing.
+    """
     inputs = _star([0.5, 0.25, 0.2, 0.04, 0.01], [D], B)
     warped = inputs.warped.dense()
     warped[0, 0] = torch.tensor([0.9, 0.05, 0.048, 0.001, 0.001]).log()
     inputs = replace(inputs, warped=Distributions.of(warped))
     assert not verify(inputs, TypicalRule()).accepted[0, 1]
-
-
-def test_typical_rule_entropy_ignores_masked_tokens() -> None:
-    """``0 log 0`` is 0: a mask must not make the bound NaN, which would accept nothing."""
-    inputs = _star([0.5, 0.25, 0.2, 0.05, 0.0], [D, E], B)
-    assert verify(inputs, TypicalRule()).accepted.tolist() == [[True, True, False]]
+    masked = _star([0.5, 0.25, 0.2, 0.05, 0.0], [D, E], B)
+    assert verify(masked, TypicalRule()).accepted.tolist() == [[True, True, False]]
 
 
 def test_sample_selection_without_a_draft_distribution_uses_the_target_sample() -> None:

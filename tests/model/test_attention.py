@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -44,42 +44,39 @@ def _inputs(rows: int, key_heads: int, dtype: torch.dtype) -> list[Tensor]:
     return [*tensors, additive_mask(allowed, dtype)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("boolean", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("key_heads", [1, 2, HEADS])
-def test_folded_attention_equals_that_of_transformers(
-    key_heads: int, rows: int, boolean: bool, dtype: torch.dtype
-) -> None:
-    """Multi-query, grouped-query and multi-head attention."""
-    *inputs, mask = _inputs(rows, key_heads, dtype)
-    mask = mask == 0.0 if boolean else mask
-    expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, mask, scaling=0.3)
-    folded = fold_mask(mask, HEADS // key_heads)
-    assert folded.shape == (rows, 1, HEADS // key_heads * QUERIES, KEYS)
-    found, weights = tree_attention(_layer(key_heads), *inputs, folded, scaling=0.3)
-    assert weights is None
-    assert found.is_contiguous()
-    tolerance = 1e-6 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def test_folded_attention_equals_that_of_transformers() -> None:
+    """Multi-query, grouped-query and multi-head attention, with additive and boolean masks."""
+    for key_heads, rows, boolean, dtype in (
+        (1, 1, False, torch.float32),
+        (1, 3, True, torch.bfloat16),
+        (2, 1, True, torch.float32),
+        (2, 3, False, torch.bfloat16),
+        (HEADS, 3, True, torch.float32),
+        (HEADS, 1, False, torch.bfloat16),
+    ):
+        *inputs, mask = _inputs(rows, key_heads, dtype)
+        mask = mask == 0.0 if boolean else mask
+        expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, mask, scaling=0.3)
+        folded = fold_mask(mask, HEADS // key_heads)
+        assert folded.shape == (rows, 1, HEADS // key_heads * QUERIES, KEYS)
+        found, weights = tree_attention(_layer(key_heads), *inputs, folded, scaling=0.3)
+        assert weights is None
+        assert found.is_contiguous()
+        tolerance = 1e-6 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("key_heads", [2, HEADS])
-@pytest.mark.parametrize("masked", [False, True])
-def test_other_calls_get_the_attention_of_transformers(key_heads: int, masked: bool) -> None:
-    *inputs, mask = _inputs(2, key_heads, torch.float32)
-    given = mask if masked else None
-    expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, given, is_causal=True)
-    found, _ = tree_attention(_layer(key_heads), *inputs, given, is_causal=True)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("groups", [4, 8])
-def test_layers_with_own_terms_and_fewer_groups_get_a_part_of_the_mask(groups: int) -> None:
+def test_other_calls_get_the_attention_of_transformers() -> None:
     """A position bias is added by transformers; a layer may have fewer groups than others."""
+    for key_heads in (2, HEADS):
+        *inputs, mask = _inputs(2, key_heads, torch.float32)
+        for given in (mask, None):
+            expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, given, is_causal=True)
+            found, _ = tree_attention(_layer(key_heads), *inputs, given, is_causal=True)
+            assert torch.equal(found, expected)
     *inputs, mask = _inputs(2, 2, torch.float32)
     bias = torch.randn(1, HEADS, QUERIES, KEYS, generator=GENERATOR)
-    for options in ({"position_bias": bias}, {}):
+    for groups, options in ((4, {"position_bias": bias}), (8, {"position_bias": bias}), (8, {})):
         expected, _ = sdpa_attention_forward(_layer(2), *inputs, mask, **options)
         found, _ = tree_attention(_layer(2), *inputs, fold_mask(mask, groups), **options)
         torch.testing.assert_close(found, expected)
@@ -109,38 +106,27 @@ def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
 
 
 def test_overlapping_passes_keep_the_selection_until_the_last_ends() -> None:
-    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
-    inside, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with folded_queries(model, 2):
-            inside.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with folded_queries(model, 2):
-        thread.start()
-        assert inside.wait(10)
-    assert model.config._attn_implementation == TREE_ATTENTION
-    # Meanwhile, a plain call of the model computes what it always does.
-    ids = prompt(5, 2)
-    during = model(ids, attention_mask=torch.ones_like(ids)).logits
-    leave.set()
-    thread.join()
-    assert model.config._attn_implementation == "sdpa"
-    assert not attention._passes
-    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, during)
-
-
-def test_model_can_be_wrapped_while_another_thread_decodes_with_it() -> None:
-    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
-    with folded_queries(model, 2):
+    """Meanwhile, the model can be wrapped, and a plain call computes what it always does."""
+    model, ids = tiny_target(num_attention_heads=4, num_key_value_heads=2), prompt(5, 2)
+    with folded_queries(model, 2), ExitStack() as other:
+        other.enter_context(folded_queries(model, 2))
         pair = EagleFSD(model, None)
+        outer = other.pop_all()
+    assert model.config._attn_implementation == TREE_ATTENTION
+    during = model(ids, attention_mask=torch.ones_like(ids)).logits
+    outer.close()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, during)
     assert pair.generate(prompt(6), max_new_tokens=2, method="ar").sequences.shape == (1, 8)
 
 
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
-    """The self-check finds it, and decoding goes on with masks of the usual size."""
+    """The self-check finds it, and decoding goes on with masks of the usual size.
+
+    Eager attention is never folded.
+    """
+    eager = tiny_target(num_attention_heads=4, num_key_value_heads=2, attention="eager")
+    assert query_groups(eager) == 0
     model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
     shapes: list[torch.Size] = []
 
@@ -158,8 +144,3 @@ def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() ->
     shapes.clear()
     pair.generate(prompt(6), max_new_tokens=12)
     assert shapes
-
-
-def test_eager_attention_is_not_folded() -> None:
-    model = tiny_target(num_attention_heads=4, num_key_value_heads=2, attention="eager")
-    assert query_groups(model) == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -22,42 +24,34 @@ from pairs import (
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model import batch as batches
 from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
-from eagle_fsd.model.drafters.levels import LevelState
-from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.verify import VerificationInputs
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the default tiny target
 
 
-class RecordedEngine(Engine):
-    """An engine that records the address and size of its caches at every step."""
+class CacheSizes(ExactRule):
+    """Record the sizes in bytes of a pair's caches at every step, and the caches themselves."""
 
-    instances: list[RecordedEngine]
+    def __init__(self, pair: EagleFSD) -> None:
+        sizes: list[list[int]] = []
+        caches: list[TreeCache] = []
+        object.__setattr__(self, "sizes", sizes)  # the rule itself is frozen
+        object.__setattr__(self, "caches", caches)
+        check_target(pair.target)  # with caches of its own
+        for owner in (pair.target, pair.drafter):
+            owner.new_cache = partial(self._record, owner.new_cache)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.memory: list[tuple[int, ...]] = []
-        self.instances.append(self)
+    def _record(self, new_cache: Callable[[int, int], TreeCache], *shape: int) -> TreeCache:
+        self.caches.append(new_cache(*shape))
+        return self.caches[-1]
 
-    def step(self) -> StepResult:
-        caches = [self.cache]
-        if isinstance(self.draft, LevelState):
-            caches.append(self.draft.cache)
-        stores = [store for cache in caches for store in cache._stores]
-        self.memory.append(tuple(n for store in stores for n in (store.data_ptr(), store.nbytes)))
-        return super().step()
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
-    """The engines that ``generate`` creates during the test."""
-    RecordedEngine.instances = []
-    monkeypatch.setattr(batches, "Engine", RecordedEngine)
-    return RecordedEngine.instances
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        self.sizes.append([cache.nbytes for cache in self.caches])
+        return super().gate(inputs)
 
 
 def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
@@ -81,10 +75,10 @@ def contents(cache: TreeCache) -> Tensor:
     return store.unflatten(0, (LAYERS, 2)).clone()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cache_has_the_documented_size(architecture: str, dtype: torch.dtype) -> None:
+def test_cache_has_the_documented_size(architecture: str) -> None:
     """layers x 2 x rows x length x key-value heads x head size x bytes."""
+    dtype = torch.bfloat16 if architecture == "qwen2" else torch.float32
     target = Target(tiny_target(architecture, dtype=dtype))
     config = target.config
     heads = config.num_attention_heads
@@ -100,7 +94,7 @@ def test_cache_has_the_documented_size(architecture: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_move_reads_all_slots_before_writing(device: str) -> None:
+def test_moves_read_everything_before_writing(device: str) -> None:
     """Slots are both source and target, in both directions, and differ between rows."""
     cache = numbered(device=device)
     before = contents(cache)
@@ -112,15 +106,10 @@ def test_move_reads_all_slots_before_writing(device: str) -> None:
         expected[:, :, row, target[row]] = before[:, :, row, source[row]]
     assert torch.equal(contents(cache), expected)
     assert not torch.equal(expected, before)
-
-
-def test_copy_rows_swaps_every_layer() -> None:
-    cache = numbered()
-    before = contents(cache)
     cache.copy_rows([2, 0], [0, 2], 5)
-    expected = before.clone()
-    expected[:, :, 0, :5], expected[:, :, 2, :5] = before[:, :, 2, :5], before[:, :, 0, :5]
-    assert torch.equal(contents(cache), expected)
+    swapped = expected.clone()
+    swapped[:, :, 0, :5], swapped[:, :, 2, :5] = expected[:, :, 2, :5], expected[:, :, 0, :5]
+    assert torch.equal(contents(cache), swapped)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,73 +133,59 @@ def test_update_writes_each_row_at_its_own_positions(device: str) -> None:
     assert torch.equal(contents(cache), before)  # nothing else was changed
 
 
-@pytest.mark.parametrize("length", [1, VIEW_STEP, 5 * VIEW_STEP + 5, 3000])
-def test_few_numbers_of_keys_and_none_much_too_large(length: int) -> None:
-    cache = TreeCache(1, length)
-    sizes = set()
-    for needed in range(1, length + 1):
-        keys = cache.keys(needed, torch.device("cpu"))
-        assert torch.equal(keys, torch.arange(len(keys)))
-        assert keys.data_ptr() == cache.keys(1, keys.device).data_ptr()
-        assert needed <= len(keys) <= length
-        assert len(keys) < max(needed + VIEW_STEP, 1.125 * needed)
-        sizes.add(len(keys))
-    assert len(sizes) <= 16 + 8 * max(0, math.log2(length / (16 * VIEW_STEP))) + 1
+def test_few_numbers_of_keys_and_none_much_too_large() -> None:
+    for length in (1, VIEW_STEP, 5 * VIEW_STEP + 5, 3000):
+        cache = TreeCache(1, length)
+        sizes = set()
+        for needed in range(1, length + 1):
+            keys = cache.keys(needed, torch.device("cpu"))
+            assert torch.equal(keys, torch.arange(len(keys)))
+            assert keys.data_ptr() == cache.keys(1, keys.device).data_ptr()
+            assert needed <= len(keys) <= length
+            assert len(keys) < max(needed + VIEW_STEP, 1.125 * needed)
+            sizes.add(len(keys))
+        assert len(sizes) <= 16 + 8 * max(0, math.log2(length / (16 * VIEW_STEP))) + 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_additive_mask_gives_hidden_keys_zero_weight(dtype: torch.dtype) -> None:
+def test_additive_mask_gives_hidden_keys_zero_weight() -> None:
     """It is finite, so that no row can become NaN."""
     allowed = torch.tensor([[[True, False, True], [False, True, False]]])
-    mask = additive_mask(allowed, dtype)
-    assert mask.shape == (1, 1, 2, 3)
-    assert mask.dtype == dtype
-    assert mask.isfinite().all()
-    weights = (mask.float() + torch.tensor([3.0, 9.0, -4.0])).softmax(-1)
-    assert torch.equal(weights[0, 0] > 0, allowed[0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mask = additive_mask(allowed, dtype)
+        assert (mask.shape, mask.dtype) == ((1, 1, 2, 3), dtype)
+        assert mask.isfinite().all()
+        weights = (mask.float() + torch.tensor([3.0, 9.0, -4.0])).softmax(-1)
+        assert torch.equal(weights[0, 0] > 0, allowed[0])
 
 
-@pytest.mark.parametrize("threshold", [0.0, 10.0])
-def test_caches_are_allocated_once_with_the_size_of_the_call(
-    threshold: float, engines: list[RecordedEngine]
-) -> None:
+def test_caches_are_allocated_once_with_the_size_of_the_call() -> None:
     """The longest prompt without its last token, the new tokens, and one tree."""
     model = new_random_pair()
+    rule, tree = CacheSizes(model), model.tree
     ids, mask = left_padded(prompt(13), prompt(5))
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=30, threshold=threshold)
-    (engine,) = engines
-    tree = model.tree
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=30, rule=rule)
     length = 12 + 30 + tree.total_tokens
-    assert engine.cache.nbytes == LAYERS * 2 * 2 * length * KV_HEADS * HEAD_SIZE * 4
-    drafted = tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
-    assert isinstance(engine.draft, LevelState)
-    assert engine.draft.cache.nbytes == 1 * 2 * 2 * (12 + 30 + drafted) * KV_HEADS * HEAD_SIZE * 4
-    assert len(engine.memory) == out.stats.passes > 5
-    assert len(set(engine.memory)) == 1
+    drafted = 12 + 30 + tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
+    slot = 2 * KV_HEADS * HEAD_SIZE * 4  # bytes of keys and values
+    assert len(rule.sizes) == out.stats.passes > 5
+    assert rule.sizes == [[LAYERS * 2 * length * slot, 2 * drafted * slot]] * len(rule.sizes)
+    model.generate(prompt(9), max_new_tokens=20, method="ar")  # without a tree and a head
+    assert [cache.nbytes for cache in rule.caches[2:]] == [LAYERS * (8 + 20 + 1) * slot]
 
 
-def test_plain_decoding_allocates_no_tree_and_no_head_cache(
-    engines: list[RecordedEngine],
-) -> None:
-    new_random_pair().generate(prompt(9), max_new_tokens=20, method="ar")
-    (engine,) = engines
-    assert engine.cache.nbytes == LAYERS * 2 * 1 * (8 + 20 + 1) * KV_HEADS * HEAD_SIZE * 4
-    assert not isinstance(engine.draft, LevelState)
-    assert len(set(engine.memory)) == 1
-
-
-def test_dropping_rows_keeps_the_memory(engines: list[RecordedEngine]) -> None:
-    model = aligned_pair()
+def test_dropping_rows_keeps_the_memory() -> None:
+    base = aligned_pair()
+    model = EagleFSD(base.model, copy.deepcopy(base.drafter), base.tree)
     ids, mask = left_padded(prompt(6, 1), prompt(9, 2), prompt(3, 3))
-    options = {"attention_mask": mask, "max_new_tokens": 25}
-    full = model.generate(ids, **options)
-    ended = model.generate(ids, **options, eos_token_id=int(full.sequences[0, 9 + 4]))
+    full = base.generate(ids, mask, max_new_tokens=25)
+    rule = CacheSizes(model)
+    ended = model.generate(ids, mask, 25, rule=rule, eos_token_id=int(full.sequences[0, 9 + 4]))
     assert (ended.origins == 0).any(), "no row ended before the others"
-    assert [len(set(engine.memory)) for engine in engines] == [1, 1]
+    assert len(rule.caches) == 2
+    assert rule.sizes == rule.sizes[:1] * len(rule.sizes)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 10.0])
-@pytest.mark.parametrize("method", ["fsd", "ar"])
+@pytest.mark.parametrize(("method", "threshold"), [("fsd", 0.0), ("fsd", 10.0), ("ar", 0.0)])
 def test_memory_does_not_grow_with_steps(method: str, threshold: float) -> None:
     """All tensors together take the same number of bytes after an early and after a late step."""
     gc.collect()
@@ -219,10 +194,7 @@ def test_memory_does_not_grow_with_steps(method: str, threshold: float) -> None:
         chunks = new_random_pair().stream(
             prompt(5), max_new_tokens=50, method=method, threshold=threshold, seed=0
         )
-        sizes = []
-        for number, _chunk in enumerate(chunks):
-            if number in (2, 8):
-                sizes.append(_bytes_alive())
+        sizes = [_bytes_alive() for number, _chunk in enumerate(chunks) if number in (2, 8)]
     finally:
         gc.unfreeze()
     assert len(sizes) == 2
@@ -266,13 +238,6 @@ def test_head_shares_embedding_and_output_projection_with_the_target() -> None:
         model.lm_head.weight[5] += 1.0
     assert torch.equal(head.embed(tokens), 2.0 * embedded)
     assert not torch.allclose(head.log_probs(features), log_probs)
-
-
-def test_casting_the_head_does_not_cast_the_target() -> None:
-    model = tiny_target()
-    pair = EagleFSD(model, untrained_head(model))
-    pair.drafter.to(torch.bfloat16)
-    assert Target(model).dtype == model.get_input_embeddings().weight.dtype == torch.float32
 
 
 def _bytes_alive() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -124,31 +125,31 @@ def test_a_threshold_and_another_rule_replace_each_other() -> None:
         other.updated(rule="margin", threshold=0.2)
 
 
-@pytest.mark.parametrize("selection", ["longest", "priced", "target", "sample"])
-@pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("name", RULES)
-def test_named_rules_decode_or_are_rejected(name: str, limit: float | None, selection: str) -> None:
+def test_named_rules_decode_or_are_rejected() -> None:
     """No valid configuration fails in the middle of decoding, where it would end a whole batch."""
-    pair = aligned_pair()
-    values = {"rule": name, "max_fuzzy_nats": limit, "selection": selection}
-    impossible = selection in ("target", "sample") or (
-        limit is not None and RULES[name].replaces_samples
-    )
-    if impossible:
-        with pytest.raises(OptionsError, match=r"needs selection|has no fuzzy tokens"):
-            AcceptanceConfig.from_dict(values)
-    else:
+    pair, decoded = aligned_pair(), set()
+    for name, limit, selection in itertools.product(
+        RULES, (None, 2.0), ("longest", "priced", "target", "sample")
+    ):
+        values = {"rule": name, "max_fuzzy_nats": limit, "selection": selection}
+        if selection in ("target", "sample") or (limit and RULES[name].replaces_samples):
+            with pytest.raises(OptionsError, match=r"needs selection|has no fuzzy tokens"):
+                AcceptanceConfig.from_dict(values)
+            continue
         acceptance = AcceptanceConfig.from_dict(values)
-        out = pair.generate(*batch(), 4, acceptance=acceptance, temperature=1.0, seed=1)
-        assert out.stats.tokens == 4 * len(batch()[0])
+        kind = type(RULES[name]), limit or selection  # once for each kind of rule
+        if kind not in decoded:
+            decoded.add(kind)
+            out = pair.generate(*batch(), 4, acceptance=acceptance, temperature=1.0, seed=1)
+            assert out.stats.tokens == 4 * len(batch()[0])
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_named_rules_are_stored_and_read(name: str, tmp_path: Path) -> None:
-    acceptance = AcceptanceConfig(rule=name)
-    assert rule_for(acceptance) == RULES[name]
-    path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
-    assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
+def test_named_rules_are_stored_and_read(tmp_path: Path) -> None:
+    for name, rule in RULES.items():
+        acceptance = AcceptanceConfig(rule=name)
+        assert rule_for(acceptance) == rule
+        path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
+        assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
     assert "rule" not in AcceptanceConfig().model_dump()
 
 

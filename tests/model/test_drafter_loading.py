@@ -58,16 +58,7 @@ def save_kind(kind: str, folder: Path, model: PreTrainedModel) -> type[Drafter]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "eagle-2",
-        "eagle-2 bin",
-        "eagle-3",
-        "eagle-3 bin",
-        "eagle-3 speculators",
-        "draft model",
-        "draft model in shards",
-    ],
+    "kind", ["eagle-2 bin", "eagle-3", "eagle-3 speculators", "draft model in shards"]
 )
 def test_kind_follows_from_the_files(kind: str, model: PreTrainedModel, tmp_path: Path) -> None:
     """Every kind decodes exactly."""
@@ -79,69 +70,60 @@ def test_kind_follows_from_the_files(kind: str, model: PreTrainedModel, tmp_path
     assert torch.equal(out.sequences, greedy_reference(model, ids, new=12))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("ngram", NGramDrafter), ("adaptive-ngram", AdaptiveNGramDrafter)]
-)
-def test_ngram_drafters_have_names(
-    name: str, kind: type[Drafter], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ngram_drafters_have_names(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked up on the Hub."""
     monkeypatch.setattr(checkpoint, "find_file", None)
-    assert type(load_drafter(name, Target(model))) is kind
-    assert type(EagleFSD.from_pretrained(model, name).drafter) is kind
+    for name, kind in (("ngram", NGramDrafter), ("adaptive-ngram", AdaptiveNGramDrafter)):
+        assert type(load_drafter(name, Target(model))) is kind
+        assert type(EagleFSD.from_pretrained(model, name).drafter) is kind
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_parallel_head_is_rejected(prefix: str, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_parallel_head_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
     save_eagle3(untrained_eagle3(model), tmp_path)
     state = checkpoint.read_weights(tmp_path) | {"mask_hidden": torch.zeros(1, 96)}
-    save_file(
-        {prefix + name: tensor for name, tensor in state.items()}, tmp_path / "model.safetensors"
-    )
-    with pytest.raises(CheckpointError, match="is a P-EAGLE head"):
-        load_drafter(tmp_path, Target(model))
+    for prefix in ("", "model."):
+        tensors = {prefix + name: tensor for name, tensor in state.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert_rejected(tmp_path, "is a P-EAGLE head", model)
 
 
-def test_folder_without_a_drafter_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Medusa heads, for example."""
+def test_folder_without_a_usable_drafter_is_rejected(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Files that are missing or damaged, and Medusa heads."""
+    for number, (files, message) in enumerate(
+        (
+            ({}, "has no config.json"),
+            ({"config.json": "{}"}, "has neither model.safetensors nor pytorch_model.bin"),
+            ({"config.json": "[]"}, "not a JSON object"),
+            ({"config.json": "{}", "model.safetensors": "x"}, "model.safetensors"),
+            ({"config.json": "{}", "model.safetensors.index.json": "{}"}, "has no weight_map"),
+            ({"config.json": "{}", "model.safetensors.index.json": "["}, "index.json"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        assert_rejected(folder, message, model)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa"}))
     save_file({"0.linear.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"neither an EAGLE head .*model_type medusa"
-    ) as error:
-        load_drafter(tmp_path, Target(model))
-    assert str(error.value).isprintable()
+    assert_rejected(tmp_path, r"neither an EAGLE head .*model_type medusa", model)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "has no config.json"),
-        ({"config.json": "{}"}, "has neither model.safetensors nor pytorch_model.bin"),
-        ({"config.json": "[]"}, "not a JSON object"),
-        ({"config.json": "{}", "model.safetensors": "x"}, "model.safetensors"),
-        ({"config.json": "{}", "model.safetensors.index.json": "{}"}, "has no weight_map"),
-        ({"config.json": "{}", "model.safetensors.index.json": "["}, "index.json"),
-    ],
-)
-def test_incomplete_folder_is_rejected(
-    files: dict[str, str], message: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def assert_rejected(name: Path | str, message: str, model: PreTrainedModel) -> None:
+    """Loading raises an error of one line."""
     with pytest.raises(CheckpointError, match=message) as error:
-        load_drafter(tmp_path, Target(model))
-    assert str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("name", ["no-such-folder", "no-such/head"])
-def test_unknown_name_raises_one_line(
-    name: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=name) as error:
         load_drafter(name, Target(model))
     assert str(error.value).isprintable()
+
+
+def test_unknown_name_raises_one_line(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("no-such-folder", "no-such/head"):
+        assert_rejected(name, name, model)
 
 
 def test_names_of_shards_are_read_from_the_index_alone(

@@ -1,26 +1,39 @@
-"""The EAGLE head by itself."""
+"""Draft heads by themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from eagle3_heads import target_model, untrained_eagle3
 from pairs import MODEL_SIZES, VOCAB_SIZE, tiny_target, untrained_head
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config
 
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import Target
 
 
-def eager_target() -> PreTrainedModel:
-    """A family whose layers support eager attention only."""
+def eagle_head() -> DraftHead:
+    model = tiny_target()
+    return untrained_head(model).attach(Target(model))
+
+
+def eager_head() -> DraftHead:
+    """A head of a family whose layers support eager attention only."""
     config = Gemma2Config(**{**MODEL_SIZES, "head_dim": 8, "sliding_window": 128})
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    return untrained_head(model).attach(Target(model))
 
 
-@pytest.mark.parametrize("make_target", [tiny_target, eager_target])
-def test_head_without_a_mask_is_causal(make_target: type) -> None:
+def eagle3_head() -> DraftHead:
+    return untrained_eagle3(target_model(), num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("make", [eagle_head, eager_head, eagle3_head])
+def test_head_without_a_mask_is_causal(make: Callable[[], DraftHead]) -> None:
     """Training runs the head without a mask: later features must not change earlier outputs."""
-    model = make_target()
-    head = untrained_head(model).attach(Target(model))
+    head = make()
     features = torch.randn(
         1, 8, MODEL_SIZES["hidden_size"], generator=torch.Generator().manual_seed(0)
     )

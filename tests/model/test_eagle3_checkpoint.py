@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from eagle3_heads import (
     target_model,
     untrained_eagle3,
 )
-from pairs import ACCEPT_ALL, VOCAB_SIZE, prompt, small_tree
+from pairs import (
+    ACCEPT_ALL,
+    LLAMA3_ROPE,
+    VOCAB_SIZE,
+    one_line,
+    prompt,
+    small_tree,
+    write_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
@@ -59,25 +68,22 @@ def published(
     layers = {
         "model_type": made.config.model_type,
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": made.config.hidden_size,
-        "intermediate_size": made.config.intermediate_size,
-        "num_attention_heads": made.config.num_attention_heads,
-        "num_key_value_heads": made.config.num_key_value_heads,
-        "num_hidden_layers": made.config.num_hidden_layers,
-        "head_dim": made.config.head_dim,
         "max_position_embeddings": 256,
-        "rms_norm_eps": made.config.rms_norm_eps,
         "rope_theta": 10000.0,
-        "rope_scaling": {
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "rope_type": "llama3",
-        },
+        "rope_scaling": {name: LLAMA3_ROPE[name] for name in LLAMA3_ROPE if name != "rope_theta"},
         "attention_bias": False,
         "torch_dtype": "float32",
     }
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "head_dim",
+        "rms_norm_eps",
+    ):
+        layers[name] = getattr(made.config, name)
     values: dict[str, Any] = {"draft_vocab_size": made.draft_vocab_size}
     values |= {name: True for name, given in vars(made.flags).items() if given}
     if layout == "speculators":
@@ -94,30 +100,26 @@ def published(
         }
     else:
         values |= {"architectures": ["LlamaForCausalLMEagle3"], **layers}
-    for name, value in (config or {}).items():
-        values.pop(name, None)
-        if value is not None:
-            values[name] = value
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    state: dict[str, Tensor | None] = dict(made.state_dict())
+    state = dict(made.state_dict())
     if made.token_ids is not None:
         state["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
         state["t2d"][made.token_ids] = True
     if layout == "eagle":
         state = {name.replace("layers.0.", "midlayer."): item for name, item in state.items()}
-    state |= tensors or {}
     for old, new in (rename or {}).items():
         state = {
             new + name.removeprefix(old) if name.startswith(old) else name: item
             for name, item in state.items()
         }
-    kept = {name: item.clone() for name, item in state.items() if item is not None}
-    if file.endswith(".bin"):
-        torch.save(kept, folder / file)
-    else:
-        save_file(kept, folder / file)
+    write_checkpoint(folder, values, state, file, config, tensors)
     return made
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change a head's ``config.json``."""
+    values = json.loads((folder / "config.json").read_text())
+    edit(values)
+    (folder / "config.json").write_text(json.dumps(values))
 
 
 def same_head(one: Eagle3Head, other: Eagle3Head) -> bool:
@@ -134,14 +136,6 @@ def same_head(one: Eagle3Head, other: Eagle3Head) -> bool:
             for head in (one, other)
         ]
     return torch.equal(*found) and all(torch.equal(state[name], expected[name]) for name in state)
-
-
-def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
-    """Return the message after checking that it is a single printable line."""
-    message = str(error.value)
-    assert message
-    assert message.isprintable()
-    return message
 
 
 def rejected(path: Path, model: PreTrainedModel) -> str:
@@ -166,22 +160,36 @@ def test_published_head_loads(
     assert torch.equal(head.token_ids, draft_tokens())
     assert not head.training
     assert not any(item.requires_grad for item in head.parameters())
+    half = Target(target_model(dtype=torch.bfloat16))
+    head = load_eagle3(tmp_path, half)
+    assert {item.dtype for item in head.parameters()} == {torch.bfloat16}
+    assert torch.equal(head.token_ids, draft_tokens())
+    assert load_eagle3(tmp_path, half, torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("layout", "rename"),
-    [
-        ("eagle", {"midlayer.": "layers.0."}),
-        ("eagle", {"": "model."}),
-        ("speculators", {"layers.": "model.layers."}),
-        ("speculators", {"layers.0.": "midlayer."}),
-    ],
-)
-def test_tensor_names_vary(
-    layout: str, rename: dict[str, str], model: PreTrainedModel, tmp_path: Path
-) -> None:
-    expected = published(tmp_path, model, layout, rename=rename)
-    assert same_head(load_eagle3(tmp_path, Target(model)), expected)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_variants_load(layout: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Flags, sizes and families, and names of tensors and fields that differ between projects."""
+    first = "midlayer." if layout == "eagle" else "layers.0."
+    aux = {"fc_norm": None, "use_aux_norm": True}  # SGLang's name
+    wide = {"hidden_size": 48, "embedding": True, "config": {"target_hidden_size": 32}}
+    for number, options in enumerate(
+        (
+            {"flags": Eagle3Flags(norm_before_residual=True)},
+            {"flags": Eagle3Flags(norm_before_fc=True)},
+            {"flags": Eagle3Flags(fc_norm=True, norm_output=True)},
+            {"flags": Eagle3Flags(bias=True)},
+            {"flags": Eagle3Flags(fc_norm=True), "config": aux},
+            {"family": Qwen3Config, "num_hidden_layers": 2},
+            {"draft_vocab_size": VOCAB_SIZE},
+            {"tensors": {"t2d": None}},  # a map to the target alone is enough
+            {"rename": {first: "midlayer." if layout == "speculators" else "layers.0."}},
+            {"rename": {"": "model."}},
+            wide,
+        )
+    ):
+        expected = published(tmp_path / str(number), model, layout, **options)
+        assert same_head(load_eagle3(tmp_path / str(number), Target(model)), expected), options
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -203,101 +211,39 @@ def test_shards_are_read_by_their_index(file: str, model: PreTrainedModel, tmp_p
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"flags": Eagle3Flags(norm_before_residual=True)},
-        {"flags": Eagle3Flags(norm_before_fc=True)},
-        {"flags": Eagle3Flags(fc_norm=True, norm_output=True)},
-        {"flags": Eagle3Flags(bias=True)},
-        {"family": Qwen3Config},
-        {"num_hidden_layers": 2},
-        {"draft_vocab_size": VOCAB_SIZE},
-    ],
-    ids=str,
-)
-def test_variants_load(
-    head: dict[str, Any], layout: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    expected = published(tmp_path, model, layout, **head)
-    assert same_head(load_eagle3(tmp_path, Target(model)), expected)
-
-
-def test_use_aux_norm_is_fc_norm(model: PreTrainedModel, tmp_path: Path) -> None:
-    """SGLang's name."""
-    expected = published(
-        tmp_path,
-        model,
-        flags=Eagle3Flags(fc_norm=True),
-        config={"fc_norm": None, "use_aux_norm": True},
-    )
-    assert same_head(load_eagle3(tmp_path, Target(model)), expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("maps", [False, True])
 def test_vocabulary_of_the_target_needs_no_map(
-    maps: bool, layout: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """``draft_vocab_size`` is ``V`` or absent; a map that changes nothing is ignored."""
-    tensors = {"d2t": torch.zeros(VOCAB_SIZE).long(), "t2d": torch.ones(VOCAB_SIZE).bool()}
-    expected = published(
-        tmp_path,
-        model,
-        layout,
-        draft_vocab_size=VOCAB_SIZE,
-        config=None if maps else {"draft_vocab_size": None},
-        tensors=tensors if maps else {},
-    )
-    head = load_eagle3(tmp_path, Target(model))
-    assert same_head(head, expected)
-    assert (head.token_ids, head.vocab_size, head.projects) == (None, VOCAB_SIZE, False)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_null_vocabulary_is_the_projection_of_the_target(
     layout: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
+    """``draft_vocab_size`` is ``V`` or absent; a map that changes nothing is ignored. Null stands
+    for the target's projection."""
+    maps = {"d2t": torch.zeros(VOCAB_SIZE).long(), "t2d": torch.ones(VOCAB_SIZE).bool()}
+    for options in ({"tensors": maps}, {"config": {"draft_vocab_size": None}}):
+        expected = published(tmp_path, model, layout, draft_vocab_size=VOCAB_SIZE, **options)
+        head = load_eagle3(tmp_path, Target(model))
+        assert same_head(head, expected)
+        assert (head.token_ids, head.vocab_size, head.projects) == (None, VOCAB_SIZE, False)
     expected = published(tmp_path, model, layout, draft_vocab_size=None)
-    values = json.loads((tmp_path / "config.json").read_text()) | {"draft_vocab_size": None}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    edit_config(tmp_path, lambda values: values.update(draft_vocab_size=None))
     head = load_eagle3(tmp_path, Target(model))
     assert same_head(head, expected)
     assert (head.token_ids, head.vocab_size, head.projects) == (None, VOCAB_SIZE, True)
+    for name, tensor, message in (
+        ("d2t", torch.arange(VOCAB_SIZE), "d2t is not zero"),
+        ("t2d", torch.arange(VOCAB_SIZE) > 3, "t2d lacks tokens"),
+    ):
+        published(tmp_path, model, layout, draft_vocab_size=VOCAB_SIZE, tensors={name: tensor})
+        assert message in rejected(tmp_path, model)
 
 
-def test_map_to_the_target_alone_is_enough(model: PreTrainedModel, tmp_path: Path) -> None:
-    expected = published(tmp_path, model, tensors={"t2d": None})
-    assert same_head(load_eagle3(tmp_path, Target(model)), expected)
-
-
-@pytest.mark.parametrize("own", [True, False])
 def test_embedding_is_kept_if_it_is_not_the_target_copy(
-    own: bool, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    table = model.get_input_embeddings().weight.detach()
-    published(tmp_path, model, tensors={"embed_tokens.weight": table.flip(0) if own else table})
-    head = load_eagle3(tmp_path, Target(model))
-    assert (head.embed_tokens is not None) == own
-    assert torch.equal(head.embed(torch.tensor([4])), table[VOCAB_SIZE - 5 if own else 4][None])
-
-
-def test_head_wider_than_its_target_loads(model: PreTrainedModel, tmp_path: Path) -> None:
-    expected = published(
-        tmp_path, model, hidden_size=48, embedding=True, config={"target_hidden_size": 32}
-    )
-    assert same_head(load_eagle3(tmp_path, Target(model)), expected)
-
-
-def test_weights_get_the_dtype_of_the_target_by_default(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    published(tmp_path, model)
-    half = Target(target_model(dtype=torch.bfloat16))
-    head = load_eagle3(tmp_path, half)
-    assert {item.dtype for item in head.parameters()} == {torch.bfloat16}
-    assert torch.equal(head.token_ids, draft_tokens())
-    assert load_eagle3(tmp_path, half, torch.float32).dtype == torch.float32
+    table = model.get_input_embeddings().weight.detach()
+    for embedding in (table.flip(0), table):
+        published(tmp_path, model, tensors={"embed_tokens.weight": embedding})
+        head = load_eagle3(tmp_path, Target(model))
+        assert (head.embed_tokens is None) == (embedding is table)
+        assert torch.equal(head.embed(torch.tensor([4])), embedding[[4]])
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -312,41 +258,30 @@ BOTH: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("binary", [False, True])
-@pytest.mark.parametrize(
-    ("layout", "head"),
-    [
-        *(("eagle", head) for head in BOTH),
-        *(("speculators", head) for head in BOTH),
-        ("eagle", {"flags": Eagle3Flags(bias=True)}),
-        ("eagle", {"draft_vocab_size": None}),
-        ("speculators", {"family": Qwen3Config}),
-    ],
-    ids=str,
-)
-def test_saved_head_loads_as_it_was(
-    head: dict[str, Any], layout: str, binary: bool, model: PreTrainedModel, tmp_path: Path
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_head_loads_as_it_was(layout: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    own: list[dict[str, Any]] = [{"family": Qwen3Config}]
+    if layout == "eagle":
+        own = [{"flags": Eagle3Flags(bias=True)}, {"draft_vocab_size": None}]
+    for number, head in enumerate([*BOTH, *own]):
+        made = untrained_eagle3(model, **head)
+        made.reads = (1, 4, 5)  # not the default
+        folder = tmp_path / str(number)
+        save_eagle3(made, folder, layout, binary=number % 2 == 0)
+        assert same_head(load_eagle3(folder, Target(model)), made), head
+
+
+def test_head_that_the_layout_cannot_hold_is_rejected(
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    made = untrained_eagle3(model, **head)
-    made.reads = (1, 4, 5)  # not the default
-    save_eagle3(made, tmp_path, layout, binary=binary)
-    assert same_head(load_eagle3(tmp_path, Target(model)), made)
-
-
-@pytest.mark.parametrize(
-    ("layout", "head", "message"),
-    [
+    for layout, head, message in (
         ("speculators", {"flags": Eagle3Flags(bias=True)}, "has no bias in fc"),
         ("speculators", {"draft_vocab_size": None}, "needs a head with an output projection"),
         ("eagle", {"family": Qwen3Config}, "for Llama layers; got qwen3: use the speculators"),
-    ],
-)
-def test_head_that_the_layout_cannot_hold_is_rejected(
-    layout: str, head: dict[str, Any], message: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        save_eagle3(untrained_eagle3(model, **head), tmp_path, layout)
-    assert not any(tmp_path.iterdir())
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_eagle3(untrained_eagle3(model, **head), tmp_path, layout)
+        assert not any(tmp_path.iterdir())
 
 
 def test_eagle_layout_has_the_names_that_others_read(
@@ -421,59 +356,47 @@ def test_declared_rule_survives_a_round_trip(model: PreTrainedModel, tmp_path: P
         save_eagle3(head, tmp_path, "eagle", rule=rule)
 
 
-@pytest.mark.parametrize(
-    ("fields", "rule"),
-    [
+def test_declared_rule_is_none_where_it_is_lossless(model: PreTrainedModel, tmp_path: Path) -> None:
+    published(tmp_path, model)
+    assert declared_rule(tmp_path) is None
+    rule = TopKRule(3, ratio=math.exp(-0.5))
+    for fields, expected in (
         ({}, None),
         ({"verifier_accept_k": 5}, None),
         ({"accept_tolerance": 2.0}, None),
-        ({"verifier_accept_k": 3, "accept_tolerance": 0.5}, TopKRule(3, ratio=math.exp(-0.5))),
-    ],
-)
-def test_declared_rule_is_none_where_it_is_lossless(
-    fields: dict[str, Any], rule: TopKRule | None, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, "speculators")
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["speculators_config"]["proposal_methods"][0] |= fields
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert declared_rule(tmp_path) == rule
+        ({"verifier_accept_k": 3, "accept_tolerance": 0.5}, rule),
+    ):
+        declare(tmp_path, model, fields)
+        assert declared_rule(tmp_path) == expected
+    for fields in (
+        {"verifier_accept_k": 0},
+        {"accept_tolerance": -1},
+        {"accept_tolerance": "much"},
+    ):
+        declare(tmp_path, model, fields)
+        with pytest.raises(CheckpointError, match="speculators_config"):
+            declared_rule(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"verifier_accept_k": 0}, {"accept_tolerance": -1}, {"accept_tolerance": "much"}]
-)
-def test_invalid_declared_rule_is_rejected(
-    fields: dict[str, Any], model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, "speculators")
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["speculators_config"]["proposal_methods"][0] |= fields
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="speculators_config"):
-        declared_rule(tmp_path)
-
-
-def test_eagle_layout_declares_no_rule(model: PreTrainedModel, tmp_path: Path) -> None:
-    published(tmp_path, model)
-    assert declared_rule(tmp_path) is None
+def declare(folder: Path, model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """Write a head whose proposal method has these fields."""
+    published(folder, model, "speculators")
+    edit_config(
+        folder,
+        lambda values: values["speculators_config"]["proposal_methods"][0].update(fields),
+    )
 
 
 def test_log_gap_rule_bounds_rank_and_log_probability(model: PreTrainedModel) -> None:
     """Every fuzzy token is among the target's ``top``, and within the gap of the largest.
 
-    A wide gap is the same as a probability gap of 1, and a gap of 0 is lossless.
+    A gap of 0 is lossless, and so is one token.
     """
     pair = EagleFSD(model, untrained_eagle3(model), small_tree())
-    ids, options = prompt(8), {"max_new_tokens": 40}
+    ids, options = prompt(8), {"max_new_tokens": 20}
     exact = pair.generate(ids, **options).sequences
-    assert torch.equal(pair.generate(ids, rule=TopKRule(50, ratio=1.0), **options).sequences, exact)
-    assert torch.equal(pair.generate(ids, rule=TopKRule(1, ratio=1e-4), **options).sequences, exact)
-    wide = [
-        pair.generate(ids, rule=rule, **options).sequences
-        for rule in (TopKRule(9, ratio=1e-40), TopKRule(9))
-    ]
-    assert torch.equal(*wide)
+    for rule in (TopKRule(50, ratio=1.0), TopKRule(1, ratio=1e-4)):
+        assert torch.equal(pair.generate(ids, rule=rule, **options).sequences, exact)
     top, gap = 30, 2.5
     out = pair.generate(ids, rule=TopKRule(top, ratio=math.exp(-gap)), **options)
     assert out.stats.as_dict()["origins"]["fuzzy"] > 2
@@ -487,9 +410,12 @@ def test_log_gap_rule_bounds_rank_and_log_probability(model: PreTrainedModel) ->
 # -- hidden states ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "config", "reads"),
-    [
+def test_outputs_and_inputs_of_layers_are_told_apart(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbering is measured only where it is ambiguous."""
+    monkeypatch.setattr(eagle3_checkpoint, "detect_layers", None)
+    for layout, config, reads in (
         ("eagle", {"eagle_config": {IDS: [0, 2, 4]}}, (1, 3, 5)),
         ("eagle", {"eagle_config": {IDS: [1, 2, 3]}}, (2, 3, 4)),
         ("eagle", {"eagle_config": {IDS: []}}, (2, 3, 4)),
@@ -499,20 +425,14 @@ def test_log_gap_rule_bounds_rank_and_log_probability(model: PreTrainedModel) ->
         ("speculators", {IDS: [2, 3, 4]}, (2, 3, 4)),
         ("speculators", {IDS: [0, 3, 6], "eagle_config": {IDS: [-1, 2, 5]}}, (0, 3, 6)),
         ("eagle", {"eagle_config": {IDS: [1, 2, 3]}, IDS: [5, 6, 7]}, (2, 3, 4)),
-    ],
-)
-def test_outputs_and_inputs_of_layers_are_told_apart(
-    layout: str,
-    config: dict[str, Any],
-    reads: tuple[int, ...],
-    model: PreTrainedModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The numbering is measured only where it is ambiguous."""
-    monkeypatch.setattr(eagle3_checkpoint, "detect_layers", None)
-    published(tmp_path, model, layout, config=config)
-    assert load_eagle3(tmp_path, Target(model)).reads == reads
+    ):
+        published(tmp_path, model, layout, config=config)
+        assert load_eagle3(tmp_path, Target(model)).reads == reads
+    for ids in ([2, 3, 7], [2, -1, 4]):
+        published(tmp_path, model, "speculators", config={IDS: ids})
+        with pytest.raises(ValueError, match="the target has layers 0 to 6") as error:
+            load_eagle3(tmp_path, Target(model))
+        one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -532,10 +452,7 @@ def test_ambiguous_numbering_is_measured_and_reported(
 ) -> None:
     pair = aligned_eagle3_pair(active=active)
     save_eagle3(pair.drafter, tmp_path, layout)
-    values = json.loads((tmp_path / "config.json").read_text())
-    values.pop("eagle_config", None)
-    values.pop(IDS, None)
-    (tmp_path / "config.json").write_text(json.dumps(values | config))
+    edit_config(tmp_path, lambda values: (values.pop("eagle_config", None), values.update(config)))
     with caplog.at_level(logging.WARNING):
         head = load_eagle3(tmp_path, pair.target)
     assert head.reads == (2, 3, 4)
@@ -556,16 +473,6 @@ def test_numbering_is_assumed_where_measuring_is_expensive(
         assert load_eagle3(tmp_path, Target(model)).reads == (1, 2, 3)
     assert "assuming the inputs of layers (1, 2, 3)" in caplog.text
     assert "doctor" in caplog.text
-
-
-@pytest.mark.parametrize("ids", [[2, 3, 7], [2, -1, 4]])
-def test_hidden_states_that_the_target_lacks_are_rejected(
-    ids: list[int], model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, "speculators", config={IDS: ids})
-    with pytest.raises(ValueError, match="the target has layers 0 to 6") as error:
-        load_eagle3(tmp_path, Target(model))
-    one_line(error)
 
 
 # -- a published 8B head ---------------------------------------------------------------------------
@@ -650,121 +557,58 @@ def test_head_of_the_size_of_a_published_8b_head_loads(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "d2t",
-        "layers.0.hidden_norm.weight",
-        "layers.0.self_attn.q_proj.weight",
-        "layers.0.mlp.up_proj.weight",
-    ],
-)
-def test_missing_tensor_is_named(
-    name: str, layout: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    written = name.replace("layers.0.", "midlayer.") if layout == "eagle" else name
-    published(tmp_path, model, layout, tensors={written: None})
-    assert rejected(tmp_path, model).endswith(f"configuration: missing {name}")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name",
-    ["fc.bias", "input_norm.weight", "fc_norm.0.weight", "layers.1.mlp.up_proj.weight", "extra"],
-)
-def test_unexpected_tensor_is_named(
-    name: str, layout: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Also tensors that belong to a flag which the configuration does not set."""
-    published(tmp_path, model, layout, tensors={name: torch.ones(2)})
-    assert rejected(tmp_path, model).endswith(f"configuration: unexpected {name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "expected"),
-    [
+def test_problems_of_tensors_are_named(layout: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Missing ones, unexpected ones, also of flags that are not set, and other shapes."""
+    first = "midlayer." if layout == "eagle" else "layers.0."
+    problems: list[tuple[str, Tensor | None, str]] = [
+        *((name, None, f"missing {name}") for name in ("fc.weight", "lm_head.weight", "d2t")),
+        (first + "hidden_norm.weight", None, "missing layers.0.hidden_norm.weight"),
+        (first + "mlp.up_proj.weight", None, "missing layers.0.mlp.up_proj.weight"),
+    ]
+    for name in ("fc.bias", "input_norm.weight", "fc_norm.0.weight", "layers.1.mlp.up_proj.weight"):
+        problems.append((name, torch.ones(2), f"unexpected {name}"))
+    for name, found, expected in (
         ("fc.weight", [32, 64], [32, 96]),  # of an EAGLE-1/2 head
-        ("midlayer.self_attn.q_proj.weight", [32, 32], [32, 64]),
+        (first + "self_attn.q_proj.weight", [32, 32], [32, 64]),
         ("lm_head.weight", [VOCAB_SIZE, 32], [DRAFT_VOCAB_SIZE, 32]),
         ("d2t", [DRAFT_VOCAB_SIZE - 1], [DRAFT_VOCAB_SIZE]),
         ("t2d", [VOCAB_SIZE + 1], [VOCAB_SIZE]),
         ("embed_tokens.weight", [90, 32], [96, 32]),
-    ],
-)
-def test_tensor_of_another_shape_is_named_with_both_shapes(
-    name: str, found: list[int], expected: list[int], model: PreTrainedModel, tmp_path: Path
-) -> None:
-    kind = torch.int64 if name in ("d2t", "t2d") else torch.float32
-    published(tmp_path, model, tensors={name: torch.zeros(found, dtype=kind)})
-    message = rejected(tmp_path, model)
-    name = name.replace("midlayer.", "layers.0.")
-    assert f"{name} is {found}, not {expected}" in message
+    ):
+        kind = torch.int64 if name in ("d2t", "t2d") else torch.float32
+        message = f"{name.replace('midlayer.', 'layers.0.')} is {found}, not {expected}"
+        problems.append((name, torch.zeros(found, dtype=kind), message))
+    for name, tensor, message in problems:
+        published(tmp_path, model, layout, tensors={name: tensor})
+        assert rejected(tmp_path, model).endswith(message)
 
 
 def offsets(tokens: Tensor) -> Tensor:
     return tokens - torch.arange(len(tokens))
 
 
-@pytest.mark.parametrize(
-    ("d2t", "message"),
-    [
+def test_wrong_vocabulary_map_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
+    for d2t, message in (
         (draft_tokens(), "the vocabulary map sends"),  # token ids instead of offsets
         (offsets(draft_tokens()).roll(1), "the vocabulary map sends"),
         (offsets(draft_tokens() + 60), "outside the target's vocabulary of 96 tokens"),
         (offsets(draft_tokens() - 60), "outside the target's vocabulary of 96 tokens"),
         (torch.zeros(DRAFT_VOCAB_SIZE).long(), "d2t and t2d select different tokens"),
         (offsets(draft_tokens() // 2), "the vocabulary map sends 2 tokens to"),
-    ],
-)
-def test_wrong_vocabulary_map_is_rejected(
-    d2t: Tensor, message: str, model: PreTrainedModel, tmp_path: Path
+    ):
+        published(tmp_path, model, tensors={"d2t": d2t})
+        assert message in rejected(tmp_path, model)
+
+
+def test_damaged_and_unsupported_checkpoints_are_rejected(
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    published(tmp_path, model, tensors={"d2t": d2t})
-    assert message in rejected(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("d2t", torch.arange(VOCAB_SIZE), "d2t is not zero"),
-        ("t2d", torch.arange(VOCAB_SIZE) > 3, "t2d lacks tokens"),
-    ],
-)
-def test_map_of_a_head_with_the_target_vocabulary_changes_nothing(
-    name: str, tensor: Tensor, message: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, draft_vocab_size=VOCAB_SIZE, tensors={name: tensor})
-    assert message in rejected(tmp_path, model)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_parallel_head_is_rejected(layout: str, model: PreTrainedModel, tmp_path: Path) -> None:
-    published(tmp_path, model, layout, tensors={"mask_hidden": torch.zeros(1, 96)})
-    assert "is a P-EAGLE head" in rejected(tmp_path, model)
-
-
-@pytest.mark.parametrize(("kind", "message"), [("peagle", "P-EAGLE"), ("dflash", "got 'dflash'")])
-def test_other_kinds_of_speculators_are_rejected(
-    kind: str, message: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, "speculators", config={"speculators_model_type": kind})
-    assert message in rejected(tmp_path, model)
-
-
-def test_two_first_layers_are_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
-    published(tmp_path, model, tensors={"layers.0.hidden_norm.weight": torch.ones(32)})
-    assert "both midlayer.* and layers.0.*" in rejected(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    ("layout", "config", "message"),
-    [
+    for layout, config, message in (
         ("speculators", {"transformer_layer_config": None}, "transformer_layer_config"),
         ("speculators", {"transformer_layer_config": {"model_type": "no-such"}}, "no-such"),
         ("speculators", {"transformer_layer_config": {"model_type": "gpt2"}}, "gpt2"),
+        ("speculators", {"speculators_model_type": "peagle"}, "P-EAGLE"),
+        ("speculators", {"speculators_model_type": "dflash"}, "got 'dflash'"),
         ("eagle", {"hidden_size": "32"}, "hidden_size"),
         ("eagle", {"draft_vocab_size": 400}, r"[1, 96]; got 400"),
         ("eagle", {"draft_vocab_size": "40"}, "config.json"),
@@ -772,13 +616,14 @@ def test_two_first_layers_are_rejected(model: PreTrainedModel, tmp_path: Path) -
         ("eagle", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ("eagle", {"eagle_config": {IDS: "2,3,4"}}, f"{IDS} must be a list of integers"),
         ("eagle", {"eagle_config": [2, 3, 4]}, "eagle_config"),
-    ],
-)
-def test_damaged_configuration_is_rejected(
-    layout: str, config: dict[str, Any], message: str, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model, layout, config=config)
-    assert message in rejected(tmp_path, model)
+    ):
+        published(tmp_path, model, layout, config=config)
+        assert message in rejected(tmp_path, model)
+    for layout in LAYOUTS:
+        published(tmp_path, model, layout, tensors={"mask_hidden": torch.zeros(1, 96)})
+        assert "is a P-EAGLE head" in rejected(tmp_path, model)
+    published(tmp_path, model, tensors={"layers.0.hidden_norm.weight": torch.ones(32)})
+    assert "both midlayer.* and layers.0.*" in rejected(tmp_path, model)
 
 
 def test_head_of_another_target_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -91,24 +91,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("load", "kind"),
-    [
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_an_unknown_name_raises_one_line_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for load, kind in (
         (lambda: load_drafter("nothere", Target(tiny_target())), CheckpointError),
         (lambda: load_target("nothere", device_map="cpu"), LoadError),
         (lambda: load_embeddings("nothere", device="cpu"), LoadError),
         (lambda: load_tokenizer("nothere"), LoadError),
-    ],
-    ids=["drafter", "target", "embeddings", "tokenizer"],
-)
-@pytest.mark.usefixtures("no_network")
-def test_without_a_network_an_unknown_name_raises_one_line_at_once(
-    load: Callable[[], object], kind: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(kind, match=r"nothere.* cannot be reached .*Name or service") as error:
-        load()
-    assert str(error.value).isprintable()
-    assert "no config.json" not in str(error.value)
+    ):
+        with pytest.raises(kind, match=r"nothere.* cannot be reached .*Name or service") as error:
+            load()
+        assert str(error.value).isprintable()
+        assert "no config.json" not in str(error.value)
     assert not caplog.text
 
 

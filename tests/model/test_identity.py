@@ -51,29 +51,21 @@ def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:
         assert not differs(recorded, model, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "warnings"),
-    [(1, 0), (2, 1), ("ngram", 1), ("adaptive-ngram", 1)],
-    ids=["same", "other-weights", "ngram", "adaptive-ngram"],
-)
-def test_settings_of_a_draft_model_are_warned_of_with_other_drafters(
-    drafter: int | str, warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    identity = identify("mine", draft_model(seed=1), torch.float32)
-    file = tmp_path / "fsd.json"
-    file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
-    chosen = draft_model(seed=drafter) if isinstance(drafter, int) else drafter
-    EagleFSD.from_pretrained(tiny_target(), chosen, settings=file)
-    assert caplog.text.count("calibrated for another drafter (mine)") == warnings
-
-
-def test_settings_of_one_n_gram_drafter_are_warned_of_with_the_other(
+def test_settings_of_other_drafters_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    identity = identify("ngram", NGramDrafter(), torch.float32)
+    """Of a draft model with other weights or another kind, and of the other n-gram drafter."""
     file = tmp_path / "fsd.json"
-    file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
-    EagleFSD.from_pretrained(tiny_target(), "ngram", settings=file)
-    assert not caplog.text
-    EagleFSD.from_pretrained(tiny_target(), "adaptive-ngram", settings=file)
-    assert "calibrated for another drafter (ngram)" in caplog.text
+    model = identify("mine", draft_model(seed=1), torch.float32)
+    ngram = identify("mine", NGramDrafter(), torch.float32)
+    for identity, drafter, warnings in (
+        (model, draft_model(seed=1), 0),
+        (model, draft_model(seed=2), 1),
+        (model, "ngram", 1),
+        (ngram, "ngram", 0),
+        (ngram, "adaptive-ngram", 1),
+    ):
+        caplog.clear()
+        file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
+        EagleFSD.from_pretrained(tiny_target(), drafter, settings=file)
+        assert caplog.text.count("calibrated for another drafter (mine)") == warnings

@@ -16,29 +16,19 @@ PEAKED = [0.6, 0.1, 0.1, 0.1, 0.1]
 
 
 def test_reached_nodes_with_children_are_recorded() -> None:
-    """The target samples B, then E, which is not below B: the root and node 1 are recorded."""
+    """The target samples B, then E, which is not below B: the root and node 1 are recorded.
+
+    A tree without children is not recorded.
+    """
     tree = make_tree(PARENTS, TOKENS, {0: UNIFORM, 1: PEAKED, 2: UNIFORM})
     inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, E, E, A, A])
     probe = DivergenceProbe(["js", "tv"])
+    probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
     kept = verify(inputs, probe)
     (record,) = probe.records
     assert record.depths.tolist() == [0, 1]
     assert record.drafted.tolist() == [True, False]
     assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
-    assert list(record.divergences) == ["js", "tv"]
-    assert torch.equal(kept.tokens, verify(inputs, ExactRule()).tokens)
-
-
-def test_recorded_divergence_equals_that_of_the_gate() -> None:
-    tree = make_tree(PARENTS, TOKENS, {0: PEAKED, 1: UNIFORM, 2: UNIFORM})
-    inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, D, E, A, A])
-    probe = DivergenceProbe()
-    probe.gate(inputs)
     expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
-    assert torch.equal(probe.records[0].divergences["js"], expected)
-
-
-def test_tree_without_children_is_not_recorded() -> None:
-    probe = DivergenceProbe()
-    probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
-    assert probe.records == []
+    assert torch.equal(record.divergences["js"], expected)
+    assert torch.equal(kept.tokens, verify(inputs, ExactRule()).tokens)

@@ -5,7 +5,7 @@ the algorithms as the papers print them, in float64, through every chain and eve
 and returns the exact law of a step's outcome: the kept tokens and the one after them. The
 engine's parts (``TreeBuilder``, ``Sampler``, ``verify``) then take ``ROWS`` steps. ``TV`` between
 their outcomes and the law exceeds ``_bound`` with probability below 1e-7 (see
-``test_sampling_law.py``).
+``sampling_laws.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from sampling_laws import bound
 from torch import Generator, Tensor
 from trees import EXACT, FUZZY, TARGET, A, B, make_inputs, make_tree, outcome
 
@@ -46,7 +47,6 @@ VOCAB_SIZE = 3
 #: Drafted tokens.
 LENGTH = 3
 ROWS = 50_000
-FALSE_ALARM = 1e-7
 
 
 def _contexts(length: int) -> Iterator[tuple[int, ...]]:
@@ -166,8 +166,7 @@ def _distance(one: Law, other: Law) -> float:
 
 
 def _bound(law: Law) -> float:
-    mean = 0.5 * sum(math.sqrt(chance * (1 - chance) / ROWS) for chance in law.values())
-    return mean + math.sqrt(math.log(1 / FALSE_ALARM) / (2 * ROWS))
+    return bound(np.array(list(law.values())), ROWS)
 
 
 def _take_steps(
@@ -246,8 +245,7 @@ def test_both_verifications_have_the_law_of_their_algorithm_and_are_lossless(
     assert _mean_kept(laws[True]) > _mean_kept(laws[False])
 
 
-@pytest.mark.parametrize("block", [False, True])
-def test_reduced_vocabulary_of_the_draft(block: bool) -> None:
+def test_reduced_vocabulary_of_the_draft() -> None:
     """The draft knows two of the three tokens, in another order; 50 000 steps."""
     token_ids = torch.tensor([2, 0])
     target, draft = _logits(8, 1.0)
@@ -255,12 +253,12 @@ def test_reduced_vocabulary_of_the_draft(block: bool) -> None:
     for probs in q.values():
         probs[1] = 0.0
         probs /= probs.sum()
-    algorithm = _as_block if block else _token_by_token
-    law = _enumerate(q, lambda chain: algorithm(p, q, chain))
-    assert _distance(_completed(law, p), _target_law(p)) < 1e-12
     sampling = SamplingConfig(temperature=1.0)
-    found = _take_steps(target, draft, sampling, ExactRule(), block, token_ids)
-    assert _distance(found, law) < _bound(law)
+    for block, algorithm in ((False, _token_by_token), (True, _as_block)):
+        law = _enumerate(q, lambda chain, a=algorithm: a(p, q, chain))
+        assert _distance(_completed(law, p), _target_law(p)) < 1e-12
+        found = _take_steps(target, draft, sampling, ExactRule(), block, token_ids)
+        assert _distance(found, law) < _bound(law)
 
 
 def test_blocks_never_keep_fewer_tokens_on_average() -> None:
@@ -274,10 +272,7 @@ def test_blocks_never_keep_fewer_tokens_on_average() -> None:
         assert _mean_kept(block) >= _mean_kept(tokens) - 1e-12
 
 
-@pytest.mark.parametrize(
-    ("verify_chain", "kept"), [(verify_tokens, 10 / 9), (verify_block, 11 / 9)]
-)
-def test_example_of_the_paper(verify_chain: VerifyChain, kept: float) -> None:
+def test_example_of_the_paper() -> None:
     """Sun et al., section 2: two tokens, independent of their context, and chains of two.
 
     The mean of 300 000 counts in [0, 2] is off by more than 0.01 with probability below 1e-6
@@ -288,8 +283,9 @@ def test_example_of_the_paper(verify_chain: VerifyChain, kept: float) -> None:
     q = torch.tensor([2 / 3, 1 / 3]).log().expand(rows, 2, 2)
     drafted = torch.multinomial(torch.tensor([2 / 3, 1 / 3]), 2 * rows, True, generator=generator)
     drafted = drafted.view(rows, 2)
-    found = _verify_chain(verify_chain, p, q, drafted, generator) == drafted
-    assert found.cumprod(1).sum(1).float().mean() == pytest.approx(kept, abs=0.01)
+    for verify_chain, kept in ((verify_tokens, 10 / 9), (verify_block, 11 / 9)):
+        found = _verify_chain(verify_chain, p, q, drafted, generator) == drafted
+        assert found.cumprod(1).sum(1).float().mean() == pytest.approx(kept, abs=0.01)
 
 
 def _verify_chain(
@@ -303,30 +299,32 @@ def _verify_chain(
 
 
 @pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
-def test_equal_distributions_keep_everything(verify_chain: VerifyChain) -> None:
+def test_equal_and_broken_distributions(verify_chain: VerifyChain) -> None:
+    """Equal ones keep everything; where the draft's are NaN, the target is sampled."""
     generator = torch.Generator().manual_seed(3)
     log_p = torch.randn(1000, 5, 7, generator=generator).log_softmax(-1)
     drafted = torch.distributions.Categorical(logits=log_p).sample()
     found = _verify_chain(verify_chain, log_p, log_p, drafted, generator)
     assert torch.equal(found, drafted)
-
-
-@pytest.mark.parametrize("verify_chain", [verify_tokens, verify_block])
-def test_broken_draft_distributions_leave_samples_of_the_target(verify_chain: VerifyChain) -> None:
-    generator = torch.Generator().manual_seed(4)
     log_p = torch.tensor([0.5, 0.5, 0.0]).log().expand(1000, 2, 3)
     log_q = torch.full_like(log_p, torch.nan)
-    drafted = torch.full((1000, 2), 2)
-    found = _verify_chain(verify_chain, log_p, log_q, drafted, generator)
+    found = _verify_chain(verify_chain, log_p, log_q, torch.full((1000, 2), 2), generator)
     assert found.unique().tolist() == [0, 1]
 
 
 # -- FSD on a chain --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-@pytest.mark.parametrize("fallback", ["exact", "stop"])
-@pytest.mark.parametrize("divergence", ["js", "js_reference", "kl"])
+@pytest.mark.parametrize(
+    ("divergence", "fallback", "selection"),
+    [
+        ("js", "exact", "longest"),
+        ("js", "stop", "sample"),
+        ("js_reference", "stop", "target"),
+        ("kl", "exact", "sample"),
+        ("kl", "stop", "longest"),
+    ],
+)
 def test_fuzzy_chain_has_the_law_of_the_algorithm(
     divergence: str, fallback: str, selection: str
 ) -> None:
@@ -379,28 +377,18 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("divergence", BY_HAND)
-def test_hand_computed_divergences(divergence: str) -> None:
-    tree = make_tree([0, 0, 1, 2], [B, A, A, A], dict(enumerate(Q)))
-    inputs = make_inputs(tree, P, [A, A, A, A])
-    found = FuzzyRule(1.0, divergence).divergences(inputs)[0]
-    assert found[:3].tolist() == pytest.approx(BY_HAND[divergence], abs=1e-6)
-    assert found[3] == math.inf
-
-
-@pytest.mark.parametrize("divergence", BY_HAND)
-@pytest.mark.parametrize("sampled", [[B, B, B, B], [A, A, A, B]])
-@pytest.mark.parametrize("kept", [0, 1, 2, 3])
-def test_paper_s_algorithm_on_a_hand_computed_chain(
-    divergence: str, sampled: list[int], kept: int
-) -> None:
+def test_paper_s_algorithm_on_a_hand_computed_chain(divergence: str) -> None:
     """The threshold lies below the divergence at the first node, between those of two nodes, or
     above all: so many drafted tokens are kept, whatever the target samples, then its token."""
     tree = make_tree([0, 0, 1, 2], [B, A, A, A], dict(enumerate(Q)))
-    inputs = make_inputs(tree, P, sampled)
+    found = FuzzyRule(1.0, divergence).divergences(make_inputs(tree, P, [A, A, A, A]))[0]
+    assert found[:3].tolist() == pytest.approx(BY_HAND[divergence], abs=1e-6)
+    assert found[3] == math.inf
     bounds = (0.0, *BY_HAND[divergence], 2.0)
-    rule = FuzzyRule((bounds[kept] + bounds[kept + 1]) / 2, divergence)
-    tokens, origins, path = outcome(verify(inputs, rule, "stop"))
-    assert tokens == [A] * kept + [sampled[kept]]
-    assert path == list(range(kept + 1))
-    own = [EXACT if token == A else FUZZY for token in sampled[:kept]]
-    assert origins == [*own, TARGET]
+    for sampled, kept in itertools.product(([B, B, B, B], [A, A, A, B]), range(4)):
+        rule = FuzzyRule((bounds[kept] + bounds[kept + 1]) / 2, divergence)
+        tokens, origins, path = outcome(verify(make_inputs(tree, P, sampled), rule, "stop"))
+        assert tokens == [A] * kept + [sampled[kept]]
+        assert path == list(range(kept + 1))
+        own = [EXACT if token == A else FUZZY for token in sampled[:kept]]
+        assert origins == [*own, TARGET]

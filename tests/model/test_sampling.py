@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from pairs import aligned_pair, answers, greedy_reference, prompt, random_pair
 from transformers import GenerationConfig
@@ -25,51 +24,49 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_distribution_equals_that_of_hugging_faces_warpers(options: dict[str, Any]) -> None:
+def test_distribution_equals_that_of_hugging_faces_warpers() -> None:
     """The same support and values, for 400 random rows of logits."""
     model = random_pair().model
     logits = 3 * torch.randn(400, 1, 96, generator=torch.Generator().manual_seed(0))
-    sampling = SamplingConfig(**{"temperature": 1.0, **options})
     tree = single_node(torch.zeros(400, dtype=torch.long))
-    found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped.dense()[:, 0]
-    config = GenerationConfig(do_sample=True, **options)
-    scores = logits[:, 0].log_softmax(-1)
-    for warper in model._get_logits_processor(config, input_ids_seq_length=1):
-        scores = warper(None, scores)
-    assert torch.equal(found == -torch.inf, scores == -torch.inf)
-    torch.testing.assert_close(found, scores.log_softmax(-1))
-    assert (options == {"temperature": 0.7}) != bool((found == -torch.inf).any())
+    for options in OPTIONS:
+        sampling = SamplingConfig(**{"temperature": 1.0, **options})
+        found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped.dense()[:, 0]
+        config = GenerationConfig(do_sample=True, **options)
+        scores = logits[:, 0].log_softmax(-1)
+        for warper in model._get_logits_processor(config, input_ids_seq_length=1):
+            scores = warper(None, scores)
+        assert torch.equal(found == -torch.inf, scores == -torch.inf)
+        torch.testing.assert_close(found, scores.log_softmax(-1))
+        assert (options == {"temperature": 0.7}) != bool((found == -torch.inf).any())
 
 
-@pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_min_p_samples_what_hugging_faces_option_samples(method: str) -> None:
+def test_min_p_samples_what_hugging_faces_option_samples() -> None:
     """The same tokens for the same seed; without the option they are others."""
     pair, ids = aligned_pair(context=0.3), prompt(6, 3)
     options = {"temperature": 1.3, "top_k": 50, "min_p": 0.2}
-    expected = pair.model.generate(
-        ids,
-        max_new_tokens=40,
-        do_sample=True,
-        pad_token_id=0,
-        custom_generate=pair.custom_generate,
-        method=method,
-        seed=4,
-        **options,
-    )
-
-    def decode(**options: Any) -> torch.Tensor:
-        sampling = SamplingConfig(seed=4, **options)
-        return pair.generate(ids, None, 40, sampling=sampling, method=method).sequences
-
-    assert torch.equal(decode(**options), expected)
-    assert not torch.equal(decode(**{**options, "min_p": 0.0}), expected)
+    for method in ("fsd", "ar"):
+        expected = pair.model.generate(
+            ids,
+            max_new_tokens=30,
+            do_sample=True,
+            pad_token_id=0,
+            custom_generate=pair.custom_generate,
+            method=method,
+            seed=4,
+            **options,
+        )
+        for changes, equal in (({}, True), ({"min_p": 0.0}, False)):
+            sampling = SamplingConfig(seed=4, **options).updated(**changes)
+            found = pair.generate(ids, None, 30, sampling=sampling, method=method).sequences
+            assert torch.equal(found, expected) == equal
 
 
-@pytest.mark.parametrize("threshold", [0.0, 10.0])
-def test_min_p_of_one_is_greedy_at_any_threshold(threshold: float) -> None:
+def test_min_p_of_one_is_greedy_at_any_threshold() -> None:
     pair, ids = aligned_pair(), prompt(6, 3)
-    acceptance = pair.acceptance.updated(threshold=threshold)
-    sampling = SamplingConfig(temperature=1.0, min_p=1.0)
-    out = pair.generate(ids, None, 16, sampling=sampling, acceptance=acceptance)
-    assert torch.equal(answers(out), greedy_reference(pair.model, ids, new=16)[:, 6:])
+    expected = greedy_reference(pair.model, ids, new=16)[:, 6:]
+    for threshold in (0.0, 10.0):
+        acceptance = pair.acceptance.updated(threshold=threshold)
+        sampling = SamplingConfig(temperature=1.0, min_p=1.0)
+        out = pair.generate(ids, None, 16, sampling=sampling, acceptance=acceptance)
+        assert torch.equal(answers(out), expected)

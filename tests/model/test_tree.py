@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -269,26 +268,19 @@ def test_builder_gives_the_tree_built_by_hand() -> None:
         assert torch.equal(tree.draft_log_probs[0, row], _log_probs(path))
 
 
-@pytest.mark.parametrize(
-    ("parents", "depth", "matrix"),
-    [
-        ([0, 0, 1, 2], 3, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),  # a chain
-        ([0, 0, 0, 0], 1, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),  # a star
+def test_ancestor_matrix() -> None:
+    """Of a chain, a star, a single node, and chains of many depths."""
+    for parents, depth, matrix in (
+        ([0, 0, 1, 2], 3, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
+        ([0, 0, 0, 0], 1, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),
         ([0], 0, [[1]]),
-    ],
-)
-def test_ancestor_matrix_of_small_trees(
-    parents: list[int], depth: int, matrix: list[list[int]]
-) -> None:
-    for bound in range(depth, depth + 6):
-        assert ancestor_matrix(torch.tensor([parents]), bound)[0].long().tolist() == matrix
-
-
-@pytest.mark.parametrize("depth", range(1, 20))
-def test_ancestor_matrix_of_chains(depth: int) -> None:
-    parents = torch.arange(-1, depth).clamp_min(0)[None]
-    expected = torch.ones(depth + 1, depth + 1, dtype=torch.bool).tril()
-    assert torch.equal(ancestor_matrix(parents, depth)[0], expected)
+    ):
+        for bound in range(depth, depth + 6):
+            assert ancestor_matrix(torch.tensor([parents]), bound)[0].long().tolist() == matrix
+    for depth in range(1, 20):
+        chain = torch.arange(-1, depth).clamp_min(0)[None]
+        expected = torch.ones(depth + 1, depth + 1, dtype=torch.bool).tril()
+        assert torch.equal(ancestor_matrix(chain, depth)[0], expected)
 
 
 def test_single_node_is_a_root_without_draft_distribution() -> None:

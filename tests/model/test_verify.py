@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,6 @@ from trees import (
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.tree import single_node
 from eagle_fsd.model.verify import (
-    AcceptanceRule,
     Origin,
     VerificationInputs,
     verify,
@@ -64,10 +64,9 @@ def _inputs(
 
 
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-@pytest.mark.parametrize("rule", [ExactRule(), FuzzyRule(0.0), FSD])
-@pytest.mark.parametrize(
-    ("sampled", "tokens", "path"),
-    [
+def test_samples_are_followed_while_they_are_in_the_tree(selection: str) -> None:
+    """Every gate is closed: by the rule, by ``T = 0``, or by divergences above ``T``."""
+    for sampled, tokens, path in (
         # Nothing is accepted: the root's sample is not in the tree.
         ([D, C, A, B, E, E, E], [D], [0]),
         # An inner node: A is in the tree, what follows it is not. Below B everything would match.
@@ -78,87 +77,52 @@ def _inputs(
         ([B, C, A, B, E, D, E], [B, A, D], [0, 2, 5]),
         # The longest path, and the bonus token after its leaf.
         ([A, C, A, B, E, D, C], [A, C, B, C], [0, 1, 3, 6]),
-    ],
-)
-def test_samples_are_followed_while_they_are_in_the_tree(
-    sampled: list[int], tokens: list[int], path: list[int], rule: AcceptanceRule, selection: str
-) -> None:
-    """Every gate is closed: by the rule, by ``T = 0``, or by divergences above ``T``."""
-    inputs = _inputs(sampled, drawn=[B, D, A, B, E, E, E])
-    kept = verify(inputs, rule, selection=selection)
-    assert outcome(kept) == (tokens, [EXACT] * (len(tokens) - 1) + [TARGET], path)
+    ):
+        inputs = _inputs(sampled, drawn=[B, D, A, B, E, E, E])
+        for rule in (ExactRule(), FuzzyRule(0.0), FSD):
+            kept = verify(inputs, rule, selection=selection)
+            assert outcome(kept) == (tokens, [EXACT] * (len(tokens) - 1) + [TARGET], path)
 
 
-@pytest.mark.parametrize("rule", [ExactRule(), FuzzyRule(ALWAYS)])
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-@pytest.mark.parametrize("fallback", ["exact", "stop"])
-def test_single_node_emits_its_sample(rule: AcceptanceRule, selection: str, fallback: str) -> None:
+def test_single_node_emits_its_sample() -> None:
     """Two rows; :func:`verify_root` gives the same outcome."""
     tree = single_node(torch.tensor([A, B]))
-    p = torch.tensor(P).log().expand(2, 1, -1)
+    law = Distributions.of(torch.tensor(P).log().expand(2, 1, -1))
     sampled = torch.tensor([[C], [D]])
-    law = Distributions.of(p)
     inputs = VerificationInputs(tree, law, law, law, None, sampled, tree.tokens)
-    for kept in (verify(inputs, rule, fallback, selection), verify_root(inputs)):
+    outcomes = [verify_root(inputs)]
+    for rule, fallback, selection in itertools.product(
+        (ExactRule(), FuzzyRule(ALWAYS)), ("exact", "stop"), ("longest", "target", "sample")
+    ):
+        outcomes.append(verify(inputs, rule, fallback, selection))
+    for kept in outcomes:
         assert outcome(kept, 0) == ([C], [TARGET], [0])
         assert outcome(kept, 1) == ([D], [TARGET], [0])
 
 
-# -- fuzzy edges, selection="longest" --------------------------------------------------------------
+# -- the gate and its guards ----------------------------------------------------------------------
 
 
-def test_infinite_threshold_keeps_the_deepest_path() -> None:
-    """Every inner node is open, however far the draft; no sample is in the tree."""
-    kept = verify(_inputs([E, E, E, E, E, E, D]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([A, C, B, D], [FUZZY, FUZZY, FUZZY, TARGET], [0, 1, 3, 6])
-    assert kept.accepted.all()
-
-
-def test_sampled_child_of_an_open_node_loses_to_a_longer_path() -> None:
-    """The root is open and its sample B is a child, but the path below A is longer."""
-    kept = verify(_inputs([B, C, D, B, E, E, D], open_nodes=[0]), FSD)
-    assert outcome(kept) == ([A, C, B, D], [FUZZY, EXACT, EXACT, TARGET], [0, 1, 3, 6])
-
-
-def test_open_gate_relaxes_only_the_edges_below_its_node() -> None:
-    """Node 1 is open and the root is not: a sample must lead to node 1."""
-    reached = verify(_inputs([A, E, E, E, E, E, E], open_nodes=[1]), FSD)
-    # C (.1) and D (.05) are equally deep; the target prefers C.
-    assert outcome(reached) == ([A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3])
-    not_reached = verify(_inputs([C, E, E, E, E, E, E], open_nodes=[1]), FSD)
-    assert outcome(not_reached) == ([C], [TARGET], [0])
-
-
-def test_sampled_token_below_an_open_node_has_origin_exact() -> None:
-    kept = verify(_inputs([A, C, E, E, E, E, E], open_nodes=INNER), FSD)
-    assert outcome(kept) == ([A, C, B, E], [EXACT, EXACT, FUZZY, TARGET], [0, 1, 3, 6])
-
-
-@pytest.mark.parametrize(
-    ("p1", "p2", "tokens"),
-    [
+def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
+    """Two leaves of depth 2 below open nodes: ``p(A) p(C|A)`` against ``p(B) p(D|B)``."""
+    for p1, p2, tokens in (
         (0.1, 0.8, [B, D]),  # .6 x .1 < .3 x .8
         (0.5, 0.8, [A, C]),  # .6 x .5 > .3 x .8
         (0.1, 0.1, [A, C]),  # the first edge decides
-    ],
-)
-def test_equally_deep_paths_are_ranked_by_target_log_probability(
-    p1: float, p2: float, tokens: list[int]
-) -> None:
-    """Two leaves of depth 2 below open nodes: ``p(A) p(C|A)`` against ``p(B) p(D|B)``."""
-    p = [
-        [0.6, 0.3, 0.04, 0.03, 0.03],
-        [(1 - p1) / 4] * 2 + [p1] + [(1 - p1) / 4] * 2,
-        [(1 - p2) / 4] * 3 + [p2] + [(1 - p2) / 4],
-        UNIFORM,
-        UNIFORM,
-    ]
-    # The samples favor the other path, which must not matter.
-    sampled = [B if tokens[0] == A else A, C, D, E, E]
-    tree = make_tree([0, 0, 0, 1, 2], [E, A, B, C, D], {node: p[node] for node in range(3)})
-    kept = verify(make_inputs(tree, p, sampled), FSD)
-    node = 1 if tokens[0] == A else 2
-    assert outcome(kept) == ([*tokens, E], [FUZZY, EXACT, TARGET], [0, node, node + 2])
+    ):
+        p = [
+            [0.6, 0.3, 0.04, 0.03, 0.03],
+            [(1 - p1) / 4] * 2 + [p1] + [(1 - p1) / 4] * 2,
+            [(1 - p2) / 4] * 3 + [p2] + [(1 - p2) / 4],
+            UNIFORM,
+            UNIFORM,
+        ]
+        # The samples favor the other path, which must not matter.
+        sampled = [B if tokens[0] == A else A, C, D, E, E]
+        tree = make_tree([0, 0, 0, 1, 2], [E, A, B, C, D], {node: p[node] for node in range(3)})
+        kept = verify(make_inputs(tree, p, sampled), FSD)
+        node = 1 if tokens[0] == A else 2
+        assert outcome(kept) == ([*tokens, E], [FUZZY, EXACT, TARGET], [0, node, node + 2])
 
 
 def test_node_without_a_draft_distribution_is_never_open() -> None:
@@ -198,22 +162,14 @@ def test_divergence_on_warped_compares_the_warped_distributions() -> None:
         warped=Distributions.of(torch.cat([peaked, inputs.raw.dense()[:, 1:]], 1)),
         warped_draft=Distributions.of(peaked),
     )
+    rule = FuzzyRule(0.1, divergence_on="warped")
     assert outcome(verify(inputs, FuzzyRule(0.1)))[0] == [B]
-    assert outcome(verify(inputs, FuzzyRule(0.1, divergence_on="warped")))[0] == [A, C]
-
-
-def test_divergence_on_warped_requires_the_warped_draft() -> None:
-    inputs = replace(_inputs([A] * 7), warped_draft=None)
+    assert outcome(verify(inputs, rule))[0] == [A, C]
     with pytest.raises(ValueError, match="needs the warped draft"):
-        verify(inputs, FuzzyRule(0.1, divergence_on="warped"))
+        verify(replace(inputs, warped_draft=None), rule)
 
 
-# -- guards ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-@pytest.mark.parametrize("fallback", ["exact", "stop"])
-def test_masked_token_on_the_longest_path_is_not_emitted(selection: str, fallback: str) -> None:
+def test_masked_token_on_the_longest_path_is_not_emitted() -> None:
     """Every node is open and C leads to the deepest leaf, but a processor masks C after A.
 
     D is kept instead: the only child left (``longest``), or the target's own sample, also where
@@ -226,14 +182,12 @@ def test_masked_token_on_the_longest_path_is_not_emitted(selection: str, fallbac
         drawn=[A, C, A, B, E, E, E],
         masked=[(1, C)],
     )
-    kept = verify(inputs, FuzzyRule(ALWAYS), fallback, selection)
-    assert outcome(kept) == ([A, D, E], [EXACT, EXACT, TARGET], [0, 1, 4])
-    assert not kept.accepted[0, 3]
-
-
-def test_masked_token_blocks_the_whole_branch_below_it() -> None:
-    kept = verify(_inputs([C, C, A, B, E, D, E], INNER, masked=[(0, A)]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([B, A, D], [FUZZY, EXACT, TARGET], [0, 2, 5])
+    for fallback, selection in itertools.product(
+        ("exact", "stop"), ("longest", "target", "sample")
+    ):
+        kept = verify(inputs, FuzzyRule(ALWAYS), fallback, selection)
+        assert outcome(kept) == ([A, D, E], [EXACT, EXACT, TARGET], [0, 1, 4])
+        assert not kept.accepted[0, 3]
 
 
 def test_token_outside_the_warped_support_is_masked() -> None:
@@ -244,115 +198,106 @@ def test_token_outside_the_warped_support_is_masked() -> None:
     assert outcome(kept) == ([B, A, D], [EXACT, EXACT, TARGET], [0, 2, 5])
 
 
-@pytest.mark.parametrize(
-    ("ratio", "tokens", "origins"),
-    [
+# -- selections and fallbacks ----------------------------------------------------------------------
+
+#: Samples of the target, open nodes, and what is kept.
+LONGEST: list[tuple[list[int], Sequence[int], list[int], list[Origin], list[int]]] = [
+    # The root is open and its sample B is a child, but the path below A is longer.
+    ([B, C, D, B, E, E, D], [0], [A, C, B, D], [FUZZY, EXACT, EXACT, TARGET], [0, 1, 3, 6]),
+    # Node 1 is open and the root is not. C (.1) and D (.05) are equally deep; C is likelier.
+    ([A, E, E, E, E, E, E], [1], [A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3]),
+    # A sample must lead to node 1.
+    ([C, E, E, E, E, E, E], [1], [C], [TARGET], [0]),
+    # A sampled token below an open node has the origin EXACT.
+    ([A, C, E, E, E, E, E], INNER, [A, C, B, E], [EXACT, EXACT, FUZZY, TARGET], [0, 1, 3, 6]),
+]
+#: The same with ``fallback="stop"``.
+STOP: list[tuple[list[int], Sequence[int], list[int], list[Origin], list[int]]] = [
+    # Node 1 is closed: its sample C is a child, but is emitted as the last token.
+    ([A, C, A, B, E, E, E], [0, 3], [A, C], [EXACT, TARGET], [0, 1]),
+    # A closed root emits one token.
+    ([A, C, A, B, E, E, E], [1, 2, 3], [A], [TARGET], [0]),
+    # The node after A is closed, the node after B is open.
+    ([A, C, E, B, E, D, E], [0, 2], [B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5]),
+]
+
+
+def test_longest_path_of_accepted_edges_is_kept() -> None:
+    for fallback, table in (("exact", LONGEST), ("stop", STOP)):
+        for sampled, open_nodes, *expected in table:
+            kept = verify(_inputs(sampled, open_nodes), FSD, fallback)
+            assert outcome(kept) == tuple(expected), (sampled, open_nodes)
+
+
+def test_infinite_threshold_keeps_the_deepest_path() -> None:
+    """Every inner node is open, however far the draft; no sample is in the tree.
+
+    A masked token blocks the whole branch below it.
+    """
+    kept = verify(_inputs([E, E, E, E, E, E, D]), FuzzyRule(ALWAYS))
+    assert outcome(kept) == ([A, C, B, D], [FUZZY, FUZZY, FUZZY, TARGET], [0, 1, 3, 6])
+    assert kept.accepted.all()
+    kept = verify(_inputs([C, C, A, B, E, D, E], INNER, masked=[(0, A)]), FuzzyRule(ALWAYS))
+    assert outcome(kept) == ([B, A, D], [FUZZY, EXACT, TARGET], [0, 2, 5])
+
+
+def test_min_ratio_limits_fuzzy_tokens_only() -> None:
+    """A fuzzy token needs ``p(x) >= r max p``; a sampled token does not."""
+    inputs = _inputs([B, E, E, E, E, E, E], INNER)
+    for ratio, tokens, origins in (
         (0.19, [A, C, B, E], [FUZZY, FUZZY, FUZZY, TARGET]),  # C has .1 / .5 of the peak
         (0.21, [B, A, E], [EXACT, FUZZY, TARGET]),  # A leads nowhere, so B, A is deeper
         (0.61, [B, A, E], [EXACT, FUZZY, TARGET]),  # B (.3) is the sample: no floor applies
         (1.0, [B, A, E], [EXACT, FUZZY, TARGET]),  # A is the peak itself
-    ],
-)
-def test_min_ratio_limits_fuzzy_tokens_only(
-    ratio: float, tokens: list[int], origins: list[Origin]
-) -> None:
-    """A fuzzy token needs ``p(x) >= r max p``; a sampled token does not."""
-    kept = verify(_inputs([B, E, E, E, E, E, E], INNER), FuzzyRule(ALWAYS, min_ratio=ratio))
-    assert outcome(kept)[:2] == (tokens, origins)
-
-
-def test_min_ratio_uses_processed_probabilities() -> None:
-    """With the peak A masked, C is the largest that is left and passes a floor of 0.9."""
+    ):
+        kept = verify(inputs, FuzzyRule(ALWAYS, min_ratio=ratio))
+        assert outcome(kept)[:2] == (tokens, origins)
+    # With the peak A masked, C is the largest that is left and passes a floor of 0.9.
     inputs = _inputs([A, E, E, E, E, E, E], open_nodes=[1], masked=[(1, A), (1, B)])
     kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9))
     assert outcome(kept) == ([A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3])
 
 
-# -- fallback="stop" -------------------------------------------------------------------------------
-
-
-def test_stop_emits_the_sample_of_a_closed_node_and_ends() -> None:
-    """Node 1 is closed: its sample C is a child, but is emitted as the last token."""
-    inputs = _inputs([A, C, A, B, E, E, E], open_nodes=[0, 3])
-    assert outcome(verify(inputs, FSD, "stop")) == ([A, C], [EXACT, TARGET], [0, 1])
-    assert outcome(verify(inputs, FSD, "exact"))[0] == [A, C, B, E]
-
-
-def test_stop_at_a_closed_root_emits_one_token() -> None:
-    inputs = _inputs([A, C, A, B, E, E, E], open_nodes=[1, 2, 3])
-    assert outcome(verify(inputs, FSD, "stop")) == ([A], [TARGET], [0])
-
-
-def test_stop_keeps_the_deeper_of_two_branches() -> None:
-    """The root is open; the node after A is closed, the node after B is open."""
-    inputs = _inputs([A, C, E, B, E, D, E], open_nodes=[0, 2])
-    kept = verify(inputs, FSD, "stop")
-    assert outcome(kept) == ([B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5])
-
-
-# -- selection="target" ----------------------------------------------------------------------------
-
-
-def test_target_selection_follows_the_sampled_child() -> None:
-    """Every node is open and the root's sample is B, whose branch is the shorter one."""
+def test_target_selection_follows_the_sampled_child_or_the_likeliest() -> None:
+    # The root's sample is B, whose branch is the shorter one.
     inputs = _inputs([B, C, E, B, E, D, E], INNER)
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([B, A, D], [EXACT, FUZZY, TARGET], [0, 2, 5])
     assert outcome(verify(inputs, FSD))[0] == [A, C, B, E]
-
-
-def test_target_selection_prefers_the_likeliest_child_without_a_sampled_one() -> None:
-    """At node 1 the sample E is not a child; D is likelier than C, which leads deeper."""
-    inputs = _inputs([A, E, E, B, C, D, E], INNER, p={1: [0.2, 0.2, 0.2, 0.3, 0.1]})
+    # At node 1 the sample E is not a child; D is likelier than C, which leads deeper.
+    sampled = [A, E, E, B, C, D, E]
+    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.2, 0.2, 0.3, 0.1]})
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-
-
-def test_target_selection_skips_children_that_the_guards_reject() -> None:
-    """D is likeliest but masked, so C is kept; with C below the floor the path ends."""
-    p = {1: [0.2, 0.1, 0.12, 0.3, 0.28]}
-    inputs = _inputs([A, E, E, B, C, D, E], INNER, p=p, masked=[(1, D)])
+    # D is likeliest but masked, so C is kept; with C below the floor the path ends: the peak of
+    # what is left is E (.28), and C (.12) is below 0.9 of it.
+    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.1, 0.12, 0.3, 0.28]}, masked=[(1, D)])
     kept = verify(inputs, FSD, selection="target")
     assert outcome(kept) == ([A, C, B, E], [EXACT, FUZZY, EXACT, TARGET], [0, 1, 3, 6])
-    # The peak of what is left is E (.28): C (.12) is below 0.9 of it.
     kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9), selection="target")
     assert outcome(kept) == ([A, E], [EXACT, TARGET], [0, 1])
 
 
-# -- selection="sample" ----------------------------------------------------------------------------
-
-
 def test_sample_selection_follows_the_draft_at_open_nodes() -> None:
-    """The draft draws B at the root and A after it; the target's samples differ."""
-    inputs = _inputs([A, C, E, B, E, D, E], INNER, drawn=[B, D, A, D, D, D, D])
-    kept = verify(inputs, FSD, selection="sample")
+    sampled, rest = [A, C, E, B, E, D, E], [D, D, D, D]
+    # The draft draws B at the root and A after it; the target's samples differ.
+    kept = verify(_inputs(sampled, INNER, drawn=[B, D, A, *rest]), FSD, selection="sample")
     assert outcome(kept) == ([B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5])
-
-
-def test_sample_selection_emits_a_draw_outside_the_tree_and_ends() -> None:
-    """At node 1 the draft draws B, which is not a child."""
-    inputs = _inputs([A, C, E, B, E, D, E], INNER, drawn=[A, B, A, D, D, D, D])
-    kept = verify(inputs, FSD, selection="sample")
+    # At node 1 the draft draws B, which is not a child: the path ends.
+    kept = verify(_inputs(sampled, INNER, drawn=[A, B, A, *rest]), FSD, selection="sample")
     assert outcome(kept) == ([A, B], [EXACT, FUZZY], [0, 1])
-
-
-def test_sample_selection_follows_the_target_at_closed_nodes() -> None:
-    """The root is closed, so the draft's draw B is not used there; node 1 is open."""
-    inputs = _inputs([A, C, E, B, C, D, E], open_nodes=[1], drawn=[B, D, A, D, D, D, D])
+    # The root is closed, so the draft's draw B is not used there; node 1 is open.
+    inputs = _inputs([A, C, E, B, C, D, E], open_nodes=[1], drawn=[B, D, A, *rest])
     kept = verify(inputs, FSD, selection="sample")
     assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-    kept = verify(inputs, FSD, "stop", "sample")
-    assert outcome(kept) == ([A], [TARGET], [0])
-
-
-@pytest.mark.parametrize("guard", ["support", "floor"])
-def test_sample_selection_replaces_a_rejected_draw_by_the_sample(guard: str) -> None:
-    """The draft draws C at node 1, which is masked or below the floor."""
-    masked = [(1, C)] if guard == "support" else []
-    inputs = _inputs([A, D, E, B, C, D, E], INNER, drawn=[A, C, A, B, D, D, D], masked=masked)
-    rule = FSD if guard == "support" else FuzzyRule(0.1, min_ratio=0.5)
-    kept = verify(inputs, rule, selection="sample")
-    assert outcome(kept) == ([A, D, C], [EXACT, EXACT, TARGET], [0, 1, 4])
+    assert outcome(verify(inputs, FSD, "stop", "sample")) == ([A], [TARGET], [0])
+    # The draft draws C at node 1, which is masked or below the floor: the sample replaces it.
+    for rule, masked in ((FSD, [(1, C)]), (FuzzyRule(0.1, min_ratio=0.5), [])):
+        inputs = _inputs([A, D, E, B, C, D, E], INNER, drawn=[A, C, A, B, D, D, D], masked=masked)
+        kept = verify(inputs, rule, selection="sample")
+        assert outcome(kept) == ([A, D, C], [EXACT, EXACT, TARGET], [0, 1, 4])
+    with pytest.raises(ValueError, match="needs a draw from the draft"):
+        verify(_inputs(sampled, INNER), FSD, selection="sample")
 
 
 def test_sample_selection_takes_the_bonus_token_from_the_target() -> None:
@@ -361,8 +306,3 @@ def test_sample_selection_takes_the_bonus_token_from_the_target() -> None:
     inputs = make_inputs(tree, [P, P], sampled=[B, C], drawn=[A, D])
     kept = verify(inputs, FuzzyRule(ALWAYS), selection="sample")
     assert outcome(kept) == ([A, C], [FUZZY, TARGET], [0, 1])
-
-
-def test_sample_selection_requires_draws() -> None:
-    with pytest.raises(ValueError, match="needs a draw from the draft"):
-        verify(_inputs([A] * 7, INNER), FSD, selection="sample")

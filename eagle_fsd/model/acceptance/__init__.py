@@ -100,11 +100,7 @@ RULES: dict[str, AcceptanceRule] = {
 
 
 def rule_for(acceptance: AcceptanceConfig) -> AcceptanceRule:
-    """Return the rule for acceptance options: FSD's or a named one; exact verification without any.
-
-    Args:
-        acceptance: The acceptance options.
-    """
+    """Return FSD's rule or the named one; exact verification without any."""
     if acceptance.lossless:
         return ExactRule()
     rule = RULES.get(acceptance.rule) or FuzzyRule(

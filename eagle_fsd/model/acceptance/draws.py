@@ -29,14 +29,7 @@ class DrawnRule(AcceptanceRule, ABC):
 
     @abstractmethod
     def raised(self, probs: Tensor) -> Tensor:
-        """Raise probabilities.
-
-        Args:
-            probs: Probabilities of any shape.
-
-        Returns:
-            Values of at least ``probs`` and at most 1.
-        """
+        """Raise probabilities of any shape, to at most 1."""
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         tree = inputs.tree

@@ -22,30 +22,16 @@ FUSED_DEVICES = ("cuda",)
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """Compute the entropy of distributions.
-
-    Args:
-        log_probs: ``[..., V]`` log-probabilities.
-
-    Returns:
-        ``[...]`` nats.
-    """
+    """Compute the entropy of log-probabilities ``[..., V]``: ``[...]`` nats."""
     return -(exp(log_probs) * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def divergences(inputs: VerificationInputs, name: str, warped: bool = False) -> Tensor:
-    """Compute the divergence at every node.
+    """Compute the divergence at every node: ``[B, N]``, ``inf`` at leaves and nodes not expanded.
 
-    Args:
-        inputs: The tree and both models' distributions on it.
-        name: A key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``.
-        warped: Compare the distributions after temperature, top-k and top-p.
-
-    Returns:
-        ``[B, N]``; ``inf`` at leaves and at nodes that were not expanded.
-
-    Raises:
-        ValueError: Warped distributions are to be compared, but there are none of the draft.
+    ``name`` is a key of :data:`~eagle_fsd.model.divergence.DIVERGENCES`, or ``reverse_kl``. With
+    ``warped``, the distributions after temperature, top-k and top-p are compared; raises
+    ``ValueError`` if there are none of the draft.
     """
     tree = inputs.tree
     expanded = tree.draft_log_probs.shape[1]
@@ -70,9 +56,6 @@ def fused_divergences(fused: bool) -> Iterator[None]:
     On CUDA, ``torch.compile`` fuses everything into a reduction that reads each of the two
     distributions once; without it, a divergence takes about 20 operations on them. Every number of
     rows, tree and kind of divergence may take a compilation, hence only where those are wanted.
-
-    Args:
-        fused: Whether to compile them.
     """
     _thread.fused = fused
     try:
@@ -136,11 +119,7 @@ class FuzzyRule(AcceptanceRule):
         return self.divergence_on == "warped"
 
     def divergences(self, inputs: VerificationInputs) -> Tensor:
-        """Compute the divergence at every node; see :func:`divergences`.
-
-        Args:
-            inputs: The tree and both models' distributions on it.
-        """
+        """Compute the divergence at every node; see :func:`divergences`."""
         return divergences(inputs, self.divergence, self.divergence_on == "warped")
 
     def gate(self, inputs: VerificationInputs) -> Tensor:

@@ -60,22 +60,12 @@ class WrappedRule(AcceptanceRule):
         return self.rule.settle(inputs, exact, accepted)
 
     def own_state(self, inputs: VerificationInputs) -> Tensor:
-        """Return ``[B]``: the wrapper's own state.
-
-        Args:
-            inputs: The inputs of the step, with the state of the wrapped rule first.
-        """
+        """Return ``[B]``: the wrapper's own state."""
         assert inputs.state is not None
         return inputs.state[:, self.rule.state_size]
 
     def with_own(self, inputs: VerificationInputs, kept: Verification, own: Tensor) -> Tensor:
-        """Return ``[B, state_size]``: the wrapped rule's next state and the wrapper's.
-
-        Args:
-            inputs: The inputs of the step.
-            kept: The result of the step.
-            own: ``[B]`` the wrapper's next state.
-        """
+        """Return ``[B, state_size]``: the wrapped rule's next state, then the wrapper's."""
         inner = self.rule.advance(inputs, kept)[:, : self.rule.state_size]
         return torch.cat([inner, own[:, None]], 1)
 
@@ -146,11 +136,7 @@ class PhaseRule(WrappedRule):
         return torch.cat([self.rule.start(prompts), inside.float()[:, None]], 1)
 
     def inside(self, inputs: VerificationInputs) -> Tensor:
-        """Return ``[B, N]`` bool: whether the position after each node is between the markers.
-
-        Args:
-            inputs: The tree and the state before it.
-        """
+        """Return ``[B, N]`` bool: whether the position after each node is between the markers."""
         tree = inputs.tree
         above = tree.ancestors & (tree.depths > 0)[:, None, :]  # the root is part of the state
         begin, end = self._last(tree.tokens[:, None], tree.depths[:, None], above)

@@ -90,12 +90,10 @@ class DraftModel(LevelDrafter):
 
     @property
     def network(self) -> PreTrainedModel:
-        """The model."""
         return self.model
 
     @property
     def vocab_size(self) -> int:
-        """``V``."""
         return self._vocab_size
 
     @property
@@ -110,16 +108,9 @@ class DraftModel(LevelDrafter):
 
     @property
     def layout(self) -> Layout:
-        """What the model's caches allocated."""
         return self._inner.layout
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Create a cache for the model.
-
-        Args:
-            rows: Number of sequences.
-            length: Slots per sequence.
-        """
         return self._inner.new_cache(rows, length)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
@@ -136,11 +127,7 @@ class DraftModel(LevelDrafter):
         return state(self, tree, draw)
 
     def check_length(self, max_length: int) -> None:
-        """Warn about sequences that exceed the context.
-
-        Args:
-            max_length: Maximum number of tokens in a row, prompt included.
-        """
+        """Warn about sequences that exceed the context; see :meth:`LevelDrafter.check_length`."""
         limit = self._inner.stable_rope_length
         if max_length > limit:
             log.warning(
@@ -180,14 +167,6 @@ class DraftModel(LevelDrafter):
         return self._inner.encode(tokens, positions, mask, slots, cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return the distributions of the next token over the target's vocabulary.
-
-        Args:
-            hidden: ``[..., H]`` hidden states.
-
-        Returns:
-            ``[..., V]`` float32 log-probabilities.
-        """
         logits = self._inner.project(hidden)[..., : self._vocab_size]
         log_probs = F.log_softmax(logits, -1)
         return F.pad(log_probs, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)
@@ -213,11 +192,7 @@ class AdaptiveState(LevelState):
         super().use(tree)
 
     def observe(self, tokens: list[list[int]]) -> None:
-        """Choose the depth of the next tree.
-
-        Args:
-            tokens: The new tokens of each row.
-        """
+        """Choose the depth of the next tree; see :meth:`DraftState.observe`."""
         full = min(self.builder.depth + 2, self._tree.total_tokens)  # tokens, with the bonus token
         accepted = sum(len(row) >= full for row in tokens) / len(tokens)
         self._depth = min(max(self._depth + 3 * accepted - 1, 1.0), self._tree.depth)
@@ -237,14 +212,9 @@ def _naming(model: PreTrainedModel) -> Iterator[None]:
 def load_draft_model(
     name: str | Path, target: Target, token: str | None = None, dtype: torch.dtype | None = None
 ) -> DraftModel:
-    """Load a draft model onto its target's device.
+    """Load a draft model onto its target's device; ``dtype`` is the target's by default.
 
-    Args:
-        name: A folder or a Hub name. The folder needs no tokenizer; if it has one, it is compared
-            with the target's.
-        target: The target to draft for.
-        token: A Hugging Face token for gated repositories.
-        dtype: Data type of the weights; default: the target's.
+    The folder or repository needs no tokenizer; if it has one, it is compared with the target's.
 
     Raises:
         LoadError: Files are missing or damaged.
@@ -256,11 +226,7 @@ def load_draft_model(
 
 
 def _check_tokenizers(name: str, target: str, token: str | None) -> None:
-    """Compare the tokenizers, except for added tokens, if both can be loaded.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Raise ``ValueError`` if both tokenizers can be loaded and differ, except for added tokens."""
     vocabularies = []
     for model in (name, target):
         try:

@@ -122,14 +122,6 @@ class EagleHead(DraftHead):
         return self
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Project features with the target's output projection, or its rows of the drafted tokens.
-
-        Args:
-            hidden: ``[..., H]`` features.
-
-        Returns:
-            ``[..., D]`` float32 log-probabilities.
-        """
         rows = None if self._row_weights is None else (self._row_weights, self._row_bias)
         return F.log_softmax(self.target.project(hidden, rows), dim=-1)
 

@@ -49,12 +49,10 @@ class Eagle3Flags:
     Attributes:
         bias: ``fc`` has a bias.
         norm_before_residual: The residual of the attention is ``hidden_norm(x)`` instead of ``x``.
-        norm_before_fc: The concatenated hidden states are normed before ``fc``.
+        norm_before_fc: The concatenated hidden states are normed before ``fc``; excludes
+            ``fc_norm``.
         fc_norm: Each hidden state is normed by itself before ``fc`` (EAGLE-3.1).
         norm_output: Before a drafted token, ``x`` is ``norm(z)`` instead of ``z`` (EAGLE-3.1).
-
-    Raises:
-        ValueError: Both ``norm_before_fc`` and ``fc_norm`` are set.
     """
 
     bias: bool = False
@@ -233,14 +231,6 @@ class Eagle3Head(DraftHead):
         return normed
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Project outputs of :meth:`forward`.
-
-        Args:
-            hidden: ``[..., H]``.
-
-        Returns:
-            ``[..., D]`` float32 log-probabilities.
-        """
         normed = self.norm(hidden)
         if self.projects:
             return F.log_softmax(self.target.project(normed), dim=-1)
@@ -293,13 +283,7 @@ class Eagle3Head(DraftHead):
 
 
 class _FirstLayer(GradientCheckpointingLayer):
-    """A decoder layer whose attention reads embedding and hidden state, ``2 H`` values.
-
-    Args:
-        layer: A layer of Llama or Qwen3, of which this one takes the parts.
-        size: ``H``.
-        norm_before_residual: See :class:`Eagle3Flags`.
-    """
+    """A Llama or Qwen3 layer whose attention reads embedding and hidden state, ``2 H`` values."""
 
     def __init__(self, layer: Any, size: int, norm_before_residual: bool) -> None:
         super().__init__()
@@ -332,11 +316,8 @@ class _FirstLayer(GradientCheckpointingLayer):
 def default_reads(layers: int) -> tuple[int, ...]:
     """Return the hidden states that heads read by default: the inputs of three layers.
 
-    They are layers ``2``, ``N // 2`` and ``N - 3``, each at most once. A target of less than seven
-    layers has fewer of them.
-
-    Args:
-        layers: ``N``, the target's number of decoder layers.
+    They are layers ``2``, ``N // 2`` and ``N - 3`` of ``N``, each at most once. A target of less
+    than seven layers has fewer of them.
     """
     wanted = {2, layers // 2, layers - 3}
     return tuple(sorted(index for index in wanted if 0 <= index < layers))
@@ -346,9 +327,6 @@ def layer_config(config: PreTrainedConfig) -> LlamaConfig:
     """Return a configuration for a head of one Llama layer with the target's sizes and RoPE.
 
     Llama's layer is what every engine reads, whatever the target.
-
-    Args:
-        config: The target's configuration.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or rope)

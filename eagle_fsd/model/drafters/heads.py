@@ -33,9 +33,6 @@ class DraftHead(nn.Module, LevelDrafter):
 
     The embedding is the target's module, set by :meth:`attach`. A head that was trained with
     another embedding keeps it in ``embed_tokens``.
-
-    Args:
-        config: Configuration of the head's layers.
     """
 
     fc: nn.Linear
@@ -53,13 +50,7 @@ class DraftHead(nn.Module, LevelDrafter):
         self._rotary_options: dict[str, str] = {}
 
     def attach(self, target: Target) -> Self:
-        """Use the target's modules, and move to the target's device.
-
-        Args:
-            target: The target that the head was trained for.
-
-        Returns:
-            The head itself.
+        """Use the target's modules, and move to the target's device; see :meth:`Drafter.attach`.
 
         Raises:
             ValueError: Head and target differ in hidden size or vocabulary size.
@@ -80,16 +71,11 @@ class DraftHead(nn.Module, LevelDrafter):
 
     @property
     def network(self) -> Self:
-        """The head itself."""
         return self
 
     @property
     def target(self) -> Target:
-        """The target that the head is attached to.
-
-        Raises:
-            RuntimeError: :meth:`attach` has not been called.
-        """
+        """The target that the head is attached to."""
         if self._target is None:
             raise RuntimeError("attach the head to its target first")
         return self._target
@@ -112,14 +98,7 @@ class DraftHead(nn.Module, LevelDrafter):
         return self.fc.weight.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens with the head's own embedding if it has one, else the target's.
-
-        Args:
-            tokens: ``[B, S]`` token ids.
-
-        Returns:
-            ``[B, S, H]``.
-        """
+        """Embed tokens with the head's own embedding if it has one, else with the target's."""
         embedding = self.embed_tokens if self.embed_tokens is not None else self.target.embed
         embedded: Tensor = embedding(tokens)
         weight = self.fc.weight
@@ -129,25 +108,11 @@ class DraftHead(nn.Module, LevelDrafter):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Convert the target's hidden states to the head's input.
-
-        Args:
-            features: ``[B, S, F]``.
-
-        Returns:
-            ``[B, S, H]``.
-        """
+        """Convert the target's hidden states ``[B, S, F]`` to the head's input ``[B, S, H]``."""
 
     @abstractmethod
     def carry(self, hidden: Tensor) -> Tensor:
-        """Convert the head's output to its input at the next token.
-
-        Args:
-            hidden: ``[..., H]`` result of :meth:`forward`.
-
-        Returns:
-            ``[..., H]``.
-        """
+        """Convert the head's output ``[..., H]`` to its input at the next token."""
 
     @abstractmethod
     def forward(
@@ -178,12 +143,6 @@ class DraftHead(nn.Module, LevelDrafter):
         return self._layout
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Create a cache for the head's layers.
-
-        Args:
-            rows: Number of sequences.
-            length: Slots per sequence.
-        """
         return TreeCache(rows, length, self._layout)
 
     def append(
@@ -205,7 +164,7 @@ class DraftHead(nn.Module, LevelDrafter):
         return super().start(tree, draw)
 
     def _set_plain(self) -> None:
-        """Look whether the layers are plain, which hooks change."""
+        """Determine whether the layers are plain, which hooks change."""
         self.plain = all(is_plain(layer, self.config) for layer in self.layers)
 
     def embed_positions(self, positions: Tensor) -> tuple[Tensor, ...]:
@@ -235,19 +194,10 @@ class DraftHead(nn.Module, LevelDrafter):
 def decoder_layers(
     config: PreTrainedConfig, count: int, dtype: torch.dtype
 ) -> tuple[nn.ModuleList, nn.Module, PreTrainedConfig]:
-    """Build decoder layers with full attention.
+    """Build decoder layers with full attention, their rotary embedding, and their configuration.
 
-    Args:
-        config: A configuration of the layers' family.
-        count: Number of layers.
-        dtype: Data type of the weights.
-
-    Returns:
-        The layers, their rotary embedding, and their configuration, whose attention implementation
-        accepts masks from :func:`fold_mask` unless it is the eager one.
-
-    Raises:
-        TypeError: The layers do not have the interface of Llama's.
+    The configuration's attention implementation accepts masks from :func:`fold_mask` unless it is
+    the eager one. Raises ``TypeError`` if the layers do not have the interface of Llama's.
     """
     config = copy.deepcopy(config)
     config.num_hidden_layers = count

@@ -26,13 +26,10 @@ MAX_CPU_PARAMETERS = 10**9
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The hidden states that fit best.
+    """The hidden states ``reads`` that fit best.
 
-    Attributes:
-        reads: The choice, as in :class:`Eagle3Head`.
-        agreement: For each candidate, the fraction of positions at which the head's most likely
-            token is the target's.
-        positions: Number of positions.
+    ``agreement`` is, for each candidate, the fraction of positions at which the head's most likely
+    token is the target's.
     """
 
     reads: tuple[int, ...]
@@ -56,16 +53,10 @@ def detect_layers(
 ) -> LayerChoice:
     """Measure how well a head agrees with its target for several choices of hidden states.
 
-    Args:
-        head: The head, attached to ``target``; it is not changed.
-        target: The target.
-        texts: ``[S]`` token ids of texts that the target might write, at least two tokens each.
-        candidates: Choices of hidden states, the declared one first. Default: the head's own, and
-            those one layer below and above it.
-
-    Returns:
-        The candidate that agrees at most positions. It is the first one unless the difference from
-        the first exceeds three standard deviations (of a sign test).
+    ``texts`` are ``[S]`` token ids that the target might write, at least two each. The candidates,
+    the declared one first, are by default the head's own and those one layer below and above it.
+    The choice agrees at most positions; it is the first one unless the difference from it exceeds
+    three standard deviations (of a sign test). The head is not changed.
     """
     if candidates is None:
         shifts = [tuple(index + shift for index in head.reads) for shift in (0, -1, 1)]
@@ -99,11 +90,7 @@ def _hits(
 
 
 def is_cheap(target: Target) -> bool:
-    """Whether :func:`sample_texts` takes seconds at most.
-
-    Args:
-        target: The target.
-    """
+    """Whether :func:`sample_texts` takes seconds at most."""
     parameters = list(target.model.parameters())
     if any(parameter.is_meta for parameter in parameters):  # it cannot generate
         return False
@@ -112,14 +99,7 @@ def is_cheap(target: Target) -> bool:
 
 
 def sample_texts(target: Target) -> list[Tensor]:
-    """Let the target write texts: ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time.
-
-    Args:
-        target: The target.
-
-    Returns:
-        ``[S]`` token ids of each text.
-    """
+    """Let the target write ``TEXTS`` samples of ``TEXT_LENGTH`` tokens, the same each time."""
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)

@@ -81,13 +81,9 @@ class LevelDrafter(Drafter):
         """
 
     def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Prepare the positions of all levels at once; by default, there is nothing to prepare.
+        """Prepare the positions ``[B, S]`` of all levels at once; by default, nothing.
 
-        Args:
-            positions: ``[B, S]``.
-
-        Returns:
-            Tensors ``[B, S, ...]``, of which :meth:`extend` gets the parts of its level.
+        Returns tensors ``[B, S, ...]``, of which :meth:`extend` gets the parts of its level.
         """
         return ()
 
@@ -117,21 +113,10 @@ class LevelDrafter(Drafter):
 
     @abstractmethod
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return the distributions of the next token.
-
-        Args:
-            hidden: ``[..., H]`` hidden states.
-
-        Returns:
-            ``[..., D]`` float32 log-probabilities.
-        """
+        """Return float32 log-probabilities ``[..., D]`` of the next token, for ``[..., H]``."""
 
     def check_length(self, max_length: int) -> None:
-        """Check the length of sequences; by default, any is fine.
-
-        Args:
-            max_length: Maximum number of tokens in a row, prompt included.
-        """
+        """Check the maximum number of tokens in a row, prompt included; by default, any is fine."""
         return
 
     @abstractmethod
@@ -152,11 +137,6 @@ class LevelState(DraftState):
 
     The cache holds the entries of a row up to the root, except for those of the tokens that the
     last step added: they stay pending until the next draft processes them.
-
-    Args:
-        drafter: The network.
-        tree: Shape of the deepest trees.
-        draw: Samples the tokens of chains; see :meth:`Drafter.start`.
     """
 
     cache: TreeCache

@@ -18,7 +18,7 @@ children, ``F`` = :data:`MAX_FOLLOWERS`, ``V`` vocabulary.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,28 +49,15 @@ MAX_OCCURRENCES = 64
 Followers = Callable[[list[int]], list[tuple[int, int]]]
 
 
-class _Row(ABC):
-    """The tokens of one row, as far as a drafter keeps them."""
-
-    @abstractmethod
-    def append(self, token: int) -> None:
-        """Add a token."""
-
-    @abstractmethod
-    def look_up(self) -> Followers:
-        """Look up what followed the row's last tokens; valid until the next :meth:`append`."""
-
-    @abstractmethod
-    def copy(self) -> Self:
-        """Return a row that can be extended independently."""
-
-
 class _CountingDrafter(Drafter):
     """Common part of the drafters that count on the host."""
 
     @abstractmethod
-    def new_row(self) -> _Row:
-        """Return a row without tokens."""
+    def new_row(self) -> _Occurrences | _TableRow:
+        """Return the tokens of a row, as far as the drafter keeps them; none yet.
+
+        What ``look_up`` returns is valid until the next ``append``.
+        """
 
     def attach(self, target: Target) -> Self:
         self.device, self.vocab_size = target.device, target.vocab_size
@@ -117,17 +104,12 @@ class NGramDrafter(_CountingDrafter):
     def __repr__(self) -> str:
         return f"NGramDrafter(max_match={self.max_match}, min_match={self.min_match})"
 
-    def new_row(self) -> _Row:
+    def new_row(self) -> _Occurrences | _TableRow:
         return _Occurrences(self.max_match, self.min_match)
 
 
-class _Occurrences(_Row):
-    """A row's tokens, with links between the occurrences of the same n-gram.
-
-    Args:
-        max_match: Number of last tokens beyond which a longer match is not preferred.
-        min_match: Length of the linked n-grams.
-    """
+class _Occurrences:
+    """A row's tokens, with links between the occurrences of the same ``min_match`` tokens."""
 
     def __init__(self, max_match: int, min_match: int) -> None:
         self.max_match, self.min_match = max_match, min_match
@@ -235,7 +217,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             )
         return super().attach(target)
 
-    def new_row(self) -> _Row:
+    def new_row(self) -> _Occurrences | _TableRow:
         return _TableRow(self, [])
 
     def learn(self, context: list[int], token: int) -> None:
@@ -258,13 +240,13 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             counts[token] = count
 
     def followers(self, context: list[int]) -> list[tuple[int, int]]:
-        """Return what followed the longest known end of a context.
+        """Return what followed the longest known end of a context, the most frequent token first.
 
         Args:
             context: The last tokens.
 
         Returns:
-            Tokens and their counts, the most frequent first, of equally frequent ones the latest.
+            Tokens and their counts; of equally frequent tokens, the latest comes first.
         """
         for length in range(min(self.order - 1, len(context)), self.min_order - 2, -1):
             counts = self.table.get(tuple(context[len(context) - length :]))
@@ -273,13 +255,8 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         return []
 
 
-class _TableRow(_Row):
-    """The last tokens of a row, whose n-grams a table learns.
-
-    Args:
-        drafter: Owner of the table.
-        tokens: The last tokens.
-    """
+class _TableRow:
+    """The last tokens of a row, whose n-grams a table learns."""
 
     def __init__(self, drafter: AdaptiveNGramDrafter, tokens: list[int]) -> None:
         self.drafter, self.tokens = drafter, tokens
@@ -300,10 +277,8 @@ class _TableRow(_Row):
 class _Node:
     """A node of a tree on the host.
 
-    Attributes:
-        path: Tokens from the root to the node, without the root's.
-        parent: Index of the parent.
-        q: Tokens and their log-probabilities after the node; empty for a leaf.
+    ``path`` holds the tokens below the root, ``parent`` the index of the parent, and ``q`` tokens
+    and their log-probabilities after the node, none for a leaf.
     """
 
     path: list[int]
@@ -312,20 +287,11 @@ class _Node:
 
 
 def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]:
-    """Find the most probable nodes.
+    """Find at most ``size`` most probable nodes, in level order, the root first.
 
     As in EAGLE-2 (arXiv 2406.16858), these are the nodes with the largest product of probabilities
     along their path. A child's is at most its parent's, so taking the best candidate repeatedly
-    finds all of them.
-
-    Args:
-        followers: Returns what followed a path.
-        size: Maximum number of nodes, the root included.
-        depth: Maximum depth.
-        width: Maximum number of children of a node.
-
-    Returns:
-        The nodes in level order, the root first.
+    finds all of them. Nodes have at most ``width`` children.
     """
     nodes: list[_Node] = []
     # Negative log-probability of the path, number of earlier candidates to break ties, node.
@@ -352,18 +318,13 @@ def grow(followers: Followers, size: int, depth: int, width: int) -> list[_Node]
 
 
 class _CountingState(DraftState):
-    """The state of a drafter that counts on the host.
-
-    Args:
-        drafter: The drafter.
-        tree: Shape of the draft trees.
-    """
+    """The state of a drafter that counts on the host."""
 
     on_device = False
     waits = True
 
     def __init__(self, drafter: _CountingDrafter, tree: TreeConfig) -> None:
-        self.drafter, self.rows = drafter, list[_Row]()
+        self.drafter, self.rows = drafter, list[_Occurrences | _TableRow]()
         self._shown = 0
         self.use(tree)
 

@@ -62,17 +62,11 @@ def norm(module: Any, x: Tensor) -> Tensor:
 def attend(
     module: Any, x: Tensor, rotary: tuple[Tensor, ...], mask: Tensor, cache: TreeCache
 ) -> Tensor:
-    """Apply self-attention.
+    """Apply self-attention to ``[B, S, H]``, or wider.
 
-    Args:
-        module: The attention layer.
-        x: ``[B, S, H]``, or wider.
-        rotary: ``[B, S, 1, D]`` cosines and signed sines.
-        mask: ``[B, 1, G * S, L]``, additive, for ``G`` query heads per key head.
-        cache: A cache on which :meth:`TreeCache.place` has been called.
-
-    Returns:
-        ``[B, S, H]``.
+    ``rotary`` are ``[B, S, 1, D]`` cosines and signed sines, ``mask`` is ``[B, 1, G * S, L]``,
+    additive, for ``G`` query heads per key head, and :meth:`TreeCache.place` has been called on
+    ``cache``.
     """
     batch, length = x.shape[:2]
     shape, (cos, sin) = (batch, length, -1, module.head_dim), rotary
