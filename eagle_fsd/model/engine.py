@@ -287,7 +287,7 @@ class Engine:
 
     def _renew(self) -> None:
         """Forget what was computed or captured with the modules if they have changed since."""
-        self.target.register(self.drafter.reads)  # hooks are among the things that are compared
+        self.target.renew(self.drafter.reads)  # hooks are among the things that are compared
         modules = [item for item in (self.target.model, self.drafter.network) if item is not None]
         described = describe_modules(*modules)
         changed = self.caches.renew(described, keep=bool(self.rows or self._prompts))

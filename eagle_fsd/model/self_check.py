@@ -71,6 +71,7 @@ def _run_check(target: Target, name: str) -> None:
             "parts of this target are offloaded to CPU memory or disk, but a tree pass needs"
             " all layers on their devices: use a smaller dtype or more devices"
         )
+    target.renew(())
     if query_groups(target.model):
         try:
             return _compare(target, name)

@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
+from eagle_fsd.model.attention import TREE_ATTENTION, config_groups, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
+from eagle_fsd.model.plain_layers import is_plain_model, run_layers
 from eagle_fsd.model.tree import DraftTree
 
 #: Attention implementations that accept an arbitrary 4-D mask.
@@ -104,6 +105,7 @@ class Target:
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
+        self.renew(())
 
     @property
     def vocab_size(self) -> int:
@@ -292,6 +294,11 @@ class Target:
         # Nodes beyond the context are never emitted, but must not index out of a position table or
         # switch RoPE to frequencies for longer sequences.
         positions = positions.clamp_max(self.stable_rope_length - 1)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if groups and groups == self._plain_groups and isinstance(masks, Tensor) and not autocast:
+            hidden = run_layers(self._body, tree.tokens, positions, masks, cache)
+            recorded = {**dict(enumerate(hidden)), LAST: hidden[-1]}
+            return TargetPass(self.project(hidden[-1]), self._features(recorded, states))
         with self.recording(states) as recorded:
             # Call the whole model, because some architectures scale their logits.
             output = self.model(
@@ -303,6 +310,15 @@ class Target:
             )
         logits = output.logits.to(self.device).float()
         return TargetPass(logits, self._features(recorded, states))
+
+    def renew(self, states: Sequence[int]) -> None:
+        """Register the hooks for hidden states, and determine whether the layers are plain.
+
+        Call it after changes of the model.
+        """
+        self.register(states)
+        # Masks of plain layers are folded for so many query heads; 0 for other layers.
+        self._plain_groups = config_groups(self.config) if is_plain_model(self.model) else 0
 
     def register(self, states: Sequence[int]) -> None:
         """Register the hooks that :meth:`recording` needs, unless that has been done."""
@@ -376,7 +392,9 @@ _layouts: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDi
 def _record_input(module: nn.Module, state: int) -> None:
     """Make a module record its input during passes; repeated calls do nothing."""
     if not getattr(module, RECORDS, False):
-        module.register_forward_pre_hook(partial(_record, state), with_kwargs=True)
+        hook: Any = partial(_record, state)
+        hook.reads_only = True
+        module.register_forward_pre_hook(hook, with_kwargs=True)
         setattr(module, RECORDS, True)
 
 

@@ -1,4 +1,4 @@
-"""Draft heads compute plain decoder layers by themselves, with the results of transformers."""
+"""Plain decoder layers are computed by their parts, with the results of transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
 from pairs import small_tree, tiny_target, untrained_head
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
+from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.drafters.heads import DraftHead
-from eagle_fsd.model.target import Target
+from eagle_fsd.model.plain_layers import is_plain_model
+from eagle_fsd.model.target import LAST, Target
+from eagle_fsd.model.tree import DraftTree, ancestor_matrix
 
 FAMILIES = {
     "llama-linear-rope-tied": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
@@ -62,3 +67,52 @@ def test_hooked_layers_are_called() -> None:
     head.layers[0].mlp.register_forward_hook(lambda *_: None)
     head.start(small_tree(), None)
     assert not head.plain
+
+
+@torch.inference_mode()
+def scored(target: Target, groups: int) -> list[torch.Tensor]:
+    """Score a tree of four nodes in two rows."""
+    target.renew((1, LAST))
+    cache = target.new_cache(2, 24)
+    target.prefill(torch.arange(12).view(2, 6) + 5, 0, cache)
+    parents = torch.tensor([[0, 0, 0, 1]] * 2)
+    tree = DraftTree(
+        tokens=torch.tensor([[3, 5, 7, 9], [4, 6, 8, 10]]),
+        parents=parents,
+        depths=torch.tensor([[0, 1, 1, 2]] * 2),
+        ancestors=ancestor_matrix(parents, 2),
+        draft_rows=torch.full_like(parents, -1),
+        draft_log_probs=torch.empty(2, 0, 0),
+        max_depth=2,
+    )
+    lengths, keys = torch.tensor([6, 4]), cache.keys(16, torch.device("cpu"))
+    with folded_queries(target.model, groups):
+        found = target.forward_tree(tree, lengths, keys, cache, (1, LAST), groups)
+    return [found.logits, found.features]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_target_gives_the_results_of_its_model(family: str) -> None:
+    """Also hidden states of inner layers; a hook lets transformers call the layers."""
+    model = tiny_target(architecture=family, num_attention_heads=4, **FAMILIES[family])
+    assert is_plain_model(model)
+    target = Target(model)
+    found = scored(target, query_groups(model))
+    with model.model.norm.register_forward_hook(lambda *_: None):
+        assert not is_plain_model(model)
+        expected = scored(target, query_groups(model))
+    for plain, called in zip(found, expected, strict=True):
+        torch.testing.assert_close(plain, called, atol=1e-4, rtol=1e-4)
+
+
+def test_changed_targets_are_not_plain() -> None:
+    class Subclass(LlamaForCausalLM):
+        pass
+
+    assert not is_plain_model(Subclass(tiny_target().config))
+    assert not is_plain_model(tiny_target("qwen3"))
+    model = tiny_target()
+    model.model.layers[0].mlp.forward = lambda x: x
+    assert not is_plain_model(model)
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert not is_plain_model(get_peft_model(tiny_target(), config).base_model.model)

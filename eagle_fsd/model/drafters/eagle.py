@@ -24,7 +24,7 @@ from typing_extensions import Self
 from eagle_fsd.model.attention import config_groups, fold_mask
 from eagle_fsd.model.cache import TreeCache, additive_mask
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
-from eagle_fsd.model.drafters.plain_layers import attend, feed_forward, norm
+from eagle_fsd.model.plain_layers import attend, feed_forward, norm
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.model.weights import whole
 from eagle_fsd.utils.text import one_line

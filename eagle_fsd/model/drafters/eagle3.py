@@ -35,7 +35,7 @@ from typing_extensions import Self
 from eagle_fsd.model.attention import config_groups
 from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.drafters.heads import DraftHead, decoder_layers
-from eagle_fsd.model.drafters.plain_layers import attend, feed_forward, norm
+from eagle_fsd.model.plain_layers import attend, feed_forward, norm
 from eagle_fsd.model.target import Target
 
 #: Families of the decoder layers.
@@ -269,7 +269,7 @@ class Eagle3Head(DraftHead):
         mask: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Run the layers, see :mod:`~eagle_fsd.model.drafters.plain_layers`."""
+        """Run the layers, see :mod:`~eagle_fsd.model.plain_layers`."""
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             normed = norm(layer.input_layernorm if index else layer.hidden_norm, x)

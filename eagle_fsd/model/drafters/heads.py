@@ -23,7 +23,7 @@ from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter, LevelState
-from eagle_fsd.model.drafters.plain_layers import is_plain, signed_rotary
+from eagle_fsd.model.plain_layers import is_plain, signed_rotary
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
 

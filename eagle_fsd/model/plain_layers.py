@@ -1,8 +1,9 @@
 """The parts of Llama's decoder layer, called with few operations.
 
-A level of a draft tree passes a handful of nodes through one layer, whose duration on a CPU is that
-of dispatching its operations: transformers takes about 60. These functions take half as many from
-the same modules. :func:`is_plain` says for which layers they apply.
+A pass over a draft tree sends a handful of nodes through each layer, whose duration on a CPU is
+mostly that of dispatching its operations: transformers takes about 60. These functions take half as
+many from the same modules. :func:`is_plain` says for which layers they apply, and
+:func:`is_plain_model` for which models.
 
 Shape letters: ``B`` rows, ``S`` tokens, ``D`` values of an attention head, ``H`` hidden size.
 """
@@ -35,11 +36,48 @@ def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
             for name, part in layer.named_modules()
             if name.endswith("_proj")
         )
-        and not any(
-            part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
-            for part in layer.modules()
-        )
+        and not any(map(_is_changed, layer.modules()))
     )
+
+
+def is_plain_model(model: Any) -> bool:
+    """Whether a causal language model consists of such layers only, without further operations."""
+    body, name = model.base_model, f"{type(model).__module__}.{type(model).__name__}"
+    return (
+        name.startswith("transformers.models.")
+        and name.endswith("ForCausalLM")
+        and model.config.model_type in FAMILIES
+        and all(is_plain(layer, model.config) for layer in body.layers)
+        and not any(map(_is_changed, (model, body, body.rotary_emb, body.norm)))
+    )
+
+
+def _is_changed(part: nn.Module) -> bool:
+    """Whether the function of a module has been replaced, or a hook may change its result.
+
+    Hooks with a true attribute ``reads_only`` do not.
+    """
+    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    return "forward" in part.__dict__ or not all(
+        getattr(hook, "reads_only", False) for hook in hooks
+    )
+
+
+def run_layers(
+    body: Any, ids: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache
+) -> list[Tensor]:
+    """Run a plain model's layers on tokens ``[B, S]`` at positions ``[B, S]``.
+
+    Returns ``[B, S, H]`` the input of every layer, and the last hidden state after the final norm.
+    ``mask`` and ``cache`` are those of :func:`attend`.
+    """
+    x = body.embed_tokens(ids)
+    rotary, states = signed_rotary(*body.rotary_emb(x, position_ids=positions)), []
+    for layer in body.layers:
+        states.append(x)
+        x = x + attend(layer.self_attn, norm(layer.input_layernorm, x), rotary, mask, cache)
+        x = x + feed_forward(layer.mlp, norm(layer.post_attention_layernorm, x))
+    return [*states, norm(body.norm, x)]
 
 
 def signed_rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
