@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eagle_fsd.model.attention import TREE_ATTENTION, config_groups, fold_mask
+from eagle_fsd.model.attention import TREE_ATTENTION, fold_mask, query_groups
 from eagle_fsd.model.cache import Layout, TreeCache, additive_mask
 from eagle_fsd.model.plain_layers import is_plain_model, run_layers
 from eagle_fsd.model.tree import DraftTree
@@ -318,7 +318,7 @@ class Target:
         """
         self.register(states)
         # Masks of plain layers are folded for so many query heads; 0 for other layers.
-        self._plain_groups = config_groups(self.config) if is_plain_model(self.model) else 0
+        self._plain_groups = query_groups(self.model) if is_plain_model(self.model) else 0
 
     def register(self, states: Sequence[int]) -> None:
         """Register the hooks that :meth:`recording` needs, unless that has been done."""

@@ -84,7 +84,7 @@ def test_other_calls_get_the_attention_of_transformers() -> None:
 
 def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of the stock path; before and after, the model is on SDPA."""
-    model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
+    model = tiny_target("qwen3", num_attention_heads=4, num_key_value_heads=2)
     assert query_groups(model) == 2
     folded: list[tuple[nn.Module, bool]] = []
 
