@@ -59,13 +59,13 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# Train the bundled pair from scratch; see eagle_fsd/train/recipes/bundled.py.
+# Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)
-	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
+	$(RUN)/python -m recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
 	$(RUN)/eagle-fsd tune --install
 	$(RUN)/eagle-fsd calibrate --no-rules --seed 3 --install
-	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
+	$(RUN)/python -m recipes.bundled --stage card
 
 clean:
 	rm -rf $(VENV) *.egg-info

@@ -117,7 +117,7 @@ def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
     Args:
         request: Which chats, and where they go.
     """
-    from eagle_fsd.train.recipes.chats import write_chats
+    from eagle_fsd.train.chat_file import write_chats
 
     if request.out.exists():
         raise OptionsError(f"{request.out} exists already")

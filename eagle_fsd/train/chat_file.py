@@ -10,6 +10,7 @@ skipped. Only the assistant's answers are trained on; see :func:`is_answer`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from eagle_fsd.bundled import problems
+from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress
 
 #: Bytes read at a time.
@@ -184,6 +187,15 @@ class ChatFile(Sequence[Chat]):
             index: The chat's index.
         """
         return self._lines[index]
+
+
+def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
+    """Write generated chats of word problems as JSON Lines, unless the file exists."""
+    if not path.exists():
+        generated = itertools.islice(problems.chats("train", seed), count)
+        lines = [json.dumps({"messages": chat}) + "\n" for chat in generated]
+        atomic_write(path, "".join(lines))
+    return path
 
 
 def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:

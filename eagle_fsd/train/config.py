@@ -70,7 +70,7 @@ class TrainConfig(Options):
 
     The defaults are EAGLE's where they were published (arXiv 2401.15077, appendix, and the authors'
     training script). The divergence loss is an addition; it increased the accepted length in
-    ``eagle_fsd/train/recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
+    ``recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
     :data:`EAGLE3_DEFAULTS` have those defaults (``eagle/traineagle3`` in the authors' repository).
     """
 

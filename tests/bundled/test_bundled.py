@@ -18,7 +18,7 @@ from eagle_fsd.bundled import BUNDLED, BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import Problem, problems
 from eagle_fsd.evaluation.scoring import final_number, same_number
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.train.recipes.target import save_target
+from recipes.target import save_target
 
 UNSEEN = problems("test", 500, seed=0)
 

@@ -17,12 +17,12 @@ from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.verify import AcceptanceRule
-from eagle_fsd.train.recipes.draft_model import (
+from eagle_fsd.train.record import read_record
+from recipes.draft_model import (
     DraftModelConfig,
     build_draft_model,
     train_draft_model,
 )
-from eagle_fsd.train.record import read_record
 
 CHAIN = TreeConfig(total_tokens=7, depth=5, top_k=1)
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, get_wsd_schedule
 
 from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest
 from eagle_fsd.train.dataset import Batch, collate, pack_batches
 from eagle_fsd.train.loaded_target import LoadedTarget
-from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.recipes.target import save_weights
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import regenerate
+from recipes.target import save_weights
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ pipeline_tag: text-generation
 A Llama of two layers with {parameters} M parameters that drafts for the bundled target. It shares
 the target's tokenizer, which is not copied here.
 
-Trained by `python -m eagle_fsd.train.recipes.bundled --stage draft-model`: it starts from the
+Trained by `python -m recipes.bundled --stage draft-model`: it starts from the
 target's embedding and its first and last layers, and learns the target's distributions on {chats}
 generated chats whose answers the target sampled; {steps} steps, {tokens} tokens, {minutes} minutes
 on {machine}, {date}.

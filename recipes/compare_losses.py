@@ -1,4 +1,4 @@
-"""Compare training losses: ``python -m eagle_fsd.train.recipes.compare_losses``.
+"""Compare training losses: ``python -m recipes.compare_losses``.
 
 The script trains a head for the bundled target with each variant of the losses, on the same chats
 with the same seed and number of steps. It measures every head on the same unseen problems: tau of
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import TrainConfig, TrainRequest
-from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.recipes.measure import measure
 from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
+from recipes.measure import measure
 
 THRESHOLDS = (0.05, 0.1, 0.2)
 MIN_RATIO = 0.1

@@ -1,6 +1,6 @@
 """Train a draft head for a base model of short stories, such as karpathy's TinyStories models.
 
-``python -m eagle_fsd.train.recipes.stories --target TARGET --out runs/stories``
+``python -m recipes.stories --target TARGET --out runs/stories``
 
 The target writes its own training text: it continues generated openings.
 ``benchmarks/revisions.py`` measures with the model of 260 k parameters (five layers, 512 tokens).

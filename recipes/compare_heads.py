@@ -1,4 +1,4 @@
-"""Compare the bundled heads: ``python -m eagle_fsd.train.recipes.compare_heads``.
+"""Compare the bundled heads: ``python -m recipes.compare_heads``.
 
 Prints tau of exact decoding with the EAGLE-2 and the EAGLE-3 head on the same unseen problems, for
 several trees. The model card of the EAGLE-3 head holds this table.
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.bundled import BUNDLED
-from eagle_fsd.train.recipes.measure import measure
 from eagle_fsd.train.record import read_record
 from eagle_fsd.utils.provenance import describe_environment
+from recipes.measure import measure
 
 #: Name and folder of each head.
 HEADS = (("EAGLE-2", "head"), ("EAGLE-3", "eagle3"))
