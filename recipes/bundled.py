@@ -92,13 +92,7 @@ def main() -> None:
 
 
 def train_head(target: Path, work: Path, out: Path) -> None:
-    """Train the head and save it in half precision.
-
-    Args:
-        target: Folder of the target.
-        work: Folder for the chats and the training.
-        out: Folder for the head.
-    """
+    """Train the head and save it in half precision."""
     folder = TrainingFolder(work / "head")
     request = TrainRequest(
         data=write_chats(work / "chats.jsonl", HEAD_CHATS),
@@ -114,13 +108,7 @@ def train_head(target: Path, work: Path, out: Path) -> None:
 
 
 def train_eagle3(target: Path, work: Path, out: Path) -> None:
-    """Train the EAGLE-3 head on stored features and save it in half precision.
-
-    Args:
-        target: Folder of the target.
-        work: Folder for the chats, the features and the training.
-        out: Folder for the head.
-    """
+    """Train the EAGLE-3 head on stored features and save it in half precision."""
     data, features = write_chats(work / "chats.jsonl", HEAD_CHATS), work / "features"
     store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
     folder = TrainingFolder(work / "eagle3")
@@ -133,14 +121,7 @@ def train_eagle3(target: Path, work: Path, out: Path) -> None:
 
 
 def write_cards(out: Path) -> None:
-    """Measure exact decoding and the settings in ``fsd.json``; write the model cards.
-
-    Args:
-        out: Folder of the pair.
-
-    Raises:
-        FileNotFoundError: The head has no ``fsd.json``.
-    """
+    """Measure exact decoding and the settings in ``fsd.json``; write the model cards."""
     target, head = out / "target", out / "head"
     if not (head / SETTINGS_FILE).exists():
         raise FileNotFoundError(
@@ -154,12 +135,7 @@ def write_cards(out: Path) -> None:
 
 
 def write_draft_model_card(target: Path, folder: Path) -> None:
-    """Measure exact decoding and FSD with the draft model's chains; write its model card.
-
-    Args:
-        target: Folder of the target.
-        folder: Folder of the draft model.
-    """
+    """Measure exact decoding and FSD with the draft model's chains; write its model card."""
     rows = measure(target, folder, CARD_PROBLEMS, ("exact", "fsd"), *CHAIN_OPTIONS)
     _write_card(folder, CARD, _format_results(rows))
 

@@ -37,19 +37,7 @@ def main() -> None:
 
 
 def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] = ()) -> str:
-    """Measure tau of exact decoding with both heads.
-
-    Args:
-        pair: Folder of target and heads.
-        problems: Number of unseen problems.
-        others: Folders of other heads to compare.
-
-    Returns:
-        A Markdown table with a heading and a row for each tree.
-
-    Raises:
-        subprocess.CalledProcessError: An evaluation failed.
-    """
+    """Measure tau of exact decoding with both heads and others, as a Markdown table of trees."""
     heads = [(name, pair / folder) for name, folder in HEADS]
     heads += [(folder.name, folder) for folder in others]
     names = [name for name, _ in heads]

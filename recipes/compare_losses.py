@@ -34,12 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of the losses.
-
-    Attributes:
-        name: Name of the variant in the table.
-        changes: Hyperparameters that differ from the common ones.
-    """
+    """One variant of the losses: the hyperparameters that differ from the common ones."""
 
     name: str
     changes: dict[str, Any]
@@ -101,15 +96,7 @@ def main() -> None:
 
 
 def measure_head(head: Path, count: int) -> dict[str, Any]:
-    """Measure exact decoding and FSD with a head.
-
-    Args:
-        head: Folder of the head.
-        count: Number of unseen problems.
-
-    Returns:
-        Tau and accuracy by method, the duration of the training, and the environment.
-    """
+    """Measure exact decoding and FSD with a head on unseen problems."""
     result: dict[str, Any] = {
         "minutes": read_record(head)["seconds"] / 60,
         "problems": count,
@@ -125,12 +112,7 @@ def measure_head(head: Path, count: int) -> dict[str, Any]:
 
 
 def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str:
-    """Format results as a Markdown table.
-
-    Args:
-        results: Results of :func:`measure_head`, by variant.
-        config: The common hyperparameters.
-    """
+    """Format results of :func:`measure_head` by variant as a Markdown table."""
     names = [f"T={threshold:g}" for threshold in THRESHOLDS]
     lines = ["| trained with | minutes | tau exact | " + " | ".join(names) + " |"]
     lines.append("|---" * (3 + len(names)) + "|")

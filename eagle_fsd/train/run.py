@@ -148,11 +148,7 @@ def train(
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     """Create an accelerator, with mixed precision in bfloat16 on GPUs that support it.
 
-    A precision set by ``accelerate launch`` takes precedence.
-
-    Args:
-        out: Folder for TensorBoard's files.
-        cpu: Use the CPU even if there is a GPU.
+    A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
