@@ -12,6 +12,8 @@ PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia
 	to Tom. How many pencils are left in the end?
 # One process per core, with one torch thread each (see tests/conftest.py). Tests that share a server
 # or a browser run in the same process.
+# Without cached bytecode, every process compiles the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test slow quality bundled clean

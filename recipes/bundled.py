@@ -21,12 +21,11 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_fsd.bundled import BUNDLED
-from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
-from eagle_fsd.model.eagle3_checkpoint import load_eagle3, save_eagle3
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
 from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.heads import load_for_training, save_trained
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.model_card import CARD_FILE
 from eagle_fsd.train.record import RECORD_FILE, read_record
@@ -92,31 +91,28 @@ def main() -> None:
 
 
 def train_head(target: Path, work: Path, out: Path) -> None:
-    """Train the head and save it in half precision."""
-    folder = TrainingFolder(work / "head")
-    request = TrainRequest(
-        data=write_chats(work / "chats.jsonl", HEAD_CHATS),
-        out=folder.path,
-        target=target,
-        resume=folder.exists,
-    )
-    train(request, on_metrics=lambda metrics: log.info("%s", metrics))
-    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
-    save_head(load_head(folder.path, loaded.target), out, dtype=torch.float16)
-    shutil.copy(folder.path / RECORD_FILE, out / RECORD_FILE)
-    (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
+    """Train the head as ``eagle-fsd train`` does by default."""
+    data, folder = write_chats(work / "chats.jsonl", HEAD_CHATS), TrainingFolder(work / "head")
+    request = TrainRequest(data=data, out=folder.path, target=target, resume=folder.exists)
+    _train_and_save(request, TrainConfig(), out)
 
 
 def train_eagle3(target: Path, work: Path, out: Path) -> None:
-    """Train the EAGLE-3 head on stored features and save it in half precision."""
+    """Train the EAGLE-3 head on stored features."""
     data, features = write_chats(work / "chats.jsonl", HEAD_CHATS), work / "features"
     store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
     folder = TrainingFolder(work / "eagle3")
     request = TrainRequest(features=features, out=folder.path, target=target, resume=folder.exists)
-    train(request, EAGLE3_CONFIG, on_metrics=lambda metrics: log.info("%s", metrics))
-    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
-    save_eagle3(load_eagle3(folder.path, loaded.target), out, dtype=torch.float16)
-    shutil.copy(folder.path / RECORD_FILE, out / RECORD_FILE)
+    _train_and_save(request, EAGLE3_CONFIG, out)
+
+
+def _train_and_save(request: TrainRequest, config: TrainConfig, out: Path) -> None:
+    """Train a head, and save it in half precision."""
+    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
+    loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
+    head = load_for_training(request.out, config.head_type, loaded.target)
+    save_trained(head, out, torch.float16)
+    shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
     (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
 
 

@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from trainings import command, run_process
 
 from eagle_fsd.train import chat_file
 from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
 
-MEGABYTE = 1 << 20
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
 HELLO = GOOD["messages"]
 
@@ -323,58 +320,26 @@ def test_progress_is_reported_for_large_files(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def large_chats(size: int) -> Iterator[str]:
-    """Records of about two kilobytes, ``size`` bytes in total."""
-    generator = random.Random(0)
-    written = 0
-    while written < size:
-        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
-        record = json.dumps({"messages": messages([("Count [apples].", "\\" + words)])})
-        written += len(record) + 2
-        yield record
-
-
-def write_large(path: Path, size: int, as_array: bool) -> Path:
-    with path.open("w") as file:
-        for number, record in enumerate(large_chats(size)):
-            file.write((",\n" if number else "[") if as_array else "\n" * bool(number))
-            file.write(record)
-        file.write("]" * as_array)
-    return path
-
-
 def test_memory_is_bounded_by_bytes_per_chat(tmp_path: Path) -> None:
-    for as_array in (True, False):
-        path = write_large(tmp_path / "large.json", 5 * MEGABYTE, as_array)
-        tracemalloc.start()
-        try:
-            file = ChatFile(path)
-            kept, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert len(file) > 1000
-        assert peak < 4 * MEGABYTE
+    """Of files of two megabytes, with chunks of 64 kilobytes."""
+    generator = random.Random(0)
+    records = []
+    for _ in range(1000):
+        words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
+        chat = messages([("Count [apples].", "\\" + words)])
+        records.append(json.dumps({"messages": chat}))
+    for content in ("[" + ",\n".join(records) + "]", "\n".join(records)):
+        path = tmp_path / "chats.jsonl"
+        path.write_text(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chat_file, "CHUNK_BYTES", 1 << 16)
+            tracemalloc.start()
+            try:
+                file = ChatFile(path)
+                kept, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+        assert len(file) == 1000
+        assert len(content) > 1_500_000
+        assert peak < 500_000
         assert kept < 100 * len(file)
-
-
-#: The command line, followed by its peak memory in bytes.
-MEASURE_PEAK = """
-import resource, sys
-from eagle_fsd.cli import main
-try:
-    main()
-finally:
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-
-
-@pytest.mark.slow
-def test_training_memory_does_not_grow_with_the_file(target: Path, tmp_path: Path) -> None:
-    peaks = []
-    for size in (2, 60):
-        path = write_large(tmp_path / "large.json", size * MEGABYTE, as_array=True)
-        out = tmp_path / f"out-{size}"
-        arguments = command(path, out, target, max_steps=3, max_length=256, batch_size=4)
-        output, _ = run_process(arguments, ["-c", MEASURE_PEAK])
-        peaks.append(int(output.split("peak ")[1]))
-    assert peaks[1] < peaks[0] + 25 * MEGABYTE

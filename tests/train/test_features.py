@@ -6,8 +6,9 @@ import json
 import pickle
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from trainings import (
-    Killed,
     Train,
     killed,
     read_losses,
@@ -185,47 +185,29 @@ def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_pa
 # -- several processes -----------------------------------------------------------------------------
 
 
-class Group:
-    """Processes that are threads of this one; see ``accelerate.PartialState``."""
+def run_processes(
+    count: int, work: Callable[[Any], FeatureStore], patch: pytest.MonkeyPatch
+) -> list[FeatureStore]:
+    """Call ``work`` in processes that are threads of this one; see ``accelerate.PartialState``."""
+    barrier, local = threading.Barrier(count), threading.local()
+    gathered: dict[int, list[Any]] = {}
 
-    def __init__(self, processes: int, patch: pytest.MonkeyPatch) -> None:
-        self.processes = processes
-        self.barrier = threading.Barrier(processes)
-        self.gathered: list[list[Any]] = [[] for _ in range(processes)]
-        self.local = threading.local()
-        patch.setattr(feature_store, "gather_object", self.gather)
-
-    def gather(self, items: list[Any]) -> list[Any]:
-        self.gathered[self.local.rank] = items
-        self.barrier.wait(TIMEOUT)
-        found = [item for part in self.gathered for item in part]
-        self.barrier.wait(TIMEOUT)
+    def gather(items: list[Any]) -> list[Any]:
+        gathered[local.rank] = items
+        barrier.wait(TIMEOUT)
+        found = [item for rank in range(count) for item in gathered[rank]]
+        barrier.wait(TIMEOUT)
         return found
 
-    def run(self, work: Callable[[Any], FeatureStore]) -> list[FeatureStore | BaseException]:
-        """Call ``work`` with the state of each process; a process that fails ends the others."""
-        results: list[Any] = [None] * self.processes
+    def start(rank: int) -> FeatureStore:
+        local.rank = rank
+        wait = partial(barrier.wait, TIMEOUT)
+        names = {"process_index": rank, "num_processes": count, "is_main_process": rank == 0}
+        return work(SimpleNamespace(wait_for_everyone=wait, **names))
 
-        def start(rank: int) -> None:
-            self.local.rank = rank
-            state = SimpleNamespace(
-                process_index=rank,
-                num_processes=self.processes,
-                is_main_process=rank == 0,
-                wait_for_everyone=lambda: self.barrier.wait(TIMEOUT),
-            )
-            try:
-                results[rank] = work(state)
-            except BaseException as error:
-                results[rank] = error
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.processes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+    patch.setattr(feature_store, "gather_object", gather)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(start, range(count)))
 
 
 def same_store(one: FeatureStore, other: FeatureStore) -> bool:
@@ -236,12 +218,32 @@ def same_store(one: FeatureStore, other: FeatureStore) -> bool:
 
 
 def test_processes_share_the_chats(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Source, store: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has the examples of a single process, bit for bit."""
-    single = source.write(tmp_path / "one", batch_size=2)
-    for processes, shard_bytes in ((1, 1 << 30), (2, SHARD_BYTES), (3, 1 << 30), (5, SHARD_BYTES)):
-        folder = tmp_path / str(processes)
+    """The store has the examples of a single process, bit for bit.
+
+    Complete shards, which may be anywhere after a kill, are not computed again.
+    """
+    original = ChatDataset.__getitem__
+    for processes, shard_bytes, kept in (
+        (1, 1 << 30, []),
+        (2, SHARD_BYTES, []),
+        (3, 1 << 30, []),
+        (1, SHARD_BYTES, [0, 2]),
+        (2, SHARD_BYTES, [1]),
+        (3, SHARD_BYTES, [0, 3]),
+    ):
+        folder = tmp_path / f"{processes}-{shard_bytes}-{len(kept)}"
+        shutil.copytree(store.folder, folder)
+        index = json.loads((folder / "index.json").read_text())
+        index["complete"] = False
+        index["shards"] = [index["shards"][number] for number in kept]
+        (folder / "index.json").write_text(json.dumps(index))
+        stored = {
+            shard["first"] + offset
+            for shard in index["shards"]
+            for offset in range(len(shard["chats"]))
+        }
         computed: list[int] = []
         reported: list[int] = []
 
@@ -249,18 +251,24 @@ def test_processes_share_the_chats(
             state: Any, out: Path = folder, size: int = shard_bytes, seen: list[int] = reported
         ) -> FeatureStore:
             progress = (lambda done, _: seen.append(done)) if state.is_main_process else None
-            return source.write(out, size, 2, progress=progress, state=state)
+            return source.write(out, size, progress=progress, state=state)
 
         with monkeypatch.context() as patch:
-            spy_on_chats(patch, computed)
-            results = Group(processes, patch).run(write)
-        assert sorted(computed) == list(range(COUNT))
-        assert all(isinstance(found, FeatureStore) and found.complete for found in results)
-        assert same_store(FeatureStore(folder), single)
+
+            def spy(data: ChatDataset, chat: int, seen: list[int] = computed) -> Example:
+                seen.append(chat)
+                return original(data, chat)
+
+            patch.setattr(ChatDataset, "__getitem__", spy)
+            found = run_processes(processes, write, patch)
+        assert sorted(computed) == sorted(set(range(COUNT)) - stored)
+        assert all(item.complete and same_store(item, store) for item in found)
         assert reported == sorted(reported)
         assert reported[-1] == COUNT
+        files = {shard["file"] for shard in found[0].shards}
+        assert {file.name for file in folder.iterdir()} == {"index.json", *files}
         if shard_bytes > SHARD_BYTES:  # a shard for each process
-            firsts = [shard["first"] for shard in FeatureStore(folder).shards]
+            firsts = [shard["first"] for shard in found[0].shards]
             assert len(firsts) == processes
             bounds = [*firsts, COUNT]
             sizes = [
@@ -268,67 +276,6 @@ def test_processes_share_the_chats(
                 for at in range(processes)
             ]
             assert max(sizes) < 1.5 * sum(sizes) / processes
-
-
-def spy_on_chats(patch: pytest.MonkeyPatch, read: list[int]) -> None:
-    original = ChatDataset.__getitem__
-
-    def spy(data: ChatDataset, index: int) -> Example:
-        read.append(index)
-        return original(data, index)
-
-    patch.setattr(ChatDataset, "__getitem__", spy)
-
-
-@pytest.mark.parametrize(("before", "after", "victim"), [(1, 2, 0), (2, 3, 1), (3, 1, 0)])
-def test_any_number_of_processes_resumes(
-    before: int,
-    after: int,
-    victim: int,
-    store: FeatureStore,
-    source: Source,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a process was killed in its second shard. Complete ones are not computed again."""
-
-    def write(state: Any) -> FeatureStore:
-        return source.write(tmp_path, state=state)
-
-    group = Group(before, monkeypatch)
-    original = feature_store.save_file
-    written: dict[int, int] = {}
-
-    def save(tensors: Any, path: Path) -> None:
-        rank = group.local.rank
-        written[rank] = written.get(rank, 0) + 1
-        if rank == victim and written[rank] == 2:
-            while not (tmp_path / "index.json").exists():
-                time.sleep(0.01)  # the main process is still writing it
-            path.write_bytes(b"half")
-            raise Killed
-        original(tensors, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_store, "save_file", save)
-        results = group.run(write)
-    assert isinstance(results[victim], Killed)
-    partial = FeatureStore(tmp_path, source.fingerprint)
-    assert (len(partial.shards), partial.complete) == (before, False)
-    stored = {
-        shard["first"] + offset for shard in partial.shards for offset in range(len(shard["chats"]))
-    }
-    computed: list[int] = []
-    with monkeypatch.context() as patch:
-        spy_on_chats(patch, computed)
-        results = Group(after, patch).run(write)
-    assert all(isinstance(found, FeatureStore) for found in results), results
-    assert sorted(computed) == sorted(set(range(COUNT)) - stored)
-    complete = FeatureStore(tmp_path, source.fingerprint)
-    assert complete.complete
-    assert same_store(complete, store)
-    files = {shard["file"] for shard in complete.shards}
-    assert {file.name for file in tmp_path.iterdir()} == {"index.json", *files}
 
 
 def test_store_of_an_earlier_version_is_resumed(
