@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] = ()) -> str:
-    """Measure tau of exact decoding with both heads and others, as a Markdown table of trees."""
+    """Measure tau of exact decoding with both heads and others; return a Markdown table by tree."""
     heads = [(name, pair / folder) for name, folder in HEADS]
     heads += [(folder.name, folder) for folder in others]
     names = [name for name, _ in heads]

@@ -49,7 +49,7 @@ def openings() -> list[str]:
 def train_stories_head(
     target: Path, out: Path, count: int = STORIES, config: TrainConfig = _CONFIG
 ) -> None:
-    """Have the target write stories, and train an EAGLE-2 head on them in ``out / "head"``."""
+    """Have the target write stories, and train an EAGLE-2 head on them in the folder ``head``."""
     out.mkdir(parents=True, exist_ok=True)
     prompts, stories, folder = out / "openings.jsonl", out / "stories.jsonl", out / "head"
     lines = []

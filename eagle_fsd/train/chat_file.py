@@ -74,7 +74,7 @@ class RecordError(ValueError):
 
 
 class ChatFile(Sequence[Chat]):
-    """The valid chats of a file, JSON Lines or one JSON array; ValueError if there are none.
+    """The valid chats of a file, JSON Lines or one JSON array; raises ValueError if there are none.
 
     ``skip_reasons`` counts skipped records by reason, ``shorten_reasons`` those whose chat ends
     before a malformed turn, and ``skipped_records`` describes the first :data:`MAX_DESCRIBED`

@@ -26,7 +26,7 @@ FILLER = -1
 
 @dataclass
 class Example:
-    """One chat. An ``error`` says why it could not be encoded; it then contributes no loss.
+    """One chat, or why it could not be encoded (``error``); it then contributes no loss.
 
     ``index`` is that of the chat in the data, or :data:`FILLER`; ``features`` are ``[S, H]`` stored
     hidden states of the target, or None if they must be computed.
@@ -86,7 +86,7 @@ class Batch:
 
 
 class ChatDataset(Dataset[Example]):
-    """The chats of a file, encoded and cut to ``max_length`` tokens when they are accessed."""
+    """The chats of a file, encoded and truncated to ``max_length`` tokens on access."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ def count_answer_tokens(
     workers: int,
     progress: Progress,
 ) -> Tensor:
-    """Return ``[V]`` how often the assistant generates each token."""
+    """Count how often the assistant generates each token of the vocabulary: ``[V]``."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for number, tokens in enumerate(read_examples(_answer, data, chats, workers), 1):
         counts += tokens.bincount(minlength=vocab_size)

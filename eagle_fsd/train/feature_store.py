@@ -133,12 +133,12 @@ def store_features(
     progress: ProgressFactory = no_progress,
     on_estimate: Callable[[int, int, int], None] | None = None,
 ) -> FeatureStore | None:
-    """Compute and store the target's features of a chat file; None on processes but the main one.
+    """Compute and store the target's features of chats; return None on all but the main process.
 
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
     see the same output folder. ``progress`` reports ``reading`` (in bytes) and ``features`` (in
     chats). ``on_estimate`` is called before anything is written, with the estimated bytes, the free
-    bytes and the number of chats; OSError if there is too little space.
+    bytes and the number of chats; OSError is raised if there is too little space.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     check_device_map(request.device_map, state.num_processes)

@@ -56,7 +56,7 @@ class HeadLosses(nn.Module):
     def forward(
         self, features: Tensor, tokens: Tensor, labels: Tensor, loss_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Sum the losses over positions, averaged over all runs with weights of ``unroll_decay``.
+        """Sum the losses over positions, averaged over the runs with weights of ``unroll_decay``.
 
         ``features`` ``[B, S, F]`` are the hidden states that the head reads, noise included,
         ``tokens`` ``[B, S]`` the token after each, ``labels`` ``[B, S, H]`` the target's last

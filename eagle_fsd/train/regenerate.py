@@ -63,7 +63,7 @@ def regenerate(
     token: str | None = None,
     progress: ProgressFactory = no_progress,
 ) -> ChatFile | None:
-    """Rewrite a chat file with the target; None on processes other than the first.
+    """Rewrite a chat file with the target; return None on processes other than the first.
 
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
     see the same output file. A server rewrites the chats if its ``base_url`` is set. ``progress``

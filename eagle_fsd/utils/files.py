@@ -49,7 +49,7 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[Any]:
-    """Read the complete lines of a JSON Lines file; ValueError names a line that is not JSON.
+    """Read the complete lines of a JSON Lines file; an error names the first that is not JSON.
 
     Blank lines are skipped, and so is a last line without a newline character: another process may
     still be writing it.

@@ -89,7 +89,7 @@ def training(chats: Path) -> list[tuple[object, ...]]:
 def test_head_that_fits_is_used_with_the_bundled_target(
     head: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command loads it, under either name of the option. CUDA graphs are on by default."""
+    """Every command loads it, under either name of the option."""
     loaded: list[tuple[object, object]] = []
 
     def stop(*given: Any, **_: Any) -> None:
