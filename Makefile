@@ -12,6 +12,8 @@ PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia
 	to Tom. How many pencils are left in the end?
 # One process per core, with one torch thread each (see tests/conftest.py). Tests that share a server
 # or a browser run in the same process.
+# Without cached bytecode, every process compiles the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test slow quality bundled clean
@@ -59,13 +61,13 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# Train the bundled pair from scratch; see eagle_fsd/train/recipes/bundled.py.
+# Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)
-	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage target --stage head \
+	$(RUN)/python -m recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
 	$(RUN)/eagle-fsd tune --install
 	$(RUN)/eagle-fsd calibrate --no-rules --seed 3 --install
-	$(RUN)/python -m eagle_fsd.train.recipes.bundled --stage card
+	$(RUN)/python -m recipes.bundled --stage card
 
 clean:
 	rm -rf $(VENV) *.egg-info

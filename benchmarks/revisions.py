@@ -9,8 +9,8 @@ float32 with one thread, prompt by prompt in turn: with plain decoding, exact ve
 on chains. The older revision is unpacked into a temporary folder.
 
 There are two pairs: the bundled pair on word problems, and, with ``--stories``, the TinyStories
-model of 260 k parameters with a head that ``eagle_fsd/train/recipes/stories.py`` trains into
-``--stories-out`` unless it is there.
+model of 260 k parameters with a head that ``recipes/stories.py`` trains into ``--stories-out``
+unless it is there.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.bundled.problems import chat_messages, problems
 from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.train.recipes.stories import TEST_OPENINGS, openings, train_stories_head
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # the recipes are not installed
+
+from recipes.stories import TEST_OPENINGS, openings, train_stories_head  # noqa: E402
+
 REVISION = "68e5df3"
 OLD, NEW = "old", "new"
 TREES = ("60/6/10", "16/8/2", "12/4/4")

@@ -1,4 +1,4 @@
-"""Setup that all tests share: threads, Hypothesis profiles, and the command line as a function.
+"""What all tests share: threads, Hypothesis profiles, the bundled pair, and the command line.
 
 The Hypothesis profile ``repeatable`` (the default) draws the same examples in every run.
 ``pytest --hypothesis-profile explore`` draws more of them, at random.
@@ -22,6 +22,7 @@ import pytest
 from accelerators import reset_accelerator_state
 from hypothesis import settings
 
+from eagle_fsd import EagleFSD
 from eagle_fsd.cli import main
 
 # A shell ignores Ctrl-C in background jobs; the programs that tests interrupt would inherit that.
@@ -32,6 +33,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def model() -> EagleFSD:
+    """The bundled pair; tests that change it restore it."""
+    return EagleFSD.from_pretrained()
 
 
 @pytest.fixture

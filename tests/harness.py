@@ -90,17 +90,9 @@ def run_harness(
     arguments: Sequence[str],
     tasks: Mapping[str, Mapping[str, Any]] = TASKS,
 ) -> tuple[Samples, dict[str, Any]]:
-    """Run the harness in a process, without a network.
+    """Run the harness in a process; return the samples by task and the content of the results file.
 
-    Args:
-        program: The program and its arguments before the harness's own.
-        folder: An empty folder for the tasks and the results.
-        model: The bundled pair.
-        arguments: Further arguments of the harness.
-        tasks: Configuration of each task.
-
-    Returns:
-        The samples by task, and the content of the results file.
+    It needs an empty folder and no network. ``arguments`` follow its own.
     """
     documents = [
         {"question": text, "choices": [greedy_answer(model, text)[:20], " 7 pears", "?"]}

@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import pytest
-
 import eagle_fsd
 
 ROOT = Path(__file__).parents[1]
@@ -114,37 +112,31 @@ def test_imports_have_no_cycle() -> None:
     assert find_cycle(import_graph()) == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_violations_are_found_in_every_form_of_import() -> None:
+    module = "eagle_fsd.chat.session"
+    for source in (
         "from eagle_fsd import cli",
         "from eagle_fsd import EagleFSD",
         "import eagle_fsd.cli.main",
         "def later():\n    from eagle_fsd.cli import generate",
         "import importlib\nimportlib.import_module('eagle_fsd.evaluation')",
         "from eagle_fsd.train.losses import loss",
-    ],
-)
-def test_violations_are_found_in_every_form_of_import(source: str) -> None:
-    module = "eagle_fsd.chat.session"
-    assert find_violations({module: set(imported_modules(module, source))})
+    ):
+        assert find_violations({module: set(imported_modules(module, source))}), source
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
+def test_cycles_are_found() -> None:
+    """Also through the ``__init__`` of a package."""
+    for module, source in (
         ("eagle_fsd.model.tree", "from eagle_fsd.model import pipeline"),
-        # Through the __init__ of a package.
         ("eagle_fsd.evaluation", "from eagle_fsd.cli.child import main"),
-    ],
-)
-def test_cycles_are_found(module: str, source: str) -> None:
-    graph = import_graph()
-    graph[module] |= set(imported_modules(module, source))
-    graph["eagle_fsd.cli"] |= set(
-        imported_modules("eagle_fsd.cli", "import eagle_fsd.evaluation.config")
-    )
-    assert module in find_cycle(graph)
+    ):
+        graph = import_graph()
+        graph[module] |= set(imported_modules(module, source))
+        graph["eagle_fsd.cli"] |= set(
+            imported_modules("eagle_fsd.cli", "import eagle_fsd.evaluation.config")
+        )
+        assert module in find_cycle(graph)
 
 
 def test_every_package_has_a_docstring() -> None:
@@ -210,7 +202,7 @@ def test_an_undocumented_argument_is_found() -> None:
     assert not undocumented_arguments(source, ["g"])
 
 
-@pytest.mark.parametrize("name", ["model", "train", "evaluation"])
-def test_links_at_the_top(name: str) -> None:
-    assert (ROOT / name).is_symlink()
-    assert (ROOT / name).resolve() == PACKAGE / name
+def test_links_at_the_top() -> None:
+    for name in ("model", "train", "evaluation"):
+        assert (ROOT / name).is_symlink()
+        assert (ROOT / name).resolve() == PACKAGE / name

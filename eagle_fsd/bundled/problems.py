@@ -36,14 +36,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem.
-
-    Attributes:
-        question: The user's message.
-        answer: A worked answer whose last line is ``#### N``.
-        final: The number ``N``.
-        steps: The number of equations in the answer, from two to five.
-    """
+    """One word problem. The last line of its worked answer is ``#### final``."""
 
     question: str
     answer: str
@@ -128,19 +121,9 @@ on a trip|at the station|in the village|at a party|at the club|at the bakery""".
 
 
 class _Story:
-    """A problem under construction.
+    """A problem under construction: its sentences, its quantity, and the values of template fields.
 
-    Args:
-        rng: Source of all random choices.
-        people: The person that the story is about, and a friend; default: drawn.
-
-    Attributes:
-        rng: Source of all random choices.
-        fields: Values of the template fields.
-        unit: The unit of the quantity.
-        quantity: The current result.
-        question: Sentences of the question.
-        answer: Sentences of the answer.
+    ``people`` are the person that the story is about, and a friend; by default, they are drawn.
     """
 
     def __init__(self, rng: random.Random, people: Sequence[_Person] | None = None) -> None:
@@ -408,10 +391,8 @@ _CONCLUSION = (
 def generate_problem(rng: random.Random, people: Sequence[_Person] | None = None) -> Problem:
     """Generate one problem of either split.
 
-    Args:
-        rng: The source of randomness.
-        people: The person that the story is about, and a friend; default: drawn. The rest of the
-            problem does not depend on them.
+    ``people`` are the person that the story is about, and a friend; by default, they are drawn. The
+    rest of the problem does not depend on them.
     """
     while True:
         story = _Story(rng, people)
@@ -439,22 +420,13 @@ def split_of(question: str) -> Split:
     """Return the split of a question.
 
     A hash of the text determines the split, so that the two splits cannot overlap.
-
-    Args:
-        question: The question's text.
     """
     digest = hashlib.sha256(question.encode()).digest()
     return "test" if digest[0] % TEST_INTERVAL == 0 else "train"
 
 
 def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """Generate distinct problems.
-
-    Args:
-        split: The split that the problems belong to.
-        count: Number of problems.
-        seed: Seed of the generator. A larger count with the same seed extends the list.
-    """
+    """Generate distinct problems. A larger count with the same seed extends the list."""
     rng = random.Random(f"{split}-{seed}")
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -470,13 +442,8 @@ def edited_problems(
     """Generate distinct problems, each told several times about other people.
 
     Only names and pronouns differ between the versions, so in a chat that asks for one after the
-    other, every answer but the first largely repeats an earlier one.
-
-    Args:
-        split: The split that all versions belong to.
-        count: Number of problems.
-        versions: Number of versions of each.
-        seed: Seed of the generator. A larger count with the same seed extends the list.
+    other, every answer but the first largely repeats an earlier one. A larger count with the same
+    seed extends the list.
     """
     rng = random.Random(f"edits-{split}-{seed}")
     found: dict[str, list[Problem]] = {}
@@ -539,28 +506,14 @@ SMALL_TALK: list[tuple[str, str]] = [
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """Generate an exchange of small talk.
-
-    Args:
-        rng: The source of randomness.
-
-    Returns:
-        The user's message and the answer.
-    """
+    """Generate an exchange of small talk: the user's message and the answer."""
     story = _Story(rng)
     user, assistant = rng.choice(SMALL_TALK)
     return story.say(user), story.say(assistant)
 
 
 def chat_messages(*exchanges: tuple[str, str]) -> list[Message]:
-    """Convert exchanges to the messages of a chat.
-
-    Args:
-        *exchanges: Pairs of a user's message and the answer.
-
-    Returns:
-        Messages ``{"role": ..., "content": ...}``.
-    """
+    """Convert exchanges, pairs of a user's message and the answer, to the messages of a chat."""
     return [
         {"role": role, "content": text}
         for exchange in exchanges
@@ -569,15 +522,7 @@ def chat_messages(*exchanges: tuple[str, str]) -> list[Message]:
 
 
 def chats(split: Split, seed: int = 0) -> Iterator[list[Message]]:
-    """Generate an endless stream of chats: mostly one problem, some several turns or small talk.
-
-    Args:
-        split: The split that the problems belong to.
-        seed: Seed of the generator.
-
-    Yields:
-        The messages of a chat.
-    """
+    """Generate an endless stream of chats: mostly one problem, some several turns or small talk."""
     rng = random.Random(f"chats-{split}-{seed}")
     while True:
         kinds = rng.choices(["p", "pp", "sp", "s", "ps", "pps", "ppp"], [70, 9, 7, 5, 4, 2, 3])[0]

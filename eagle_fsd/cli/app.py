@@ -66,11 +66,7 @@ def main() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory of the GPU or of the machine was exhausted.
-
-    Args:
-        error: The exception.
-    """
+    """Return whether the memory of the GPU or of the machine was exhausted."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # torch's; torch may not be imported

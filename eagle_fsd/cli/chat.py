@@ -44,18 +44,6 @@ def chat(
     Commands: !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and !!threshold 0.3, or
     any other tree or acceptance option, in the middle of a chat. Ctrl-C stops an answer; Ctrl-D or
     an empty line ends the chat.
-
-    Args:
-        style: FastChat's terminal style.
-        system: System message.
-        show_origins: Color exact, fuzzy and target tokens differently.
-        history: Include earlier turns in the prompt.
-        multiline: Read messages of several lines.
-        mouse: Use the mouse to move the cursor.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts.
-        answers: Sampling and length of answers.
     """
     from eagle_fsd.chat.terminal import ChatSession, run_chat
 

@@ -22,34 +22,20 @@ MIN_TABLE_WIDTH = 100
 
 
 def fail(message: str | BaseException, status: int) -> NoReturn:
-    """Print an error as one line and exit.
-
-    Args:
-        message: The error, or its message.
-        status: Exit status.
-    """
+    """Print an error as one line and exit."""
     err.print(f"error: {one_line(message)}", soft_wrap=True)
     raise SystemExit(status)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one line of JSON.
-
-    Args:
-        value: A JSON-serializable value.
-    """
+    """Print a value as one line of JSON."""
     import json
 
     out.file.write(json.dumps(value) + "\n")
 
 
 def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table at its full width, the first column left-aligned and the others right-aligned.
-
-    Args:
-        headers: Titles of the columns.
-        cells: Rows, each with one cell per column.
-    """
+    """Print a table at its full width; all columns but the first are right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -62,12 +48,7 @@ def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 
 def print_report(report: dict[str, Any], where: str | Path | None = None) -> None:
-    """Print an evaluation's tables, its conclusions or verdict, and its footnote.
-
-    Args:
-        report: The report.
-        where: Folder of the results, to name on standard error; default: none.
-    """
+    """Print an evaluation's tables, conclusions or verdict, and footnote, and name its folder."""
     from eagle_fsd.evaluation.tables import footnote, tables
     from eagle_fsd.evaluation.verdict import verdict
 
@@ -85,9 +66,7 @@ def print_report(report: dict[str, Any], where: str | Path | None = None) -> Non
 class ProgressBar:
     """A progress bar on a terminal, and a line for every tenth of the work elsewhere.
 
-    Args:
-        label: Label of the work.
-        immediate: Show the bar on entering the context; otherwise, at the first progress.
+    An ``immediate`` bar appears on entering the context, others at the first progress.
     """
 
     def __init__(self, label: str, immediate: bool = True) -> None:
@@ -111,13 +90,7 @@ class ProgressBar:
             self.bar.stop()
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Show progress.
-
-        Args:
-            done: Amount of work done.
-            total: Total amount of work.
-            note: Text to show after the bar.
-        """
+        """Show progress, and a note after the bar."""
         self._show()
         if self.bar is not None:
             self.bar.update(self._task, completed=done, total=total, note=note)
@@ -149,9 +122,6 @@ def progress(label: str) -> AbstractContextManager[Progress]:
 
     Bars of stages that may have nothing to do appear at the first progress. Reading a file is too
     fast to be worth lines in a log.
-
-    Args:
-        label: Label of the stage.
     """
     if label == "reading" and not err.is_terminal:
         return no_progress(label)

@@ -55,14 +55,6 @@ def demo(
 
     Tokens are colored by origin, and sliders set the threshold and the other acceptance options.
     Compare decodes the same prompt losslessly and with FSD, side by side.
-
-    Args:
-        server: Where the page is served.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts.
-        answers: Sampling of answers.
-        limits: Limits of requests.
     """
     page = import_page()
     from eagle_fsd.chat.backend import LocalBackend

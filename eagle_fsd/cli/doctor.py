@@ -54,12 +54,6 @@ def doctor(
     """Explain a low tau: test the drafter's settings, and recommend a next step.
 
     Exit status: 0 if no problem was found, 1 otherwise.
-
-    Args:
-        as_json: Print the diagnosis as JSON.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        config: What is decoded and read.
     """
     from eagle_fsd.evaluation.doctor.diagnosis import diagnose
     from eagle_fsd.train.chat_file import ChatFile

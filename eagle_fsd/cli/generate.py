@@ -59,20 +59,7 @@ def generate(
     acceptance: AcceptanceOptions = AcceptanceConfig(),
     config: Annotated[GenerateConfig, options("Sampling")] = GenerateConfig(),
 ) -> None:
-    """Answer one prompt, and print how the answer was decoded.
-
-    Args:
-        prompt: The user's message.
-        stdin: Read the prompt from standard input.
-        plain: Decode without the drafter.
-        raw: Continue the prompt; apply no chat template.
-        show_origins: Color exact, fuzzy and target tokens differently.
-        as_json: Print text, tokens, origins, statistics and settings as JSON.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts.
-        config: Sampling and length.
-    """
+    """Answer one prompt, and print how the answer was decoded."""
     if config.num_beams > 1 and (config.temperature or show_origins or acceptance.model_fields_set):
         raise OptionsError(
             "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"

@@ -73,16 +73,9 @@ OtherAcceptanceOptions = Annotated[
 
 
 def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceConfig) -> Settings:
-    """Collect the tree and acceptance options given in a file and on the command line.
+    """Collect tree and acceptance options of an ``fsd.json`` file and of the command line.
 
-    Args:
-        file: An ``fsd.json`` file, or None.
-        tree: Tree options; fields set explicitly override the file's.
-        acceptance: Acceptance options; fields set explicitly override the file's.
-
-    Raises:
-        ValueError: The file is not an ``fsd.json`` file.
-        OSError: The file cannot be read.
+    Fields of ``tree`` and ``acceptance`` that are set explicitly override the file's.
     """
     found = read_settings(file) if file is not None else Settings()
     shape = {name: getattr(tree, name) for name in tree.model_fields_set}
@@ -99,18 +92,7 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
 
 
 def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> EagleFSD:
-    """Load a pair.
-
-    Args:
-        pair: The target, the drafter and how to load them.
-        tree: Tree options; fields set explicitly override the pair's.
-        acceptance: Acceptance options; fields set explicitly override the pair's.
-
-    Raises:
-        LoadError: The target's files are missing or damaged.
-        CheckpointError: The drafter's files are missing or damaged.
-        ValueError: An option is invalid, or target and drafter do not match.
-    """
+    """Load a pair. Options that are set explicitly override its ``fsd.json``."""
     from eagle_fsd.evaluation.processes import placement
     from eagle_fsd.model.pipeline import EagleFSD
 
@@ -133,13 +115,7 @@ def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> Eag
 def load_chat(
     pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
 ) -> tuple[EagleFSD, ChatTemplate]:
-    """Load a pair and its chat template; passes are compiled in the background by default.
-
-    Args:
-        pair: The target, the drafter and how to load them.
-        tree: Tree options; fields set explicitly override the pair's.
-        acceptance: Acceptance options; fields set explicitly override the pair's.
-    """
+    """Load a pair and its chat template; passes are compiled in the background by default."""
     from eagle_fsd.utils.chat_templates import load_chat_template
 
     if pair.compile is None:

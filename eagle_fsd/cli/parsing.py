@@ -50,11 +50,7 @@ class Command(App):
     """A command, or a group of commands, whose options are the fields of models."""
 
     def add(self, *commands: App | Callable[..., None]) -> None:
-        """Add commands; the help lists them in the order of their addition.
-
-        Args:
-            *commands: Functions, or groups of commands.
-        """
+        """Add commands; the help lists them in the order of their addition."""
         for command in commands:
             if isinstance(command, App):
                 self.command(command)
@@ -71,10 +67,6 @@ class Command(App):
 
         Docstrings are not parsed, because fields and parameters have descriptions and parsing is
         slow.
-
-        Args:
-            default_parameter: See ``cyclopts.App``.
-            parse_docstring: Ignored.
         """
         arguments = super().assemble_argument_collection(default_parameter=default_parameter)
         for model, field, argument in _fields(arguments):
@@ -89,13 +81,7 @@ class Command(App):
 
 
 def root_command(name: str, help: str, version: str) -> Command:
-    """Create the root command, which raises errors instead of printing them.
-
-    Args:
-        name: Name of the program.
-        help: One-line description of the program.
-        version: Version that ``--version`` prints.
-    """
+    """Create the root command, which raises errors instead of printing them."""
     return Command(
         name,
         help=help,
@@ -121,13 +107,9 @@ def options(
 ) -> Parameter:
     """Declare that the fields of a model are options of a command.
 
-    Use it as ``tree: Annotated[TreeConfig, options("Draft tree")]``.
-
-    Args:
-        heading: Heading of the options in the help, one of :data:`HEADINGS`.
-        help: Text below the heading.
-        exclude: Fields that are not options of this command.
-        **settings: Further arguments of ``cyclopts.Parameter``.
+    Use it as ``tree: Annotated[TreeConfig, options("Draft tree")]``, with one of :data:`HEADINGS`.
+    Fields in ``exclude`` are not options of this command, ``settings`` are arguments of
+    ``cyclopts.Parameter``.
     """
     if exclude:
         settings["parse"] = re.compile(rf"^(?!({'|'.join(exclude)})$)")
@@ -136,11 +118,9 @@ def options(
 
 
 def arguments_for(command: App, *models: Options) -> list[str]:
-    """Return the command-line arguments that pass the explicitly set fields of models to a command.
+    """Return the arguments that pass the explicitly set fields of models to a command.
 
-    Args:
-        command: The command. Fields that are not among its options are left out.
-        *models: Models of the types that the command takes.
+    Fields that are not among the command's options are left out.
     """
     words: list[str] = []
     for model, field, argument in _fields(command.assemble_argument_collection()):
@@ -159,11 +139,7 @@ def arguments_for(command: App, *models: Options) -> list[str]:
 
 
 def usage_message(error: Exception) -> str:
-    """Return a one-line message for an invalid command line.
-
-    Args:
-        error: A cyclopts error, or one raised by the validation of an option.
-    """
+    """Return a one-line message for an invalid command line or option."""
     if isinstance(error, ValidationError) and isinstance(error.__cause__, PydanticError):
         return _validation_message(error.__cause__, error.argument)
     if isinstance(error, MissingArgumentError):
@@ -179,9 +155,9 @@ def usage_message(error: Exception) -> str:
 
 
 def _description(command: Callable[..., None]) -> str:
-    """Return the docstring without its sections, one line per paragraph, for the help to wrap."""
-    text = (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
-    return "\n\n".join(one_line(paragraph) for paragraph in text.split("\n\n"))
+    """Return the docstring with one line per paragraph, for the help to wrap."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(map(one_line, paragraphs))
 
 
 def _model(argument: Argument | None) -> type[Options] | None:

@@ -22,14 +22,7 @@ T = TypeVar("T")
 
 
 def check_single_process(command: str) -> None:
-    """Reject a command that several processes run.
-
-    Args:
-        command: Name of the command.
-
-    Raises:
-        OptionsError: ``torchrun`` or ``accelerate launch`` started several processes.
-    """
+    """Reject a command that several processes run."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise OptionsError(
@@ -42,11 +35,7 @@ def check_single_process(command: str) -> None:
 def joined(device: str | None) -> Iterator[bool]:
     """Run a command in all processes if they share a target.
 
-    Args:
-        device: The option ``device``.
-
-    Yields:
-        Whether this process prints and keeps files. The output of the others is discarded.
+    Yield whether this process prints and keeps files. The output of the others is discarded.
     """
     if device != TENSOR_PARALLEL:
         yield True
@@ -71,13 +60,8 @@ def joined_evaluation(
 ) -> Iterator[tuple[EvaluationRequest, bool]]:
     """Run an evaluation in all processes if they share a target.
 
-    Args:
-        request: What to evaluate.
-        command: Name of the command, see :meth:`EvaluationRequest.output_folder`.
-
-    Yields:
-        The request, and whether this process prints and keeps files. The others get a copy of the
-        output folder, and no judge.
+    Yield the request, and whether this process prints and keeps files. The others get a copy of the
+    output folder, and no judge.
     """
     if request.device != TENSOR_PARALLEL:
         yield request, True
@@ -92,11 +76,7 @@ def joined_evaluation(
 
 
 def read_prompt(is_first: bool) -> str:
-    """Return what the first process reads from standard input, in all processes.
-
-    Args:
-        is_first: Whether this is the first process.
-    """
+    """Return what the first process reads from standard input, in all processes."""
     return _broadcast(sys.stdin.read() if is_first else "")
 
 

@@ -145,9 +145,6 @@ def controller(
 
     The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
     share; it is required with a --host beyond this machine.
-
-    Args:
-        server: Where the controller listens.
     """
     from eagle_fsd.chat.serve.servers import check_port, run_controller
 
@@ -167,10 +164,6 @@ def api(
 
     The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
     commas; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
-
-    Args:
-        server: Where the API listens, and its controller.
-        limits: Limits of requests.
     """
     from eagle_fsd.chat.serve.servers import check_port, run_api
 
@@ -192,13 +185,6 @@ def worker(
 
     The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
     share; it is required with a --host beyond this machine.
-
-    Args:
-        server: Where the worker listens, and its controller.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts unless a request overrides it.
-        limits: Limits of requests.
     """
     from eagle_fsd.chat.serve.servers import check_port, run_worker
 
@@ -235,10 +221,6 @@ def web(
 
     If the environment variable EAGLE_FSD_API_KEYS holds keys, the page asks its visitors for one as
     a password; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
-
-    Args:
-        page: Where the page is served, and for which model.
-        answers: Sampling of answers.
     """
     module = import_page()
     from eagle_fsd.chat.backend import BackendError
@@ -271,13 +253,6 @@ def all_(
     A worker that exits is started again. The environment variable EAGLE_FSD_API_KEYS holds the keys
     that clients may use, separated by commas; the page asks its visitors for one as a password.
     Controller and worker only listen on this machine.
-
-    Args:
-        servers: Where the servers listen.
-        pair: The target and its drafter.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts unless a request overrides it.
-        limits: Limits of requests.
     """
     check_single_process("serve all")
     controller = ControllerServer(port=servers.controller_port)

@@ -38,18 +38,7 @@ def sweep(
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
-    """Evaluate every threshold with every divergence and floor; write a table and plots.
-
-    Args:
-        questions: The question set.
-        rules: Also measure other acceptance rules from the literature.
-        as_json: Print the report as JSON.
-        grid: The thresholds, divergences and floors.
-        request: What is evaluated, and where the results go.
-        file: An ``fsd.json`` file.
-        acceptance: The other acceptance options.
-        config: How answers are decoded.
-    """
+    """Evaluate every threshold with every divergence and floor; write a table and plots."""
     from eagle_fsd.evaluation.sweep import sweep as run
 
     request = request.model_copy(update={"questions": questions})

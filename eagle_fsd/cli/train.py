@@ -52,13 +52,7 @@ def train(
     ] = None,
     config: Annotated[TrainConfig, options("Hyperparameters", negative_bool="no-")] = TrainConfig(),
 ) -> None:
-    """Train a draft head for a target on a file of chats.
-
-    Args:
-        request: What the head is trained on, and where it is written.
-        config_file: A YAML file of hyperparameters.
-        config: Hyperparameters; fields set explicitly override the file's.
-    """
+    """Train a draft head for a target on a file of chats."""
     from eagle_fsd.train import train as run
 
     given = config.model_dump(exclude_unset=True)
@@ -72,11 +66,7 @@ def train(
 
 
 def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> None:
-    """Store the target's features of chats, for several trainings. An interrupted run resumes.
-
-    Args:
-        request: Which chats, and where the features go.
-    """
+    """Store the target's features of chats, for several trainings. An interrupted run resumes."""
     from eagle_fsd.train.feature_store import format_bytes, store_features
 
     def print_estimate(needed: int, free: int, chats: int) -> None:
@@ -97,13 +87,7 @@ def regenerate(
     server: Annotated[RegenerateServer, options("Server")] = RegenerateServer(),
     config: Annotated[RegenerateConfig, options("Sampling")] = RegenerateConfig(),
 ) -> None:
-    """Rewrite every assistant turn with the target. An interrupted run resumes.
-
-    Args:
-        request: Which chats, and where the rewritten ones go.
-        server: A server that rewrites them.
-        config: How the turns are sampled.
-    """
+    """Rewrite every assistant turn with the target. An interrupted run resumes."""
     from eagle_fsd.train.regenerate import regenerate as run
 
     written = run(request, config, server, progress=progress)
@@ -112,12 +96,8 @@ def regenerate(
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
-    """Write generated chats of word problems, which the bundled target was trained on.
-
-    Args:
-        request: Which chats, and where they go.
-    """
-    from eagle_fsd.train.recipes.chats import write_chats
+    """Write generated chats of word problems, which the bundled target was trained on."""
+    from eagle_fsd.train.chat_file import write_chats
 
     if request.out.exists():
         raise OptionsError(f"{request.out} exists already")
@@ -126,11 +106,7 @@ def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
 
 
 def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
-    """Rank tokens by their frequency in chats, for an EAGLE-1/2 head that drafts only some.
-
-    Args:
-        request: Which chats, and where the ranking goes.
-    """
+    """Rank tokens by their frequency in chats, for an EAGLE-1/2 head that drafts only some."""
     from eagle_fsd.train.token_ranks import rank_tokens
 
     count = rank_tokens(request, progress=progress)
@@ -138,11 +114,7 @@ def ranks(*, request: Annotated[RanksRequest, options("Chats")]) -> None:
 
 
 def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
-    """Convert a trained head for another engine.
-
-    Args:
-        request: Which head, for which engine, and where it goes.
-    """
+    """Convert a trained head for another engine."""
     from eagle_fsd.train.export import export_head
 
     export_head(request)
@@ -163,11 +135,7 @@ class TrainingProgress:
         self.bar.__exit__(*details)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a step or of a validation.
-
-        Args:
-            metrics: The metrics that :func:`eagle_fsd.train.train` reports.
-        """
+        """Show the metrics of a step or of a validation."""
         step, steps = metrics["step"], metrics["steps"]
         if metrics["kind"] == "validation":
             decoded = ""

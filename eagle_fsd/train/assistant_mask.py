@@ -17,14 +17,7 @@ from eagle_fsd.utils.chat_templates import ChatTemplate
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """The tokens of a chat.
-
-    Attributes:
-        ids: Token ids.
-        assistant_mask: For each token, whether the assistant generates it, including end-of-turn
-            tokens.
-        truncated: Whether the chat was longer than the limit.
-    """
+    """The tokens of a chat; the assistant's include end-of-turn tokens."""
 
     ids: list[int]
     assistant_mask: list[bool]
@@ -37,17 +30,10 @@ def encode_chat(
     chat_template: ChatTemplate,
     max_length: int | None = None,
 ) -> EncodedChat:
-    """Tokenize a chat and mark the assistant's tokens.
+    """Tokenize a chat and mark the assistant's tokens, keeping at most ``max_length``.
 
-    Args:
-        chat: The messages.
-        tokenizer: The target's tokenizer, a fast one.
-        chat_template: How the chat is formatted.
-        max_length: Maximum number of tokens to keep; default: no limit.
-
-    Raises:
-        ValueError: The template rejects the chat, an assistant turn cannot be located, or the
-            tokenizer is not a fast one.
+    Raises ValueError if the template rejects the chat, an assistant turn cannot be located, or the
+    tokenizer is not a fast one.
     """
     if not tokenizer.is_fast:
         raise ValueError(f"training needs a fast tokenizer; {type(tokenizer).__name__} is not one")
@@ -68,22 +54,10 @@ def encode_chat(
 def assistant_spans(
     chat: Chat, chat_template: ChatTemplate, bos_token: str | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Format a chat and locate the assistant's answers in the text.
+    """Format a chat, and locate the assistant's answers as (start, end) offsets of the text.
 
     A span starts after the generation prompt and includes the end-of-turn token. It excludes
     whitespace and beginning-of-sequence tokens that some templates add after a turn.
-
-    Args:
-        chat: The messages.
-        chat_template: How the chat is formatted.
-        bos_token: The tokenizer's beginning-of-sequence token, if it has one.
-
-    Returns:
-        The text, and the (start, end) character offsets of each answer.
-
-    Raises:
-        ValueError: The template rejects the chat, omits a tool's call or result, or changes an
-            answer so that it cannot be located.
     """
     text = chat_template.render(chat)
     spans = []

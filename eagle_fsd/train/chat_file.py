@@ -10,6 +10,7 @@ skipped. Only the assistant's answers are trained on; see :func:`is_answer`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from eagle_fsd.bundled import problems
+from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress
 
 #: Bytes read at a time.
@@ -55,9 +58,6 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 
     All other messages are context. So are tool calls, which depend on definitions of tools that the
     target is not shown.
-
-    Args:
-        message: A message of a :data:`Chat`.
     """
     return message["role"] == "assistant" and "tool_calls" not in message
 
@@ -65,12 +65,7 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 class RecordError(ValueError):
     """A record, or a turn, is malformed.
 
-    Args:
-        reason: What is wrong, without the particulars: records are counted by reason.
-        details: What is wrong, with the particulars; default: ``reason``.
-
-    Attributes:
-        reason: What is wrong, without the particulars.
+    Records are counted by ``reason``, which leaves out the particulars of the message.
     """
 
     def __init__(self, reason: str, details: str | None = None) -> None:
@@ -79,23 +74,11 @@ class RecordError(ValueError):
 
 
 class ChatFile(Sequence[Chat]):
-    """The valid chats of a file.
+    """The valid chats of a file, JSON Lines or one JSON array; raises ValueError if there are none.
 
-    Args:
-        path: JSON Lines, or one JSON array, of ``{"conversations": [{"from", "value"}]}`` or
-            ``{"messages": [{"role", "content"}]}``.
-        progress: Called with the bytes read and the size of the file, about once per megabyte.
-
-    Attributes:
-        records: Number of records.
-        skip_reasons: Number of skipped records by reason.
-        shorten_reasons: Number of records whose chat ends before a malformed turn, by reason.
-        skipped_records: The first :data:`MAX_DESCRIBED` skipped records: the line that each starts
-            on, counted from 1, and why it was skipped.
-
-    Raises:
-        ValueError: No record is valid; the message describes the first one.
-        OSError: The file cannot be read.
+    ``skip_reasons`` counts skipped records by reason, ``shorten_reasons`` those whose chat ends
+    before a malformed turn, and ``skipped_records`` describes the first :data:`MAX_DESCRIBED`
+    skipped ones. ``progress`` is called with the bytes read and the size of the file.
     """
 
     def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
@@ -170,37 +153,30 @@ class ChatFile(Sequence[Chat]):
         return "; ".join(parts) or None
 
     def size(self, index: int) -> int:
-        """Return a chat's size in bytes, which estimates its length without reading it.
-
-        Args:
-            index: The chat's index.
-        """
+        """Return a chat's size in bytes, which estimates its length without reading it."""
         return self._sizes[index]
 
     def line(self, index: int) -> int:
-        """Return the line that a chat starts on, counted from 1.
-
-        Args:
-            index: The chat's index.
-        """
+        """Return the line that a chat starts on, counted from 1."""
         return self._lines[index]
 
 
+def write_chats(path: Path, count: int = 3000, seed: int = 3) -> Path:
+    """Write generated chats of word problems as JSON Lines, unless the file exists."""
+    if not path.exists():
+        generated = itertools.islice(problems.chats("train", seed), count)
+        lines = [json.dumps({"messages": chat}) + "\n" for chat in generated]
+        atomic_write(path, "".join(lines))
+    return path
+
+
 def parse_chat(text: bytes) -> tuple[Chat, RecordError | None]:
-    """Parse one record: user and assistant turns in alternation, with context between them.
+    """Parse one record; also return what is wrong with the turn that ended the chat, if one did.
 
-    System turns are context and may stand anywhere, results of tools anywhere after the first user
-    turn. What precedes the first user turn (ShareGPT splits long chats) is dropped, apart from
-    system turns. So is what follows the last answer. A malformed turn ends the chat.
-
-    Args:
-        text: The record, a JSON object in UTF-8.
-
-    Returns:
-        The chat, and what is wrong with the turn that ended it, if it was malformed.
-
-    Raises:
-        RecordError: The record is malformed, or has no answer before its first malformed turn.
+    User and assistant turns alternate. System turns are context and may stand anywhere, results of
+    tools anywhere after the first user turn. What precedes the first user turn (ShareGPT splits
+    long chats) is dropped, apart from system turns. So is what follows the last answer. A record
+    without an answer before its first malformed turn raises :class:`RecordError`.
     """
     try:
         record = json.loads(text)

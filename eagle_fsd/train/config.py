@@ -70,7 +70,7 @@ class TrainConfig(Options):
 
     The defaults are EAGLE's where they were published (arXiv 2401.15077, appendix, and the authors'
     training script). The divergence loss is an addition; it increased the accepted length in
-    ``eagle_fsd/train/recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
+    ``recipes/compare_losses.py``. With ``head_type="eagle3"``, the options in
     :data:`EAGLE3_DEFAULTS` have those defaults (``eagle/traineagle3`` in the authors' repository).
     """
 
@@ -203,21 +203,13 @@ class TrainConfig(Options):
 
         With Adam, the best learning rate falls as layers get wider; with the rate for a 7B model's
         head, narrow heads hardly train.
-
-        Args:
-            hidden_size: The target's hidden size.
         """
         if self.lr is not None:
             return self.lr
         return PUBLISHED_LR[self.head_type] * PUBLISHED_HIDDEN_SIZE / hidden_size
 
     def learning_rate_factor(self, step: int, total: int) -> float:
-        """Return the learning rate relative to its peak: linear warm-up, then linear decay to 0.
-
-        Args:
-            step: Optimizer steps done.
-            total: Optimizer steps in total.
-        """
+        """Return the learning rate relative to its peak: linear warm-up, then linear decay to 0."""
         warmup = min(self.warmup, total // 10)
         if step < warmup:
             return (step + 1) / warmup
@@ -225,18 +217,7 @@ class TrainConfig(Options):
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read options of :class:`TrainConfig` from a YAML file.
-
-    Args:
-        path: A YAML mapping of option names to values.
-
-    Returns:
-        The options that the file sets, validated.
-
-    Raises:
-        ValueError: The file is not a YAML mapping, or an option is unknown or out of bounds.
-        OSError: The file cannot be read.
-    """
+    """Read options of :class:`TrainConfig` from a YAML file; return those that it sets."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):

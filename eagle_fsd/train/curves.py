@@ -20,12 +20,7 @@ MAX_DEPTH_CURVES = 5
 
 
 def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw :data:`PANELS` and the divergence by depth as a PNG file.
-
-    Args:
-        metrics: The training's metrics, see :meth:`TrainingFolder.metrics`.
-        path: The PNG to write.
-    """
+    """Draw :data:`PANELS` and the divergence by depth as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -26,15 +26,10 @@ FILLER = -1
 
 @dataclass
 class Example:
-    """One chat.
+    """One chat, or why it could not be encoded (``error``); it then contributes no loss.
 
-    Attributes:
-        index: Index of the chat in the data, or :data:`FILLER`.
-        ids: Token ids.
-        assistant_mask: For each token, whether the assistant generates it.
-        truncated: Whether the chat was longer than the limit.
-        features: ``[S, H]`` stored hidden states of the target; None if they must be computed.
-        error: Why the chat could not be encoded, if so; it then contributes nothing to the loss.
+    ``index`` is that of the chat in the data, or :data:`FILLER`; ``features`` are ``[S, H]`` stored
+    hidden states of the target, or None if they must be computed.
     """
 
     index: int
@@ -52,17 +47,10 @@ class Example:
 
 @dataclass
 class Batch:
-    """Chats padded on the right.
+    """Chats padded on the right: ``[B, S]`` ids and mask, and ``[B, S, H]`` stored features.
 
-    Attributes:
-        ids: ``[B, S]`` token ids.
-        assistant_mask: ``[B, S]`` bool, the tokens that the assistant generates.
-        indices: Index of each row's chat, or :data:`FILLER`.
-        lengths: Number of tokens in each row, without padding.
-        truncated: Number of chats that were longer than the limit.
-        errors: Why chats could not be encoded, one string for each.
-        unused: Number of other chats of which the loss covers no token.
-        features: ``[B, S, H]`` stored hidden states of the target; None if they must be computed.
+    ``errors`` says why chats could not be encoded, ``unused`` counts the others of which the loss
+    covers no token, and ``lengths`` leave out padding.
     """
 
     ids: Tensor
@@ -84,11 +72,7 @@ class Batch:
         return torch.nn.functional.pad(self.assistant_mask[:, 2:], (0, 1))
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch with its tensors on another device.
-
-        Args:
-            device: Target device.
-        """
+        """Return the batch with its tensors on another device."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -102,14 +86,7 @@ class Batch:
 
 
 class ChatDataset(Dataset[Example]):
-    """The chats of a file, encoded when they are accessed.
-
-    Args:
-        file: The chats.
-        tokenizer: The target's tokenizer.
-        chat_template: How chats are formatted.
-        max_length: Tokens per chat; longer chats are truncated.
-    """
+    """The chats of a file, encoded and truncated to ``max_length`` tokens on access."""
 
     def __init__(
         self,
@@ -137,19 +114,14 @@ class ChatDataset(Dataset[Example]):
         return Example(index, encoded.ids, encoded.assistant_mask, encoded.truncated)
 
     def size(self, index: int) -> int:
-        """Return a chat's size in bytes, which estimates its length without reading it.
-
-        Args:
-            index: The chat's index.
-        """
+        """Return a chat's size in bytes, which estimates its length without reading it."""
         return self.file.size(index)
 
 
 def collate(examples: Sequence[Example]) -> Batch:
     """Pad examples on the right, where a causal mask hides the padding from every token.
 
-    Args:
-        examples: Examples of which all or none have stored features.
+    All of the examples have stored features, or none.
     """
     width = max(2, *(len(item.ids) for item in examples))
     silent = [item for item in examples if item.index != FILLER and not item.contributes]
@@ -191,15 +163,6 @@ def shuffled_batches(
     ``batch_size * processes``, of which each process takes a slice. Two processes therefore see the
     same batches as one process with twice the batch size. Every chat is used once per epoch. The
     last batch is padded with :data:`FILLER`.
-
-    Args:
-        chats: Indices of the chats to train on.
-        sizes: Lengths of the chats, in any unit.
-        batch_size: Chats per batch and process.
-        seed: Seed of the shuffle.
-        epoch: The epoch, counted from 0.
-        process: Rank of this process.
-        processes: Number of processes.
     """
     total, start = batch_size * processes, batch_size * process
     generator = _epoch_generator(seed, epoch)
@@ -224,13 +187,6 @@ def shared_batches(
     The batches are the same in every epoch, only their order differs, so that every epoch has the
     same number of them. Of every ``processes`` consecutive ones each process takes one: several
     processes see the batches that one process accumulates. :data:`FILLER` completes the last group.
-
-    Args:
-        batches: Indices of the chats of each batch; see :func:`pack_batches`.
-        seed: Seed of the order.
-        epoch: The epoch, counted from 0.
-        process: Rank of this process.
-        processes: Number of processes.
     """
     order = torch.randperm(len(batches), generator=_epoch_generator(seed, epoch)).tolist()
     own = [batches[number] for number in order[process::processes]]
@@ -246,14 +202,7 @@ def pack_batches(
 ) -> list[list[int]]:
     """Pack chats of similar length into batches of at most ``tokens`` tokens, padding included.
 
-    Args:
-        chats: Indices of the chats.
-        lengths: Number of tokens of each chat.
-        tokens: Maximum of a batch's rows times its longest chat.
-        seed: Decides which of several equally long chats share a batch.
-
-    Raises:
-        ValueError: A chat is longer than ``tokens``.
+    Raises ValueError if a chat is longer. The seed decides which equally long chats share a batch.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(chats), generator=generator).tolist()
@@ -274,25 +223,14 @@ def pack_batches(
 def read_examples(
     read: Callable[[Any], Value], data: Dataset[Example], chats: Sequence[int], workers: int
 ) -> Iterator[Value]:
-    """Yield what a function returns for the example of each chat.
-
-    Args:
-        read: The function; worker processes call it.
-        data: The data.
-        chats: Indices of the chats.
-        workers: Number of processes that encode chats; 0 encodes them in this one.
-    """
+    """Yield what ``read`` returns for the example of each chat; worker processes call it."""
     yield from DataLoader(
         data, sampler=chats, batch_size=None, collate_fn=read, num_workers=workers
     )
 
 
 def example_length(example: Example) -> int:
-    """Return the number of tokens of an example, at least 2: a batch is at least as wide.
-
-    Args:
-        example: The example.
-    """
+    """Return the number of tokens of an example, at least 2: a batch is at least as wide."""
     return max(2, len(example.ids))
 
 
@@ -303,18 +241,7 @@ def count_answer_tokens(
     workers: int,
     progress: Progress,
 ) -> Tensor:
-    """Count the tokens that the assistant generates.
-
-    Args:
-        data: The data.
-        chats: Indices of the chats.
-        vocab_size: Number of tokens of the vocabulary.
-        workers: As for :func:`read_examples`.
-        progress: Called with the chats read and their number.
-
-    Returns:
-        ``[V]`` how often each token occurs.
-    """
+    """Count how often the assistant generates each token of the vocabulary: ``[V]``."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for number, tokens in enumerate(read_examples(_answer, data, chats, workers), 1):
         counts += tokens.bincount(minlength=vocab_size)
@@ -327,28 +254,15 @@ def _answer(example: Example) -> Tensor:
 
 
 def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """Return the most frequent tokens in ascending order, of equally frequent ones the lowest.
-
-    Args:
-        counts: ``[V]`` how often each token occurs.
-        size: Number of tokens to return.
-    """
+    """Return the most frequent tokens in ascending order, of equally frequent ones the lowest."""
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) -> None:
-    """Check that the loss covers a token of some chat.
+    """Raise ValueError, with the reasons, if the loss covers no token of any chat.
 
     Chats are encoded in random order up to the first one that contributes, so the check is fast
     unless there is none.
-
-    Args:
-        data: The data.
-        chats: Indices of the chats to train on.
-        seed: Seed of the order.
-
-    Raises:
-        ValueError: No chat contributes; the message counts them by reason.
     """
     generator = torch.Generator().manual_seed(seed)
     truncated = rejected = 0
@@ -373,26 +287,12 @@ def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) 
 
 
 def count_batches(chats: int, batch_size: int) -> int:
-    """Return the number of batches; the last one may be smaller.
-
-    Args:
-        chats: Number of chats.
-        batch_size: Chats per batch and all processes.
-    """
+    """Return the number of batches; the last one may be smaller."""
     return -(-chats // batch_size)
 
 
 def split_validation(count: int, validation: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split chats into those to train on and those held out.
-
-    Args:
-        count: Number of chats.
-        validation: Number of chats to hold out, limited to a tenth of all.
-        seed: Seed of the split.
-
-    Returns:
-        Sorted indices of the chats to train on, and of those held out.
-    """
+    """Return sorted indices of the chats to train on, and of those held out: at most a tenth."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator).tolist()
     held_out = min(validation, count // 10)

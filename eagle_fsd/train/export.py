@@ -73,18 +73,8 @@ ARCHITECTURES = {
 def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
     """Convert a head for another engine.
 
-    Args:
-        request: The head, the target, the engine and the output folder.
-        token: Access token for the Hub.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: The head cannot be read.
-        LoadError: The target cannot be loaded.
-        ValueError: The engine has no EAGLE head for this family or of this type, the output folder
-            is not empty, or the head has a bias that vLLM would ignore.
+    Raises ValueError if the engine has no EAGLE head for this family or of this type, the output
+    folder is not empty, or the head has a bias that vLLM would ignore.
     """
     path = request.target or BUNDLED_TARGET
     try:
@@ -97,21 +87,7 @@ def export_head(request: ExportRequest, *, token: str | None = None) -> Path:
 def convert_head(
     head: str | Path, target: Target, out: str | Path, export_format: ExportFormat
 ) -> Path:
-    """Convert a head for another engine, given a loaded target.
-
-    Args:
-        head: Folder of the head.
-        target: The head's target, which provides the embedding if the head has none.
-        out: Output folder, created if missing.
-        export_format: The engine.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        CheckpointError: The head cannot be read.
-        ValueError: See :func:`export_head`.
-    """
+    """Convert a head for another engine, given a loaded target; see :func:`export_head`."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; choose another folder")

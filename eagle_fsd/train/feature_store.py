@@ -42,12 +42,7 @@ SHARD_BYTES = 1 << 30
 
 
 def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
-    """Estimate the disk space of the stored features from a sample of the chats.
-
-    Args:
-        data: The chats.
-        feature_size: Numbers per token: the target's hidden size times the number of hidden states.
-    """
+    """Estimate the disk space of ``feature_size`` numbers per token from a sample of the chats."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(data), generator=generator)[:SAMPLE_CHATS].tolist()
     tokens = sum(len(data[index].ids) for index in sample) / len(sample) * len(data)
@@ -58,20 +53,9 @@ class FeatureStore(Dataset[Example]):
     """Stored features, one example per chat in the order of the chat file.
 
     While the store is incomplete, chats may be missing between others; those after them then have
-    smaller indices than in the chat file.
-
-    Args:
-        folder: A folder that :func:`write_features` wrote.
-        fingerprint: Fingerprint that the features must have; default: any. It is that of
-            :meth:`LoadedTarget.fingerprint`, ``states``, the hidden states that are stored, and
-            ``dtype``, the target's data type.
-
-    Attributes:
-        fingerprint: Fingerprint of the features.
-        complete: Whether every chat is stored.
-
-    Raises:
-        ValueError: The folder holds no features, or features with another fingerprint.
+    smaller indices than in the chat file. Raises ValueError if the folder holds no features, or
+    features with another ``fingerprint``: that of :meth:`LoadedTarget.fingerprint`, ``states``, the
+    hidden states that are stored, and ``dtype``, the target's data type.
     """
 
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any] | None = None) -> None:
@@ -127,11 +111,7 @@ class FeatureStore(Dataset[Example]):
         )
 
     def size(self, index: int) -> int:
-        """Return the number of tokens of a chat.
-
-        Args:
-            index: The chat's index.
-        """
+        """Return the number of tokens of a chat."""
         return self._locations[index][2]
 
     def _open_shard(self, number: int) -> Any:
@@ -153,26 +133,12 @@ def store_features(
     progress: ProgressFactory = no_progress,
     on_estimate: Callable[[int, int, int], None] | None = None,
 ) -> FeatureStore | None:
-    """Compute and store the target's features of a chat file.
+    """Compute and store the target's features of chats; return None on all but the main process.
 
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
-    see the same output folder.
-
-    Args:
-        request: The chats, the target and the output folder.
-        token: Access token for the Hub.
-        progress: Reports ``reading`` (in bytes) and ``features`` (in chats) on the main process.
-        on_estimate: Called on the main process before anything is written, with the estimated
-            bytes, the free bytes and the number of chats.
-
-    Returns:
-        The features; None on processes other than the main one.
-
-    Raises:
-        OptionsError: ``request.device_map`` is set and there are several processes.
-        ValueError: No chat is valid, or the folder holds features of other data.
-        OSError: There is too little space, or a file cannot be read or written.
-        LoadError: The target cannot be loaded.
+    see the same output folder. ``progress`` reports ``reading`` (in bytes) and ``features`` (in
+    chats). ``on_estimate`` is called before anything is written, with the estimated bytes, the free
+    bytes and the number of chats; OSError is raised if there is too little space.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     check_device_map(request.device_map, state.num_processes)
@@ -216,23 +182,8 @@ def write_features(
     """Store the features of every chat that is not in a complete shard yet.
 
     The result has the same examples whatever the number of processes, of this run and of earlier
-    ones that were interrupted.
-
-    Args:
-        data: The chats.
-        target: The target.
-        folder: Output folder, created if missing.
-        fingerprint: Fingerprint of the features, which those in the folder must share; its
-            ``states`` are the hidden states to store.
-        batch_size: Chats per forward pass.
-        shard_bytes: Approximate size of a shard in bytes.
-        progress: Called after every shard, or one of each process, with the chats stored and the
-            number of chats.
-        state: The processes that share the work, all of which call this; default: only this one.
-
-    Raises:
-        ValueError: The folder holds features with another fingerprint.
-        OSError: A file cannot be written.
+    ones that were interrupted. The processes of ``state`` share the work. The ``states`` of
+    ``fingerprint`` are the hidden states to store.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -345,11 +296,7 @@ def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def format_bytes(size: float) -> str:
-    """Format a size with a decimal unit, as in ``"1.5 GB"``.
-
-    Args:
-        size: Bytes.
-    """
+    """Format a size with a decimal unit, as in ``"1.5 GB"``."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:
             return f"{size:.1f} {unit}"

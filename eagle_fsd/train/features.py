@@ -13,18 +13,12 @@ from eagle_fsd.train.dataset import Batch
 
 @torch.no_grad()
 def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,)) -> Tensor:
-    """Compute hidden states of the target.
+    """Compute the hidden states ``states`` of padded ``[B, S]`` ids as one tensor ``[B, S, F]``.
 
-    Args:
-        target: The target. Its parts may be spread over devices, or offloaded to CPU memory or
-            disk: Hugging Face's hooks move the inputs.
-        ids: ``[B, S]`` token ids, padded on the right, on any device.
-        states: Hidden states to compute, as indices into Hugging Face's ``hidden_states``; default:
-            the last one, after the final norm.
-
-    Returns:
-        ``[B, S, F]`` the hidden states, concatenated, in the target's dtype. They are on the
-        target's device, unless the output projection is offloaded.
+    States are indices into Hugging Face's ``hidden_states``; the last one is after the final norm.
+    The target's parts may be spread over devices, or offloaded to CPU memory or disk: Hugging
+    Face's hooks move the inputs. The result is on the target's device, unless the output projection
+    is offloaded.
     """
     model = target.model.base_model
     if not target.embed.weight.is_meta:
@@ -37,35 +31,18 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
 
 
 def batch_features(target: Target, batch: Batch, states: Sequence[int] = (LAST,)) -> Tensor:
-    """Return a batch's stored features, or compute them.
-
-    Args:
-        target: The target.
-        batch: The batch, on the target's device.
-        states: The hidden states, which stored features hold; see :func:`compute_features`.
-
-    Returns:
-        ``[B, S, F]``.
-    """
+    """Return a batch's stored features, or compute them: ``[B, S, F]``."""
     if batch.features is not None:
         return batch.features
     return compute_features(target, batch.ids, states)
 
 
 def add_noise(features: Tensor, batch: Batch, half_width: float, seed: int) -> Tensor:
-    """Add uniform noise that depends on the chat, not on its row or batch.
+    """Add noise in ``[-half_width, half_width]`` that depends on the chat, not on its row or batch.
 
     Its half-width is the same for every chat. EAGLE's training script (``eagle/train/main.py``)
-    divides by the chat's length ``n``: its half-width is ``0.1 * 512 / n``.
-
-    Args:
-        features: ``[B, S - 1, F]``, the head's input.
-        batch: The batch that the features belong to.
-        half_width: The noise is uniform in ``[-half_width, half_width]``.
-        seed: Seed of the noise, different in each epoch.
-
-    Returns:
-        ``[B, S - 1, F]`` float32.
+    divides by the chat's length ``n``: its half-width is ``0.1 * 512 / n``. Features and result are
+    ``[B, S - 1, F]``, the result in float32.
     """
     features = features.float()
     if not half_width:

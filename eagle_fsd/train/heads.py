@@ -30,13 +30,8 @@ from eagle_fsd.train.config import EAGLE3_FLAGS, HeadType, TrainConfig
 def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = None) -> DraftHead:
     """Create a head with random weights, attached to its target.
 
-    The output projection of an EAGLE-3 head starts as the target's rows of its vocabulary.
-
-    Args:
-        config: ``head_type``, and the options that define the head's architecture.
-        target: The target.
-        token_ids: ``[D]`` the tokens that an EAGLE-3 head can draft, in ascending order; default:
-            all.
+    The output projection of an EAGLE-3 head starts as the target's rows of its vocabulary, ``[D]``
+    token ids in ascending order; by default all.
     """
     if config.head_type == "eagle":
         return EagleHead(target.config, config.bias).attach(target)
@@ -55,12 +50,7 @@ def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = Non
 
 
 def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
-    """Create a head of the same shape with weights that are still to be set, on the same target.
-
-    Args:
-        head: The head. Its parameters may be sharded.
-        dtype: Data type of the copy.
-    """
+    """Create a head of the same shape with weights that are still to be set, on the same target."""
     copy: DraftHead
     if isinstance(head, Eagle3Head):
         size, reads = head.draft_vocab_size, head.reads
@@ -77,36 +67,22 @@ def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
 
 
 def head_reads(head_type: HeadType, target: Target) -> tuple[int, ...]:
-    """Return the hidden states of the target that new heads read.
-
-    Args:
-        head_type: The type of the head.
-        target: The target.
-    """
+    """Return the hidden states of the target that new heads read."""
     if head_type == "eagle":
         return EagleHead.reads
     return default_reads(int(target.config.num_hidden_layers))
 
 
 def training_states(reads: Sequence[int]) -> tuple[int, ...]:
-    """Return the hidden states that training needs: those that the head reads, and the last one.
-
-    Args:
-        reads: The hidden states that the head reads; see :attr:`Drafter.reads`.
-    """
+    """Return the hidden states that training needs: those that the head reads, and the last one."""
     return tuple(dict.fromkeys((*reads, LAST)))
 
 
 def split_features(head: DraftHead, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the features of chats into the head's inputs and labels.
+    """Split ``[B, S, F]`` hidden states :func:`training_states` into the head's inputs and labels.
 
-    Args:
-        head: The head.
-        features: ``[B, S, F]`` the hidden states :func:`training_states`, concatenated.
-
-    Returns:
-        ``[B, S - 1, F]`` the hidden states that the head reads, at all tokens but the last, and
-        ``[B, S - 1, H]`` the target's last hidden state, at all tokens but the first.
+    Inputs are ``[B, S - 1, F]`` the hidden states that the head reads, at all tokens but the last,
+    labels ``[B, S - 1, H]`` the target's last hidden state, at all tokens but the first.
     """
     return features[:, :-1, : head.feature_size], features[:, 1:, -head.target_hidden_size :]
 
@@ -116,15 +92,8 @@ def load_for_training(
 ) -> DraftHead:
     """Load a head in float32, to continue its training.
 
-    Args:
-        path: A folder or a Hub name.
-        head_type: The type of the head.
-        target: The target that the head was trained for.
-        token: Access token for the Hub.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, or hold a head of another type.
-        ValueError: The head belongs to another target.
+    Raises CheckpointError if it is a head of another type, ValueError if it belongs to another
+    target.
     """
     if is_eagle3(read_config(path, token), tensor_names(path, token)) != (head_type == "eagle3"):
         raise CheckpointError(f"{path} is not a head of type {head_type}; see --head-type")
@@ -135,14 +104,7 @@ def load_for_training(
 def save_trained(
     head: DraftHead, path: Path, dtype: torch.dtype | None, binary: bool = False
 ) -> None:
-    """Save a head in the layout that EAGLE's authors publish.
-
-    Args:
-        head: The head.
-        path: A folder, created if it does not exist.
-        dtype: Data type of the saved weights; default: the head's.
-        binary: Write ``pytorch_model.bin`` instead of ``model.safetensors``.
-    """
+    """Save a head in the layout that EAGLE's authors publish."""
     if isinstance(head, Eagle3Head):
         save_eagle3(head, path, "eagle", dtype, binary)
     else:

@@ -28,14 +28,10 @@ TRIAL_CHATS = 20
 
 @dataclass
 class LoadedTarget:
-    """A target with its tokenizer and chat template.
+    """A frozen target with its tokenizer and chat template.
 
-    Attributes:
-        name: The target's folder or Hub name; ``bundled`` for the bundled target.
-        target: The target, frozen.
-        tokenizer: The target's tokenizer.
-        chat_template: How chats are formatted.
-        chat_template_name: The FastChat template's name; None for the tokenizer's own template.
+    ``name`` is the target's folder or Hub name, or ``bundled``; ``chat_template_name`` is None for
+    the tokenizer's own template.
     """
 
     name: str
@@ -52,19 +48,7 @@ class LoadedTarget:
         token: str | None = None,
         layers: bool = True,
     ) -> LoadedTarget:
-        """Load a target and its tokenizer.
-
-        Args:
-            options: The target, its dtype and the chat template.
-            device_map: Where to load the target, as in Hugging Face; default: the GPU if there is
-                one.
-            token: Access token for the Hub.
-            layers: As for :func:`load_frozen_target`.
-
-        Raises:
-            LoadError: Files are missing or damaged.
-            ValueError: The template, the dtype or the device does not exist.
-        """
+        """Load a target and its tokenizer; see :func:`load_frozen_target`."""
         tokenizer = load_tokenizer(options.target or BUNDLED_TARGET, token)
         # Before the weights, so that an unknown template is reported at once.
         chat_template = load_chat_template(tokenizer, options.chat_template)
@@ -77,17 +61,10 @@ class LoadedTarget:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> ChatDataset:
-        """Open a chat file as a dataset encoded for this target.
+        """Open a chat file as a dataset encoded for this target, truncated at its context length.
 
-        Args:
-            path: The chat file.
-            max_length: Maximum number of tokens per chat; default and limit: the target's context
-                length.
-            progress: Called with the bytes read and the size of the file.
-
-        Raises:
-            ValueError: No chat is valid, or the template rejects the first :data:`TRIAL_CHATS`.
-            OSError: The file cannot be read.
+        Raises ValueError if no chat is valid, or the template rejects the first
+        :data:`TRIAL_CHATS`.
         """
         file = open_chat_file(path, progress)
         length = self._clamp_length(max_length)
@@ -102,10 +79,6 @@ class LoadedTarget:
 
         Trainings, stored features and rewritten chats store this fingerprint and resume only if it
         is unchanged.
-
-        Args:
-            path: The chat file.
-            max_length: As for :meth:`open_chats`.
         """
         return {
             "data": str(path),
@@ -121,11 +94,7 @@ class LoadedTarget:
 
 
 def target_name(options: TargetOptions) -> str:
-    """Return the folder or Hub name of a target; ``bundled`` for the bundled one.
-
-    Args:
-        options: The target.
-    """
+    """Return the folder or Hub name of a target; ``bundled`` for the bundled one."""
     is_bundled = str(options.target or BUNDLED_TARGET) == str(BUNDLED_TARGET)
     return "bundled" if is_bundled else str(options.target)
 
@@ -138,17 +107,8 @@ def load_frozen_target(
 ) -> Target:
     """Load a target without its tokenizer and chat template.
 
-    Args:
-        options: The target and its dtype.
-        device_map: Where to load the target, as in Hugging Face; default: the GPU if there is one.
-        token: Access token for the Hub.
-        layers: Whether to load the decoder layers. Training on stored features needs only the
-            embedding and the output projection; where these cannot be loaded alone, the layers are
-            loaded too.
-
-    Raises:
-        LoadError: Files are missing or damaged.
-        ValueError: The dtype or the device does not exist.
+    Training on stored features needs no ``layers``, only the embedding and the output projection;
+    where these cannot be loaded alone, the layers are loaded too.
     """
     path = options.target or BUNDLED_TARGET
     model = None
@@ -163,16 +123,7 @@ def load_frozen_target(
 
 
 def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:
-    """Open a chat file, and report the records that are skipped or shortened.
-
-    Args:
-        path: The chat file.
-        progress: Called with the bytes read and the size of the file.
-
-    Raises:
-        ValueError: No chat is valid.
-        OSError: The file cannot be read.
-    """
+    """Open a chat file, and report the records that are skipped or shortened."""
     file = ChatFile(path, progress)
     summary = file.summary()
     if summary is not None:
@@ -181,15 +132,7 @@ def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFi
 
 
 def check_device_map(device_map: str | None, processes: int) -> None:
-    """Reject a device map if there are several processes, which have a device each.
-
-    Args:
-        device_map: The ``device_map`` of a request.
-        processes: Number of processes.
-
-    Raises:
-        OptionsError: There is a device map, and several processes.
-    """
+    """Reject a device map if there are several processes, which have a device each."""
     if device_map is not None and processes > 1:
         raise OptionsError(
             "--device-map requires a single process; with several, each has the whole target on its"

@@ -46,10 +46,6 @@ class HeadLosses(nn.Module):
     """The head and its losses in one module, so that a parallel wrapper sees one forward pass.
 
     Losses are sums over positions, because the mean is over the batches of all processes.
-
-    Args:
-        head: The head, attached to its target.
-        config: The loss weights, ``divergence_loss``, ``unroll`` and ``unroll_decay``.
     """
 
     def __init__(self, head: DraftHead, config: TrainConfig) -> None:
@@ -60,18 +56,14 @@ class HeadLosses(nn.Module):
     def forward(
         self, features: Tensor, tokens: Tensor, labels: Tensor, loss_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Compute the losses, averaged over all runs with the weights of ``unroll_decay``.
+        """Sum the losses over positions, averaged over the runs with weights of ``unroll_decay``.
 
-        Args:
-            features: ``[B, S, F]`` the hidden states that the head reads, noise included.
-            tokens: ``[B, S]`` the token after each feature.
-            labels: ``[B, S, H]`` the target's last hidden state at that token.
-            loss_mask: ``[B, S]`` bool, the positions that the loss covers.
-
-        Returns:
-            Sums over positions: ``loss``, its parts ``feature``, ``token`` and ``divergence``, and
-            for the first run ``top1`` and ``top3``: the number of positions where the target's most
-            likely token is the head's most likely token, or among the head's three most likely.
+        ``features`` ``[B, S, F]`` are the hidden states that the head reads, noise included,
+        ``tokens`` ``[B, S]`` the token after each, ``labels`` ``[B, S, H]`` the target's last
+        hidden state at that token, and ``loss_mask`` ``[B, S]`` the positions that the loss covers.
+        The result has ``loss``, its parts ``feature``, ``token`` and ``divergence``, and for the
+        first run ``top1`` and ``top3``: the number of positions where the target's most likely
+        token is the head's most likely token, or among the head's three most likely.
         """
         config = self.config
         outputs = unroll(self.head, features, tokens, config.unroll)
@@ -139,21 +131,13 @@ class HeadLosses(nn.Module):
 def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list[Tensor]:
     """Run the head over chats several times, each time on the features of the previous run.
 
-    The features are not detached: the gradient of a run's loss reaches all earlier runs.
+    ``[B, S, F]`` features of the target and the ``[B, S]`` tokens after them give ``[B, S, H]``
+    predicted features of each run. They are not detached: the gradient of a run's loss reaches all
+    earlier runs.
 
     In run ``j`` (from 1) pair ``t`` holds the feature that run ``j - 1`` predicted at ``t - 1``. It
     attends as it would in a draft tree: to the target's features up to ``t - j + 1`` (the keys of
-    the first run), then to one predicted feature of each later run, that of run ``i`` at
-    ``t - j + i``.
-
-    Args:
-        head: The head, attached to its target.
-        features: ``[B, S, F]`` the target's hidden states that the head reads, for the first run.
-        tokens: ``[B, S]`` the token after each feature.
-        runs: Number of runs.
-
-    Returns:
-        For each run, ``[B, S, H]`` predicted features.
+    the first run), then to one predicted feature of each later run, that of run ``i`` at ``t-j+i``.
     """
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).expand(batch, -1)

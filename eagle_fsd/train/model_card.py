@@ -48,13 +48,7 @@ Versions: {versions}.
 def write_card(
     folder: Path, metrics: Sequence[dict[str, Any]], fingerprint: dict[str, Any]
 ) -> None:
-    """Write ``README.md`` from the folder's record and the last validation.
-
-    Args:
-        folder: The trained head's folder.
-        metrics: The training's metrics, see :meth:`TrainingFolder.metrics`.
-        fingerprint: Fingerprint of the training data.
-    """
+    """Write ``README.md`` from the folder's record and the last validation."""
     record = read_record(folder)
     target = fingerprint["target"]
     is_local = target == "bundled" or Path(target).exists()

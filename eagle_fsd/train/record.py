@@ -22,13 +22,7 @@ def write_record(
 ) -> None:
     """Write a training's settings, steps, duration, machine and versions.
 
-    Args:
-        folder: The trained model's folder.
-        settings: The hyperparameters.
-        steps: Optimizer steps.
-        tokens: Tokens read.
-        seconds: Time spent on training steps.
-        data: What was read, and how much of it was dropped; default: not recorded.
+    ``data`` says what was read, and how much of it was dropped.
     """
     environment = describe_environment()
     machine = environment["machine"]
@@ -46,10 +40,6 @@ def write_record(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a finished training.
-
-    Args:
-        folder: The trained model's folder.
-    """
+    """Read the record of a finished training."""
     record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     return record

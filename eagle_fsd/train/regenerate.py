@@ -63,30 +63,11 @@ def regenerate(
     token: str | None = None,
     progress: ProgressFactory = no_progress,
 ) -> ChatFile | None:
-    """Rewrite a chat file with the target.
+    """Rewrite a chat file with the target; return None on processes other than the first.
 
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
-    see the same output file.
-
-    Args:
-        request: The chats, the target and the file to write.
-        config: How turns are generated; default: sampled from the target's distribution.
-        server: A server that rewrites the chats if its ``base_url`` is set; default: load the
-            target.
-        token: Access token for the Hub.
-        progress: Reports ``reading`` (in bytes) and ``rewriting`` (in chats).
-
-    Returns:
-        The rewritten chats; None on processes other than the first.
-
-    Raises:
-        OptionsError: An option of the target is set together with a server, or a server or a device
-            map is set and there are several processes.
-        ValueError: No chat is valid, the chat template or the server rejects the chats, or the
-            output was written from other chats or options.
-        OSError: A file cannot be read or written.
-        LoadError: The target cannot be loaded.
-        KeyboardInterrupt: A signal stopped the requests to a server; the chats so far are saved.
+    see the same output file. A server rewrites the chats if its ``base_url`` is set. ``progress``
+    reports ``reading`` (in bytes) and ``rewriting`` (in chats).
     """
     if server is not None and server.base_url is not None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -127,23 +108,9 @@ def rewrite_chats(
     The result does not depend on interruptions, on the number of processes or on the batch size: a
     turn depends on its chat and on a seed of its own. Until all chats are rewritten, lines are in
     the order of their completion, and several processes write to files of their own, ``OUT.part0``
-    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options.
-
-    Args:
-        loaded: The target.
-        chats: The chats.
-        out: JSON Lines of ``{"index", "messages"}`` to write.
-        config: How turns are generated; default: sampled from the target's distribution.
-        progress: Called with the chats that all processes have rewritten, if they are equally fast,
-            and the number of chats.
-        state: The processes that share the work, all of which call this; default: only this one.
-
-    Returns:
-        The rewritten chats.
-
-    Raises:
-        ValueError: ``out`` was written from other chats or options.
-        OSError: A file cannot be written.
+    and so on. ``OUT.meta.json`` holds the fingerprint of the chats and the options; ValueError if
+    the output was written from others. ``progress`` counts the chats of all processes as if they
+    were equally fast.
     """
     config = config or RegenerateConfig()
     out = Path(out)
@@ -361,13 +328,7 @@ def _prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
 
 @dataclass(eq=False)
 class _Chat:
-    """A chat that is being rewritten.
-
-    Attributes:
-        index: Its index in the file.
-        messages: The messages to rewrite.
-        new: The new messages so far.
-    """
+    """A chat that is being rewritten: its index, its messages, and the new ones so far."""
 
     index: int
     messages: Chat
@@ -383,10 +344,7 @@ def _rewrite(
     """Generate the assistant turns in order, those of several chats at once.
 
     A chat ends when the context is full, or when the chat template rejects it; the template's
-    messages are appended to ``rejections``.
-
-    Yields:
-        The chats in the order in which they end.
+    messages are appended to ``rejections``. Chats are yielded in the order in which they end.
     """
     model = EagleFSD(loaded.target.model, None)
     sampling = SamplingConfig.from_dict(config.model_dump(include=set(SamplingConfig.model_fields)))
@@ -419,11 +377,7 @@ def _rewrite(
 
 
 def _next_prompt(loaded: LoadedTarget, chat: _Chat, rejections: list[str]) -> Tensor | None:
-    """Copy messages up to the next assistant turn.
-
-    Returns:
-        The prompt of that turn, ``[S]``; None if the chat ends.
-    """
+    """Copy messages up to the next assistant turn, and return its prompt; None if the chat ends."""
     for message in chat.messages[len(chat.new) :]:
         if is_answer(message):
             try:

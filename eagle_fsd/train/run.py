@@ -46,30 +46,12 @@ def train(
     progress: ProgressFactory = no_progress,
     on_metrics: MetricsCallback | None = None,
 ) -> Path | None:
-    """Train a draft head; :mod:`~eagle_fsd.train.training_folder` lists the files it writes.
+    """Train a draft head; return its folder, or None on processes other than the main one.
 
-    Args:
-        request: The chats or stored features, the target, and the folder to write.
-        config: The hyperparameters.
-        token: Access token for the Hub.
-        accelerator: Devices and processes; default: the result of :func:`make_accelerator`.
-        progress: Reports ``reading`` (in bytes), ``rewriting``, ``measuring`` and ``counting`` (in
-            chats) on the main process.
-        on_metrics: Called on the main process with the metrics of every logged step and validation.
-
-    Returns:
-        The head's folder; None on processes other than the main one.
-
-    Raises:
-        OptionsError: ``request.regenerate`` or ``request.device_map`` is set and there are several
-            processes, or ``tokens_per_batch`` is less than ``max_length``.
-        ValueError: A file or an option is invalid, the target is not supported or not for
-            ``max_length``, no token contributes to the loss, or the folder holds another training.
-        OSError: A file cannot be read or written.
-        LoadError: The target cannot be loaded.
-        CheckpointError: The head to start from cannot be loaded.
-        TrainingError: Training could not continue.
-        KeyboardInterrupt: A signal stopped the training.
+    :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
+    bytes), ``rewriting``, ``measuring`` and ``counting`` (in chats), and ``on_metrics`` receives
+    the metrics of every logged step and validation, both on the main process. Raises TrainingError
+    if training could not continue, and KeyboardInterrupt if a signal stopped it.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
@@ -148,11 +130,7 @@ def train(
 def make_accelerator(out: str | Path, cpu: bool = False) -> Accelerator:
     """Create an accelerator, with mixed precision in bfloat16 on GPUs that support it.
 
-    A precision set by ``accelerate launch`` takes precedence.
-
-    Args:
-        out: Folder for TensorBoard's files.
-        cpu: Use the CPU even if there is a GPU.
+    A precision set by ``accelerate launch`` takes precedence. ``out`` receives TensorBoard's files.
     """
     precision = None
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:

@@ -12,20 +12,9 @@ from eagle_fsd.utils.progress import ProgressFactory, no_progress
 def rank_tokens(
     request: RanksRequest, *, token: str | None = None, progress: ProgressFactory = no_progress
 ) -> int:
-    """Count the tokens of the answers and write the ranking.
+    """Count the tokens of the answers, write the ranking, and return how many tokens occur.
 
-    Args:
-        request: The chats, the target and the output file.
-        token: Access token for the Hub.
-        progress: Reports ``reading`` (in bytes) and ``counting`` (in chats).
-
-    Returns:
-        How many tokens occur.
-
-    Raises:
-        ValueError: No chat is valid.
-        OSError: A file cannot be read or written.
-        LoadError: The target cannot be loaded.
+    ``progress`` reports ``reading`` (in bytes) and ``counting`` (in chats).
     """
     request.out.parent.mkdir(parents=True, exist_ok=True)
     loaded = LoadedTarget.load(request, "cpu", token, layers=False)

@@ -63,13 +63,7 @@ MetricsCallback = Callable[[dict[str, Any]], None]
 class ReadCounts:
     """What all processes have read. A chat counts once in every epoch.
 
-    Attributes:
-        chats: Chats.
-        tokens: Their tokens.
-        loss_tokens: Tokens that the loss covers.
-        truncated: Chats that were longer than the limit.
-        rejected: Chats that could not be encoded.
-        unused: Other chats of which the loss covers no token.
+    ``rejected`` chats could not be encoded; of ``unused`` ones the loss covers no token.
     """
 
     chats: int = 0
@@ -91,27 +85,11 @@ class ReadCounts:
 
 
 class Trainer:
-    """Training loop of one draft head.
+    """Training loop of one draft head, which starts from ``head`` or from random weights.
 
-    Args:
-        config: The hyperparameters.
-        target: Provides the features, the embedding and the output projection.
-        data: Chats that are encoded when accessed, or stored features.
-        folder: Receives checkpoints and metrics.
-        accelerator: Devices, processes and mixed precision.
-        on_metrics: Called on the main process with the metrics of every logged step and validation.
-        head: The head to start from, attached to ``target``; default: random weights.
-        progress: Reports ``measuring`` (in chats), which ``tokens_per_batch`` requires, and
-            ``counting`` (in chats), which a reduced draft vocabulary requires.
-
-    Attributes:
-        step: Optimizer steps done.
-        steps: Optimizer steps in total.
-        counts: What was read so far.
-        seconds: Time spent on training steps.
-
-    Raises:
-        ValueError: A chat is longer than ``tokens_per_batch``.
+    ``on_metrics`` is called on the main process with the metrics of every logged step and
+    validation. ``progress`` reports ``measuring`` (in chats), which ``tokens_per_batch`` requires,
+    and ``counting`` (in chats), which a reduced draft vocabulary requires.
     """
 
     def __init__(
@@ -179,11 +157,7 @@ class Trainer:
         return {"step": self.step, "seconds": self.seconds, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counters from a checkpoint.
-
-        Args:
-            state: A result of :meth:`state_dict`.
-        """
+        """Restore the counters from a checkpoint."""
         self.step, self.seconds = state["step"], state["seconds"]
         names = asdict(self.counts)  # checkpoints of version 0.1.0 lack some of them
         self.counts = ReadCounts(*(state.get(STATE_KEYS.get(name, name), 0) for name in names))
@@ -192,16 +166,9 @@ class Trainer:
         """Train to the last step, resuming from the folder's newest checkpoint if there is one.
 
         The first Ctrl-C or SIGTERM stops training after the current step and writes a checkpoint;
-        the second one stops at once.
-
-        Returns:
-            The head, in float32 on the target's device. Only the main process's has the trained
-            weights.
-
-        Raises:
-            TrainingError: The loss is not finite, memory ran out, or a checkpoint could not be
-                written; earlier checkpoints are kept.
-            KeyboardInterrupt: A signal ended the training.
+        the second one stops at once. The returned head is in float32 on the target's device; only
+        the main process's has the trained weights. Raises TrainingError if the loss is not finite,
+        memory ran out, or a checkpoint could not be written; earlier checkpoints are kept.
         """
         newest = self.folder.newest_checkpoint()
         if newest is not None:
@@ -231,9 +198,6 @@ class Trainer:
         """Return a copy of the head without the accelerator's wrappers.
 
         Every process must call this; only the main process's copy has the trained weights.
-
-        Args:
-            dtype: Data type of the copy.
         """
         state = self.accelerator.get_state_dict(self.losses)
         copy = empty_copy(self.head, dtype)
@@ -250,9 +214,8 @@ class Trainer:
     ) -> tuple[dict[str, Any], bool]:
         """Do one optimizer step.
 
-        Returns:
-            Mean metrics over the positions of all processes and batches, and whether any process
-            received a signal to stop, so that all stop after the same step.
+        Return mean metrics over the positions of all processes and batches, and whether any process
+        received a signal to stop, so that all stop after the same step.
         """
         accelerator, config = self.accelerator, self.config
         group = [next(batches) for _ in range(config.accumulate)]

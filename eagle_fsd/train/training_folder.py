@@ -38,14 +38,7 @@ class TrainingError(RuntimeError):
 
 
 class TrainingFolder:
-    """A training's folder.
-
-    Args:
-        path: The folder.
-
-    Attributes:
-        path: The folder.
-    """
+    """A training's folder."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -64,15 +57,9 @@ class TrainingFolder:
     ) -> None:
         """Create the folder, or check that its training can resume, and write the configuration.
 
-        Args:
-            config: The hyperparameters.
-            fingerprint: Fingerprint of the data, which a resumed training must share.
-            resume: Resume from the newest checkpoint, if there is one.
-            overwrite: Delete an earlier training.
-
-        Raises:
-            ValueError: The folder is not empty and neither ``resume`` nor ``overwrite`` is set, it
-                holds something other than a training, or its training has other options or data.
+        Raises ValueError if the folder is not empty and neither ``resume`` nor ``overwrite`` is
+        set, it holds something other than a training, or its training has other options or another
+        ``fingerprint`` of its data.
         """
         content = {"recipe": config.model_dump(), "data": fingerprint}
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -101,11 +88,7 @@ class TrainingFolder:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint.
-
-        Args:
-            step: Optimizer steps done.
-        """
+        """Return the folder of a step's checkpoint."""
         return self.path / CHECKPOINTS / f"step-{step}"
 
     def newest_checkpoint(self) -> Path | None:
@@ -115,13 +98,7 @@ class TrainingFolder:
     def write_checkpoint(self, step: int, accelerator: Accelerator) -> None:
         """Write a checkpoint and keep the newest :data:`MAX_CHECKPOINTS`. Every process calls this.
 
-        Args:
-            step: Optimizer steps done.
-            accelerator: Writes this process's part of its state. The main process creates, renames
-                and deletes folders.
-
-        Raises:
-            TrainingError: The checkpoint could not be written; earlier ones are kept.
+        Raises TrainingError if it could not be written; earlier ones are kept.
         """
         is_main, wait = accelerator.is_main_process, accelerator.wait_for_everyone
         temporary = self.path / CHECKPOINTS / f"writing-{step}"
@@ -156,11 +133,7 @@ class TrainingFolder:
     # -- metrics -----------------------------------------------------------------------------------
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append a line of metrics.
-
-        Args:
-            metrics: Values by name, including ``kind`` and ``step``.
-        """
+        """Append a line of metrics, which include ``kind`` and ``step``."""
         append_line(self.path / METRICS_FILE, json.dumps(metrics))
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -169,20 +142,12 @@ class TrainingFolder:
         return read_jsonl(path) if path.exists() else []
 
     def rewind_metrics(self, step: int) -> None:
-        """Delete the metrics after a step, because a resumed training writes them again.
-
-        Args:
-            step: Optimizer steps done.
-        """
+        """Delete the metrics after a step, because a resumed training writes them again."""
         kept = [line for line in self.metrics() if line["step"] <= step]
         content = "".join(json.dumps(line) + "\n" for line in kept)
         atomic_write(self.path / METRICS_FILE, content)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Return the number of optimizer steps done at a checkpoint.
-
-    Args:
-        checkpoint: A folder named ``step-N``.
-    """
+    """Return the number of optimizer steps done at a checkpoint, a folder named ``step-N``."""
     return int(checkpoint.name.removeprefix("step-"))

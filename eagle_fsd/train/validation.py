@@ -25,16 +25,7 @@ MAX_NEW_TOKENS = 64
 def validation_losses(
     losses: HeadLosses, target: Target, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Compute mean losses over the held-out positions, without noise.
-
-    Args:
-        losses: The head and its losses.
-        target: The target.
-        batches: The held-out chats.
-
-    Returns:
-        The mean of each value that :meth:`HeadLosses.forward` returns.
-    """
+    """Compute mean losses over the held-out positions, without noise."""
     sums: dict[str, float] = {}
     positions = 0
     states = training_states(losses.head.reads)
@@ -50,15 +41,7 @@ def validation_losses(
 
 
 def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:
-    """Return the prompt before the first assistant turn of each chat.
-
-    Args:
-        batches: The held-out chats.
-        count: Maximum number of prompts.
-
-    Returns:
-        For each prompt, ``[S]`` token ids.
-    """
+    """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats."""
     prompts: list[Tensor] = []
     for batch in batches:
         for ids, mask in zip(batch.ids, batch.assistant_mask, strict=True):
@@ -69,26 +52,16 @@ def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:
 
 
 def can_decode(target: Target) -> bool:
-    """Whether all layers of the target are loaded; training on stored features leaves them out.
-
-    Args:
-        target: The target.
-    """
+    """Whether all layers of the target are loaded; training on stored features leaves them out."""
     return not any(parameter.is_meta for parameter in target.model.parameters())
 
 
 def decode_validation(head: DraftHead, target: Target, prompts: Sequence[Tensor]) -> dict[str, Any]:
     """Measure accepted length and divergences of exact greedy decoding.
 
-    Args:
-        head: The head, in the target's dtype.
-        target: The target.
-        prompts: For each prompt, ``[S]`` token ids.
-
-    Returns:
-        ``tau``, the mean accepted length (tokens emitted per target pass; None without prompts, or
-        if the target cannot decode), and ``js_by_depth``, the mean Jensen-Shannon divergence at
-        accepted nodes by depth, in nats.
+    ``tau`` is the mean accepted length (tokens emitted per target pass; None without prompts, or if
+    the target cannot decode), ``js_by_depth`` the mean Jensen-Shannon divergence at accepted nodes
+    by depth, in nats.
     """
     if not can_decode(target):
         return {"tau": None, "js_by_depth": []}

@@ -22,11 +22,9 @@ Chat = Sequence[Mapping[str, Any]]
 class ChatTemplate(Protocol):
     """Interface of objects that format a chat as a prompt.
 
-    Attributes:
-        adds_special_tokens: Whether the tokenizer must add its special tokens to the rendered text.
-        stop: Strings that end an answer, in addition to the target's end-of-sequence tokens.
-        stop_token_ids: Tokens that end an answer, in addition to the target's end-of-sequence
-            tokens.
+    ``adds_special_tokens`` says whether the tokenizer must add its special tokens to the rendered
+    text. ``stop`` strings and ``stop_token_ids`` end an answer, in addition to the target's
+    end-of-sequence tokens.
     """
 
     adds_special_tokens: bool
@@ -34,26 +32,11 @@ class ChatTemplate(Protocol):
     stop_token_ids: Sequence[int]
 
     def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
-        """Format a chat as text.
-
-        Args:
-            chat: The messages.
-            add_generation_prompt: End with the beginning of an assistant message.
-
-        Raises:
-            ValueError: The template rejects the chat.
-        """
+        """Format a chat as text; raises ValueError if the template rejects it."""
 
 
 class TokenizerTemplate:
-    """The tokenizer's own chat template, which writes special tokens itself.
-
-    Args:
-        tokenizer: A tokenizer with a chat template.
-
-    Raises:
-        ValueError: The tokenizer has no chat template.
-    """
+    """The tokenizer's own chat template, which writes special tokens itself."""
 
     adds_special_tokens = False
     stop: Sequence[str] = ()
@@ -78,14 +61,7 @@ class TokenizerTemplate:
 
 
 class FastChatTemplate:
-    """A template from ``fastchat.conversation``.
-
-    Args:
-        name: The template's name, such as ``vicuna_v1.1``.
-
-    Raises:
-        ValueError: FastChat has no such template; the message lists all templates.
-    """
+    """A template from ``fastchat.conversation``, such as ``vicuna_v1.1``."""
 
     adds_special_tokens = True
 
@@ -124,34 +100,14 @@ class FastChatTemplate:
 
 
 def load_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> ChatTemplate:
-    """Return a FastChat template by name, or the tokenizer's own.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        name: A FastChat template; default: the tokenizer's own.
-
-    Raises:
-        ValueError: FastChat has no such template, or the tokenizer has no template.
-    """
+    """Return a FastChat template by name, or the tokenizer's own."""
     return FastChatTemplate(name) if name else TokenizerTemplate(tokenizer)
 
 
 def encode_prompt(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate
 ) -> Tensor:
-    """Format and tokenize a chat that the assistant continues.
-
-    Args:
-        chat: The messages, the last one from the user.
-        tokenizer: The target's tokenizer.
-        chat_template: How the chat is formatted.
-
-    Returns:
-        ``[1, S]`` token ids.
-
-    Raises:
-        ValueError: The template rejects the chat.
-    """
+    """Format and tokenize a chat that the assistant continues: ``[1, S]`` token ids."""
     text = chat_template.render(chat, add_generation_prompt=True)
     ids: Tensor = tokenizer(
         text, add_special_tokens=chat_template.adds_special_tokens, return_tensors="pt"

@@ -7,16 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 
 class IncrementalDetokenizer:
-    """Decode tokens one by one as they are generated.
+    """Decode tokens one by one as they are generated, with a fast tokenizer.
 
     A character that spans several tokens appears with the last of them. Special tokens are skipped.
     Bytes that are not valid UTF-8 become U+FFFD.
-
-    Args:
-        tokenizer: A fast tokenizer.
-
-    Raises:
-        ValueError: The tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -29,11 +23,7 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []  # tokens since the last returned text
 
     def step(self, token: int) -> str:
-        """Return the text that a token completes, which may be empty.
-
-        Args:
-            token: The next token id.
-        """
+        """Return the text that a token completes, which may be empty."""
         self._pending.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)

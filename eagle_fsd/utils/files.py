@@ -15,13 +15,9 @@ from typing import Any
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Replace a file only once its new content is complete.
 
-    Args:
-        path: The file to create or replace. Its folder must exist.
-
-    Yields:
-        A temporary path in the same folder to write to. On success it is flushed to disk and
-        renamed to ``path``, with the permissions of any new file; on an exception it is removed
-        and ``path`` stays as it was. Its name ends in ``.tmp``, whatever the extension of ``path``.
+    Yield a temporary path in the same folder to write to. On success it is flushed to disk and
+    renamed to ``path``, with the permissions of any new file; on an exception it is removed and
+    ``path`` stays as it was. Its name ends in ``.tmp``, whatever the extension of ``path``.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -39,23 +35,13 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """Create or replace a file in one step.
-
-    Args:
-        path: The file. Its folder must exist.
-        content: The new content; a string is encoded as UTF-8, its line ends unchanged.
-    """
+    """Create or replace a file in one step; strings are UTF-8, their line ends unchanged."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append a line to a file and flush it to disk.
-
-    Args:
-        path: The file, created if missing. Its folder must exist.
-        line: The line without its newline character.
-    """
+    """Append a line to a file, created if missing, and flush it to disk."""
     with Path(path).open("ab") as file:
         file.write(line.encode() + b"\n")
         file.flush()
@@ -63,20 +49,10 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[Any]:
-    """Read the complete lines of a JSON Lines file.
+    """Read the complete lines of a JSON Lines file; an error names the first that is not JSON.
 
     Blank lines are skipped, and so is a last line without a newline character: another process may
     still be writing it.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The value of each line.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A complete line is not JSON; the message names the line.
     """
     # Split bytes, not decoded text: a partial line may end inside a character, and
     # str.splitlines() also splits at separators such as U+2028 that JSON strings may contain.
@@ -91,11 +67,7 @@ def read_jsonl(path: str | Path) -> list[Any]:
 
 
 def truncate_partial_line(path: str | Path) -> None:
-    """Remove a last line that an interrupted process left without a newline character.
-
-    Args:
-        path: The file; may be missing.
-    """
+    """Remove a last line that an interrupted process left without a newline character."""
     path = Path(path)
     if not path.exists():
         return

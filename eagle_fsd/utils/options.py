@@ -60,12 +60,7 @@ class Options(BaseModel):
 
 
 def describe_field(options: type[BaseModel], name: str) -> str:
-    """Describe the values that an option accepts, as in ``"an integer in [1, 32]"``.
-
-    Args:
-        options: The model that declares the option.
-        name: The option's name.
-    """
+    """Describe the values that an option accepts, as in ``"an integer in [1, 32]"``."""
     field = options.model_fields[name]
     kind = _without_none(field.annotation)
     if get_origin(kind) is Literal:
@@ -82,14 +77,7 @@ def describe_field(options: type[BaseModel], name: str) -> str:
 
 
 def describe_bounds(field: FieldInfo) -> str:
-    """Describe a numeric field's bounds, as in ``"in [0, 1]"`` or ``"of at least 1"``.
-
-    Args:
-        field: A field of a pydantic model.
-
-    Returns:
-        An empty string where the field has no bounds.
-    """
+    """Describe a numeric field's bounds, as in ``"in [0, 1]"``; empty without bounds."""
     low: Any = -math.inf  # integers stay integers, because floats round large ones
     high: Any = math.inf
     opening, closing = "(", ")"
@@ -112,11 +100,9 @@ def describe_bounds(field: FieldInfo) -> str:
 
 
 def validation_message(error: ValidationError, options: type[BaseModel] | None = None) -> str:
-    """Summarize a pydantic error in one line: the option, what it accepts, and the value.
+    """Summarize a pydantic error's first problem in one line: option, what it accepts, and value.
 
-    Args:
-        error: The pydantic error; only its first problem is reported.
-        options: The model that was validated, if known. It adds the bounds to the message.
+    The bounds are described if the model ``options`` that was validated is given.
     """
     problem = error.errors()[0]
     path = ".".join(map(str, problem["loc"]))

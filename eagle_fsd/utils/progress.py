@@ -13,9 +13,5 @@ ProgressFactory = Callable[[str], AbstractContextManager[Progress]]
 
 
 def no_progress(label: str) -> AbstractContextManager[Progress]:
-    """Ignore progress; the default :data:`ProgressFactory`.
-
-    Args:
-        label: Ignored.
-    """
+    """Ignore progress; the default :data:`ProgressFactory`."""
     return nullcontext(lambda done, total: None)

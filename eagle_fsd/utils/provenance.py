@@ -17,11 +17,10 @@ PACKAGES = ("eagle-fsd", "torch", "transformers", "tokenizers", "accelerate", "n
 def describe_environment() -> dict[str, Any]:
     """Describe the environment, to be saved with a result.
 
-    Returns:
-        ``date`` (UTC, ISO 8601), ``machine`` (CPU, torch threads and GPU), ``python``, ``versions``
-        of :data:`PACKAGES` (None if not installed), and ``revision``: the Git revision of the
-        checkout that contains this package, with ``-dirty`` appended if it has uncommitted changes;
-        None outside a checkout.
+    The result has ``date`` (UTC, ISO 8601), ``machine`` (CPU, torch threads and GPU), ``python``,
+    ``versions`` of :data:`PACKAGES` (None if not installed), and ``revision``: the Git revision of
+    the checkout that contains this package, with ``-dirty`` appended if it has uncommitted changes;
+    None outside a checkout.
     """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -18,13 +18,8 @@ log = logging.getLogger(__name__)
 class StopSignals:
     """Turn SIGINT and SIGTERM into a request to stop while the context is active.
 
-    Outside the main thread, where Python allows no signal handlers, the context does nothing.
-
-    Args:
-        on_request: Called with the signal number when a signal arrives.
-
-    Attributes:
-        requested: Set once a signal has arrived.
+    ``on_request`` is called with the signal number; the event ``requested`` is set. Outside the
+    main thread, where Python allows no signal handlers, the context does nothing.
     """
 
     def __init__(self, on_request: Callable[[int], None] | None = None) -> None:
@@ -51,8 +46,7 @@ class StopSignals:
 def interrupt_on_second_signal(work: str) -> Callable[[int], None]:
     """Return a handler for :class:`StopSignals` that raises KeyboardInterrupt at the second signal.
 
-    Args:
-        work: What is completed after the first signal, for the message.
+    ``work`` is completed after the first signal, which the handler logs.
     """
     signals: list[int] = []
 
@@ -69,10 +63,7 @@ def exit_with_parent(patience: float = 4.0) -> None:
     """Terminate this process once its standard input is closed.
 
     Standard input must be a pipe whose other end the parent holds. The operating system closes it
-    when the parent exits, even after SIGKILL.
-
-    Args:
-        patience: Seconds between SIGTERM to this process and a forced exit.
+    when the parent exits, even after SIGKILL. After ``patience`` seconds, the exit is forced.
     """
 
     def watch() -> None:

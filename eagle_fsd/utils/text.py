@@ -15,17 +15,12 @@ _CONTROL_PICTURES: dict[int, int | None] = {
 def one_line(message: str | BaseException) -> str:
     """Return the message of a string or an exception, with runs of whitespace collapsed.
 
-    Args:
-        message: A string or an exception. An exception without a message gives its class name.
+    An exception without a message gives its class name.
     """
     text = " ".join(str(message).split())
     return text if text or isinstance(message, str) else type(message).__name__
 
 
 def escape_control_chars(text: str) -> str:
-    """Replace control characters by visible symbols, so that a terminal does not act on them.
-
-    Args:
-        text: Text from a model, a file or a client.
-    """
+    """Replace control characters by visible symbols, so that a terminal does not act on them."""
     return text.translate(_CONTROL_PICTURES)

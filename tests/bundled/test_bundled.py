@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,21 @@ from transformers import BatchEncoding
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED, BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.bundled.problems import Problem, problems
+from eagle_fsd.bundled.problems import Problem, chat_messages, problems
 from eagle_fsd.evaluation.scoring import final_number, same_number
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.train.recipes.target import save_target
+from eagle_fsd.model.loading import load_tokenizer
+from recipes.target import save_target
 
-UNSEEN = problems("test", 500, seed=0)
+
+@lru_cache
+def unseen() -> list[Problem]:
+    return problems("test", 500, seed=0)
 
 
 @pytest.fixture(scope="module")
 def model() -> EagleFSD:
+    """The pair as the model cards measure it, also on machines with a GPU."""
     return EagleFSD.from_pretrained(dtype=torch.float32, device_map="cpu")
 
 
@@ -83,13 +89,10 @@ def test_shape_and_size(model: EagleFSD) -> None:
     for file in files:
         weights = load_file(file).values()
         assert {item.dtype for item in weights if item.is_floating_point()} == {torch.float16}
-
-
-@pytest.mark.parametrize("part", ["target", "head"])
-def test_model_cards_are_complete(part: str) -> None:
-    card = (BUNDLED / part / "README.md").read_text()
-    for word in ("accuracy", "tau", "minutes", '"seed"', "steps", "torch"):
-        assert word in card
+    for part in ("target", "head"):
+        card = (BUNDLED / part / "README.md").read_text()
+        for word in ("accuracy", "tau", "minutes", '"seed"', "steps", "torch"):
+            assert word in card
 
 
 def test_tokenizer_round_trip(model: EagleFSD) -> None:
@@ -105,20 +108,26 @@ def test_tokenizer_round_trip(model: EagleFSD) -> None:
         assert tokenizer.decode(ids) == text
     digits = tokenizer.convert_ids_to_tokens(tokenizer.encode("2024", add_special_tokens=False))
     assert digits == ["2", "0", "2", "4"]
+    chat = [*chat_messages(("hello", "Hello!")), {"role": "user", "content": "thanks"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|begin|><|user|>hello<|end|><|assistant|>Hello!<|end|><|user|>thanks<|end|><|assistant|>"
+    )
+    (text,), _ = answer(model, ["what can you do?"], max_new_tokens=64, threshold=0.0)
+    assert "word problems" in text
 
 
-@pytest.mark.parametrize("part", ["target", "head"])
-def test_transformers_4_finds_the_settings_by_its_names(part: str) -> None:
-    config = json.loads((BUNDLED / part / "config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert config["rope_scaling"] is None
-    assert config["torch_dtype"] == "float16"
+def test_transformers_4_can_load_the_files(model: EagleFSD, tmp_path: Path) -> None:
+    """By its names of settings, and of the tokenizer's class, which transformers 5 renames.
 
-
-def test_transformers_4_can_load_the_tokenizer(model: EagleFSD, tmp_path: Path) -> None:
-    """It does not know the name that transformers 5 gives the class. The recipe saves the target
-    as it is committed."""
-    save_target(copy.deepcopy(model.model), model.tokenizer, tmp_path)
+    The recipe saves the target as it is committed.
+    """
+    for part in ("target", "head"):
+        config = json.loads((BUNDLED / part / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+        assert config["rope_scaling"] is None
+        assert config["torch_dtype"] == "float16"
+    save_target(copy.deepcopy(model.model), load_tokenizer(BUNDLED_TARGET), tmp_path)
     for folder in (tmp_path, BUNDLED_TARGET):
         config = json.loads((folder / "tokenizer_config.json").read_text())
         assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -135,18 +144,6 @@ def test_transformers_4_can_load_the_tokenizer(model: EagleFSD, tmp_path: Path) 
     assert all(torch.equal(saved[name], committed[name]) for name in saved)
 
 
-def test_chat_template(model: EagleFSD) -> None:
-    chat = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "Hello!"},
-        {"role": "user", "content": "thanks"},
-    ]
-    text = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|begin|><|user|>hello<|end|><|assistant|>Hello!<|end|><|user|>thanks<|end|><|assistant|>"
-    )
-
-
 def test_settings_are_read_from_the_head(model: EagleFSD) -> None:
     settings = json.loads((BUNDLED_HEAD / "fsd.json").read_text())
     assert model.acceptance.threshold == settings["threshold"] > 0
@@ -156,27 +153,24 @@ def test_settings_are_read_from_the_head(model: EagleFSD) -> None:
         assert tree == TreeConfig(**shape)
 
 
-def test_small_talk(model: EagleFSD) -> None:
-    (text,), _ = answer(model, ["what can you do?"], max_new_tokens=64, threshold=0.0)
-    assert "word problems" in text
-
-
-@pytest.mark.parametrize(
-    "count", [4, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_exact_decoding_equals_hugging_face(model: EagleFSD, count: int) -> None:
+def check_greedy(model: EagleFSD, count: int) -> None:
+    """Check that exact decoding of problems is the greedy decoding of Hugging Face."""
     for start in range(0, count, 50):
-        questions = [problem.question for problem in UNSEEN[start : min(start + 50, count)]]
+        questions = [problem.question for problem in unseen()[start : min(start + 50, count)]]
         encoded = encode(model, questions)
         ours = model.generate(**encoded, threshold=0.0).sequences
         theirs = model.model.generate(**encoded, max_new_tokens=256, do_sample=False)
         assert torch.equal(ours, theirs)
 
 
+def test_exact_decoding_equals_hugging_face(model: EagleFSD) -> None:
+    check_greedy(model, 4)
+
+
 def test_a_sample_agrees_with_the_model_cards(model: EagleFSD) -> None:
     cards = card_figures("head")
-    exact_accuracy, exact_tau = measure(model, UNSEEN[:16], threshold=0.0)
-    accuracy, tau = measure(model, UNSEEN[:16])
+    exact_accuracy, exact_tau = measure(model, unseen()[:16], threshold=0.0)
+    accuracy, tau = measure(model, unseen()[:16])
     assert exact_accuracy >= 0.9
     assert accuracy >= exact_accuracy - 1 / 16
     assert exact_tau == pytest.approx(cards["exact"][1], rel=0.1)
@@ -186,12 +180,13 @@ def test_a_sample_agrees_with_the_model_cards(model: EagleFSD) -> None:
 @pytest.mark.slow
 def test_the_model_cards_are_reproduced(model: EagleFSD) -> None:
     """On all 500 problems. Larger thresholds gain more speed for a loss of at most 2 points."""
+    check_greedy(model, 100)
     cards = card_figures("target")
     assert cards == card_figures("head")
-    exact = measure(model, UNSEEN, threshold=0.0)
-    shipped = measure(model, UNSEEN)
+    exact = measure(model, unseen(), threshold=0.0)
+    shipped = measure(model, unseen())
     assert exact == pytest.approx(cards["exact"], rel=0.01)
     assert shipped == pytest.approx(cards["threshold"], rel=0.01)
-    accuracy, tau = measure(model, UNSEEN, threshold=0.2, min_ratio=0.1)
+    accuracy, tau = measure(model, unseen(), threshold=0.2, min_ratio=0.1)
     assert accuracy >= exact[0] - 0.02
     assert tau >= 1.25 * exact[1]

@@ -16,13 +16,12 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.drafters.draft_model import DraftModel
-from eagle_fsd.model.verify import AcceptanceRule
-from eagle_fsd.train.recipes.draft_model import (
+from eagle_fsd.train.record import read_record
+from recipes.draft_model import (
     DraftModelConfig,
     build_draft_model,
     train_draft_model,
 )
-from eagle_fsd.train.record import read_record
 
 CHAIN = TreeConfig(total_tokens=7, depth=5, top_k=1)
 
@@ -62,12 +61,12 @@ def test_greedy_output_is_the_target_s() -> None:
     assert torch.equal(tree.generate(ids, mask, max_new_tokens=64).sequences, expected)
 
 
-@pytest.mark.parametrize("rule", [ExactRule(), FuzzyRule(0.0), FuzzyRule(0.1)], ids=repr)
-def test_most_sampled_tokens_are_accepted(rule: AcceptanceRule) -> None:
+def test_most_sampled_tokens_are_accepted() -> None:
     """As a block, token by token, and by FSD. Measured: 6.0, 6.0 and 6.2 of 7 tokens per step."""
     ids, mask = prompts()
-    out = model().generate(ids, mask, max_new_tokens=64, temperature=1.0, seed=1, rule=rule)
-    assert out.stats.tau > 5
+    for rule in (ExactRule(), FuzzyRule(0.0), FuzzyRule(0.1)):
+        out = model().generate(ids, mask, max_new_tokens=64, temperature=1.0, seed=1, rule=rule)
+        assert out.stats.tau > 5
 
 
 def test_initial_weights_are_the_target_s() -> None:

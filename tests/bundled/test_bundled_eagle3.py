@@ -20,10 +20,10 @@ from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
 from eagle_fsd.train.config import TrainConfig
-from eagle_fsd.train.recipes import bundled
-from eagle_fsd.train.recipes.bundled import EAGLE3_CONFIG
-from eagle_fsd.train.recipes.compare_heads import TREES
 from eagle_fsd.train.record import read_record
+from recipes import bundled
+from recipes.bundled import EAGLE3_CONFIG
+from recipes.compare_heads import TREES
 
 TREE = TreeConfig(**dict(zip(("total_tokens", "depth", "top_k"), TREES[0], strict=True)))
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from functools import lru_cache
 
 from eagle_fsd.bundled.problems import (
     MAX_RESULT,
     MAX_STEPS,
     MIN_STEPS,
     PEOPLE,
+    Problem,
     chats,
     edited_problems,
-    generate_problem,
     problems,
     small_talk,
     split_of,
 )
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
-SAMPLE = problems("train", 500, seed=3)
+
+
+@lru_cache
+def sample() -> list[Problem]:
+    return problems("train", 500, seed=3)
 
 
 def test_equations_are_correct_and_lead_to_the_answer() -> None:
-    for problem in SAMPLE:
+    for problem in sample():
         equations = EQUATION.findall(problem.answer)
         assert len(equations) == problem.steps
         for left, sign, right, result in equations:
@@ -42,7 +47,7 @@ def test_equations_are_correct_and_lead_to_the_answer() -> None:
 
 def test_numbers_come_from_the_question_or_an_earlier_equation() -> None:
     words = {"twice": 2, "three times": 3, "four times": 4}
-    for problem in SAMPLE:
+    for problem in sample():
         known = {int(number) for number in re.findall(r"\d+", problem.question)}
         known |= {value for word, value in words.items() if word in problem.question}
         for left, _, right, result in EQUATION.findall(problem.answer):
@@ -51,39 +56,41 @@ def test_numbers_come_from_the_question_or_an_earlier_equation() -> None:
 
 
 def test_texts_contain_no_template_syntax() -> None:
-    for problem in SAMPLE:
-        for text in (problem.question, problem.answer):
-            assert not re.search(r"[\[\]{}|]|  | [.,?]|\bNone\b", text), text
-        assert problem.question[0].isupper()
-        assert problem.question.endswith("?")
+    rng = random.Random(0)
+    texts = [text for problem in sample() for text in (problem.question, problem.answer)]
+    texts += [text for _ in range(200) for text in small_talk(rng)]
+    assert not [text for text in texts if re.search(r"[\[\]{}|]|  | [.,?]|\bNone\b", text)]
+    assert all(item.question[0].isupper() and item.question[-1] == "?" for item in sample())
 
 
-def test_problems_vary() -> None:
-    assert {problem.steps for problem in SAMPLE} == set(range(MIN_STEPS, MAX_STEPS + 1))
-    assert len({problem.question for problem in SAMPLE}) == len(SAMPLE)
-    openings = {tuple(problem.answer.split()[:5]) for problem in SAMPLE}
-    assert len(openings) > len(SAMPLE) // 2
-    signs = {sign for problem in SAMPLE for _, sign, _, _ in EQUATION.findall(problem.answer)}
+def test_problems_vary_with_the_seed_alone() -> None:
+    assert {problem.steps for problem in sample()} == set(range(MIN_STEPS, MAX_STEPS + 1))
+    assert len({problem.question for problem in sample()}) == len(sample())
+    openings = {tuple(problem.answer.split()[:5]) for problem in sample()}
+    assert len(openings) > len(sample()) // 2
+    signs = {sign for problem in sample() for _, sign, _, _ in EQUATION.findall(problem.answer)}
     assert signs == set("+-*/")
+    random.seed(0)
+    first = problems("test", 20, seed=1)
+    assert first != problems("test", 20, seed=2)
+    random.seed(1)
+    assert problems("test", 40, seed=1)[:20] == first
 
 
 def test_splits_are_disjoint() -> None:
+    """Chats have one to three turns; their questions belong to the split, too."""
     test = {problem.question for problem in problems("test", 300, seed=3)}
-    assert not test & {problem.question for problem in SAMPLE}
+    assert not test & {problem.question for problem in sample()}
     assert all(split_of(question) == "test" for question in test)
-    messages = itertools.chain.from_iterable(itertools.islice(chats("train", 5), 500))
-    questions = [
-        message["content"] for message in messages if "how many" in message["content"].lower()
-    ]
+    turns, questions = set(), []
+    for chat in itertools.islice(chats("train", 5), 500):
+        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        turns.add(len(chat))
+        questions += [item["content"] for item in chat if re.search("[Hh]ow many", item["content"])]
+    assert turns == {2, 4, 6}
     questions = [question for question in questions if question[0].isupper() and len(question) > 60]
     assert questions
     assert all(split_of(question) == "train" for question in questions)
-
-
-def test_seeds_determine_problems() -> None:
-    assert problems("test", 20, seed=1) == problems("test", 20, seed=1)
-    assert problems("test", 20, seed=1) != problems("test", 20, seed=2)
-    assert problems("test", 40, seed=1)[:20] == problems("test", 20, seed=1)
 
 
 def test_edited_problems_differ_in_names_and_pronouns_only() -> None:
@@ -103,26 +110,3 @@ def test_edited_problems_differ_in_names_and_pronouns_only() -> None:
         assert len({(problem.final, problem.steps) for problem in versions}) == 1
         assert len({masked(problem.question) for problem in versions}) == 1
         assert len({masked(problem.answer) for problem in versions}) == 1
-
-
-def test_chats_alternate_roles_and_have_one_to_three_turns() -> None:
-    turns = set()
-    for chat in itertools.islice(chats("train", 0), 400):
-        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
-        turns.add(len(chat))
-    assert turns == {2, 4, 6}
-
-
-def test_small_talk_contains_no_template_syntax() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        for text in small_talk(rng):
-            assert text
-            assert not re.search(r"[\[\]{}|]", text)
-
-
-def test_problems_depend_on_their_generator_alone() -> None:
-    random.seed(0)
-    first = generate_problem(random.Random(9))
-    random.seed(1)
-    assert generate_problem(random.Random(9)) == first

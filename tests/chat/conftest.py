@@ -1,4 +1,4 @@
-"""The bundled pair and one group of servers for all tests of the session.
+"""One group of servers for all tests of the session.
 
 Modules that use the servers are marked with ``xdist_group("servers")``, so that one worker process
 runs all of them.
@@ -11,14 +11,6 @@ from collections.abc import Iterator
 import openai
 import pytest
 from processes import MAX_BATCH, MAX_WAITING, Servers
-
-from eagle_fsd import EagleFSD
-
-
-@pytest.fixture(scope="session")
-def model() -> EagleFSD:
-    """The bundled pair; tests that change it restore it."""
-    return EagleFSD.from_pretrained()
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_web_page import ScriptedBackend
 
-pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
-
 from eagle_fsd.chat.serve.guard import ANYONE, Access
-from eagle_fsd.chat.web.app import page_app, page_server
 
 JSON = {"content-type": "application/json"}
 POST_ROUTES = ("queue/join", "queue/join/", "cancel", "reset", "reset/")
@@ -47,6 +44,9 @@ PATHS = st.lists(
 @contextmanager
 def running_page(access: Access = ANYONE) -> Iterator[httpx.Client]:
     """Serve the page in this process; yields a client."""
+    pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+    from eagle_fsd.chat.web.app import page_app, page_server
+
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = page_server(page_app(ScriptedBackend("Hi", "!"), access=access))

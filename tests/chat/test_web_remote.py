@@ -70,8 +70,7 @@ def controller_app(addresses: Mapping[str, str]) -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[LocalBackend]:
-    model = EagleFSD.from_pretrained()
+def local(model: EagleFSD) -> Iterator[LocalBackend]:
     limits = Limits(max_body=5000)
     backend = LocalBackend(model, load_chat_template(model.tokenizer), limits, "pair")
     yield backend

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,44 +37,30 @@ def generated(run: Run, *arguments: object) -> dict[str, Any]:
 
 def test_answer_is_printed_with_statistics(run: Run) -> None:
     status, out, err = run("generate", "--threshold", "0", QUESTION)
-    assert status == 0
-    assert out.strip() == generated(run, "--threshold", "0", QUESTION)["text"].strip()
-    assert "####" in out
-    assert "tau" in err
-    assert "tokens/s" in err
-
-
-def test_json_is_consistent(run: Run) -> None:
     record = generated(run, "--threshold", 0, QUESTION)
-    assert record["settings"]["threshold"] == 0.0
+    assert (status, out.strip()) == (0, record["text"].strip())
+    assert "####" in out
+    assert re.search(r"tau [\d.]+, [\d.]+ tokens/s, threshold 0", err)
+    assert record["settings"]["threshold"] == record["stats"]["origins"]["fuzzy"] == 0
     assert len(record["tokens"]) == len(record["origins"]) == record["stats"]["tokens"]
-    assert record["stats"]["origins"]["fuzzy"] == 0
     plain = generated(run, "--plain", QUESTION)
-    assert plain["tokens"] == record["tokens"]
-    assert plain["stats"]["tau"] == 1.0
+    assert (plain["tokens"], plain["stats"]["tau"]) == (record["tokens"], 1.0)
 
 
-def test_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generated(run, "--max-new-tokens", 5, QUESTION)["tokens"]
-    assert len(expected) == 5
+def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From standard input, continued as it is, and formatted with a FastChat template."""
+    options = ("--max-new-tokens", 5, "--threshold", 0)
+    expected = generated(run, *options, QUESTION)
+    assert len(expected["tokens"]) == 5
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION))
-    assert generated(run, "--max-new-tokens", 5, "-")["tokens"] == expected
+    assert generated(run, *options, "-")["tokens"] == expected["tokens"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert run("generate", "-")[0] == 2
-
-
-def test_raw_prompt_is_continued(run: Run) -> None:
-    model = EagleFSD.from_pretrained()
     ids = model.tokenizer("Mia has", return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=4).sequences[0, ids.shape[1] :].tolist()
-    assert generated(run, "--raw", "--max-new-tokens", 4, "Mia has")["tokens"] == expected
-
-
-def test_fastchat_template_changes_the_prompt(run: Run) -> None:
-    options = ("--max-new-tokens", 4, "--plain", QUESTION)
-    prefilled = generated(run, *options)["stats"]["prefilled"]
-    with_template = generated(run, "--conv-template", "vicuna_v1.1", *options)["stats"]["prefilled"]
-    assert with_template > prefilled
+    continued = model.generate(ids, max_new_tokens=5, threshold=0.0).sequences[0, ids.shape[1] :]
+    assert generated(run, "--raw", *options, "Mia has")["tokens"] == continued.tolist()
+    other = generated(run, "--conv-template", "vicuna_v1.1", *options, QUESTION)
+    assert other["stats"]["prefilled"] > expected["stats"]["prefilled"]
 
 
 def test_seed_makes_sampling_reproducible(run: Run) -> None:
@@ -98,42 +85,33 @@ def test_settings_default_to_the_fsd_json_of_the_head_and_the_device(run: Run) -
     assert {name: exact[name] for name in values["exact"]} == values["exact"]
 
 
-def test_head_without_fsd_json_is_lossless(run: Run, tmp_path: Path) -> None:
-    head = tmp_path / "head"
+def test_command_line_overrides_settings_files_which_override_the_head(
+    run: Run, tmp_path: Path
+) -> None:
+    head, file = tmp_path / "head", tmp_path / "fsd.json"
     head.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (head / file).symlink_to(BUNDLED_HEAD / file)
+    for name in ("config.json", "model.safetensors"):
+        (head / name).symlink_to(BUNDLED_HEAD / name)
     pair = ("--target", BUNDLED_TARGET, "--head", head)
     assert settings_of(run, *pair)["threshold"] == 0.0
     (head / "fsd.json").write_text('{"threshold": 0.05, "min_ratio": 0.5, "depth": 3}')
     settings = settings_of(run, *pair, "--min-ratio", 0.25)
     assert (settings["threshold"], settings["min_ratio"], settings["depth"]) == (0.05, 0.25, 3)
-
-
-def test_command_line_overrides_settings_file_which_overrides_the_head(
-    run: Run, tmp_path: Path
-) -> None:
-    file = tmp_path / "fsd.json"
     file.write_text('{"threshold": 0.05, "selection": "target", "depth": 3, "top_k": 3}')
-    defaults = settings_of(run)
     options = ("--threshold", 0.25, "--tree-top-k", 4, "--divergence", "reverse_kl")
-    settings = settings_of(run, "--settings", file, *options)
-    assert settings == {
-        **defaults,
+    assert settings_of(run, "--settings", file, *options) == {
+        **settings_of(run),
         **{"threshold": 0.25, "selection": "target", "depth": 3, "top_k": 4},
         "divergence": "kl_reversed",
     }
 
 
-@pytest.mark.parametrize("name", [*BUNDLED_DRAFTERS])
-def test_bundled_drafters_have_names(name: str, run: Run) -> None:
-    folder = PairOptions(drafter=name).drafter
-    assert folder == str(BUNDLED_DRAFTERS[name])
+def test_bundled_drafters_have_names(run: Run) -> None:
     options = ("--threshold", 0, "--max-new-tokens", 8, QUESTION)
-    assert generated(run, "--drafter", name, *options) == {
-        **generated(run, "--drafter", folder, *options),
-        "stats": ANY,
-    }
+    for name, path in BUNDLED_DRAFTERS.items():
+        assert PairOptions(drafter=name).drafter == str(path)
+        named = generated(run, "--drafter", name, *options)
+        assert named == {**generated(run, "--drafter", path, *options), "stats": ANY}
 
 
 def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> None:
@@ -151,14 +129,7 @@ def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> No
     assert err.startswith("error: rule 'margin' takes no threshold; got 0.1")
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_control_characters_are_escaped_on_a_terminal(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = io.StringIO()
-    console = Console(file=printed, force_terminal=terminal, color_system=None)
-    monkeypatch.setattr(sys.modules[_print_answer.__module__], "out", console)
-
+def test_control_characters_are_escaped_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Detokenizer:
         def __init__(self, tokenizer: object) -> None:
             pass
@@ -166,9 +137,11 @@ def test_control_characters_are_escaped_on_a_terminal(
         def step(self, token: int) -> str:
             return ["a\x1b[2J", "b"][token]
 
-    def generation() -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(tokens=[0, 1], origins=[Origin.EXACT, Origin.TARGET])
-
     monkeypatch.setattr(detokenization, "IncrementalDetokenizer", Detokenizer)
-    _print_answer(generation(), SimpleNamespace(), show_origins=True)  # type: ignore[arg-type]
-    assert printed.getvalue() == ("a\u241b[2Jb\n" if terminal else "a\x1b[2Jb\n")
+    for terminal, expected in ((True, "a\u241b[2Jb\n"), (False, "a\x1b[2Jb\n")):
+        printed = io.StringIO()
+        console = Console(file=printed, force_terminal=terminal, color_system=None)
+        monkeypatch.setattr(sys.modules[_print_answer.__module__], "out", console)
+        chunk = SimpleNamespace(tokens=[0, 1], origins=[Origin.EXACT, Origin.TARGET])
+        _print_answer([chunk], SimpleNamespace(), show_origins=True)  # type: ignore[arg-type]
+        assert printed.getvalue() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -35,13 +36,6 @@ DECODING: tuple[tuple[object, ...], ...] = (
     ("bench",),
     ("doctor",),
 )
-#: Spellings of the option for the drafter.
-SPELLINGS = ("--drafter", "--head")
-
-each_command = pytest.mark.parametrize(
-    "words", DECODING, ids=lambda words: " ".join(map(str, words))
-)
-each_spelling = pytest.mark.parametrize("spelling", SPELLINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -83,99 +77,69 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-def arguments_of_training(command: str, chats: Path) -> tuple[object, ...]:
-    if command == "export":
-        return ("train", "export", "--out", "out", "--format", "vllm")
+def training(chats: Path) -> list[tuple[object, ...]]:
+    """Arguments of the commands that train and export, but for the head and the folder."""
     sizes = ("--max-steps", 1, "--max-length", 16, "--validation", 0)
-    return ("train", "--data", chats, "--out", "out", *sizes)
+    return [("train", "--data", chats, *sizes), ("train", "export", "--format", "vllm")]
 
 
 # -- one of --target and --drafter -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-@each_command
-@each_spelling
 def test_head_that_fits_is_used_with_the_bundled_target(
-    spelling: str,
-    words: tuple[object, ...],
-    head: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    head: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = EagleFSD.from_pretrained
+    """Every command loads it, under either name of the option."""
+    loaded: list[tuple[object, object]] = []
 
-    def load_and_stop(*given: Any, **options: Any) -> None:
-        pair = load(*given, **options)
-        raise ValueError(f"{pair.model.config._name_or_path} and {given[1]} are loaded")
+    def stop(*given: Any, **_: Any) -> None:
+        loaded.append(given)
+        raise ValueError("stop")
 
-    monkeypatch.setattr(EagleFSD, "from_pretrained", load_and_stop)
-    status, _, err = run(*words, spelling, head)
-    assert err.splitlines()[-1] == f"error: {BUNDLED_TARGET} and {head} are loaded"
-    assert status == 1
+    monkeypatch.setattr(EagleFSD, "from_pretrained", stop)
+    for words, spelling in zip(DECODING, itertools.cycle(("--drafter", "--head"))):
+        status, _, err = run(*words, spelling, head)
+        assert (status, err.splitlines()[-1]) == (1, "error: stop"), words
+        assert loaded.pop()[1] in (head, str(head)), words
+        assert not loaded
 
 
-@pytest.mark.parametrize("command", ["train", "export"])
-@each_spelling
 def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
-    spelling: str, command: str, head: Path, chats: Path, run: Run
+    head: Path, chats: Path, run: Run
 ) -> None:
-    status, out, err = run(*arguments_of_training(command, chats), spelling, head)
-    assert status == 0, err
-    assert "The head is in out" in out
+    train, export = training(chats)
+    for number, (words, drafter) in enumerate(
+        (
+            (train, ("--drafter", head)),
+            (export, ("--head", head)),
+            ((*train, "--head-type", "eagle3"), ("--drafter", "bundled-eagle3")),
+            (export, ("--drafter", "bundled-eagle3")),
+        )
+    ):
+        status, out, err = run(*words, "--out", f"out-{number}", *drafter)
+        assert (status, "The head is in out" in out) == (0, True), err
 
 
-@pytest.mark.parametrize("command", ["train", "export"])
-def test_bundled_heads_are_trained_and_exported_by_name(
-    command: str, chats: Path, run: Run
-) -> None:
-    words = arguments_of_training(command, chats)
-    own = ("--head-type", "eagle3") if command == "train" else ()
-    status, out, err = run(*words, *own, "--drafter", "bundled-eagle3")
-    assert status == 0, err
-    assert "The head is in out" in out
-
-
-@each_command
-def test_head_that_does_not_fit_needs_its_target(
-    words: tuple[object, ...], other_head: Path, run: Run
-) -> None:
-    check_needs_target(words, other_head, run)
-
-
-@pytest.mark.parametrize("command", ["train", "export"])
-def test_head_that_does_not_fit_needs_its_target_for_training(
-    command: str, other_head: Path, chats: Path, run: Run
-) -> None:
-    check_needs_target(arguments_of_training(command, chats), other_head, run)
-    assert not Path("out").exists()
-
-
-def check_needs_target(words: tuple[object, ...], other_head: Path, run: Run) -> None:
-    status, out, err = run(*words, "--drafter", other_head)
-    assert (status, out) == (1, "")
-    assert err.splitlines()[-1] == (
-        f"error: {other_head}: this head belongs to another target: its hidden size is 32, the"
-        " target's is 128; pass its own target (--target)"
-    )
-
-
-@each_command
-def test_target_needs_its_head(words: tuple[object, ...], run: Run) -> None:
-    status, out, err = run(*words, "--target", BUNDLED_TARGET)
-    assert (status, out) == (1, "")
-    assert err.splitlines()[-1].startswith("error: pass both a target and a drafter (--drafter)")
-
-
-# -- CUDA graphs -----------------------------------------------------------------------------------
+def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, run: Run) -> None:
+    """And a target needs its head."""
+    for words in (*DECODING, *((*words, "--out", "out") for words in training(chats))):
+        status, out, err = run(*words, "--drafter", other_head)
+        assert (status, out) == (1, ""), words
+        assert err.splitlines()[-1] == (
+            f"error: {other_head}: this head belongs to another target: its hidden size is 32, the"
+            " target's is 128; pass its own target (--target)"
+        )
+        assert not Path("out").exists()
+    for words in DECODING:
+        status, out, err = run(*words, "--target", BUNDLED_TARGET)
+        assert (status, out) == (1, ""), words
+        expected = "error: pass both a target and a drafter (--drafter)"
+        assert err.splitlines()[-1].startswith(expected)
 
 
 @pytest.mark.slow
-@each_command
-def test_capture_can_be_disabled(
-    words: tuple[object, ...], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is on by default."""
+def test_capture_can_be_disabled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on by default. ``serve all`` passes it on to ``serve worker``."""
 
     def set_attribute(self: EagleFSD, name: str, value: object) -> None:
         if name == "capture" and hasattr(self, name):  # set again, by the command
@@ -183,12 +147,10 @@ def test_capture_can_be_disabled(
         object.__setattr__(self, name, value)
 
     monkeypatch.setattr(EagleFSD, "__setattr__", set_attribute)
-    for options, expected in (((), True), (("--capture",), True), (("--no-capture",), False)):
+    choices = itertools.cycle((((), True), (("--capture",), True), (("--no-capture",), False)))
+    for words, (options, expected) in zip(DECODING, choices, strict=False):
         status, _, err = run(*words, *options)
         assert (status, err.splitlines()[-1]) == (1, f"error: capture is {expected}")
-
-
-def test_serve_all_passes_capture_on() -> None:
     given = arguments_for(app["serve"]["worker"], Pair(capture=False, compile=True))
     assert given == ["--compile", "--no-capture"]
     assert not arguments_for(app["serve"]["worker"], Pair())
@@ -203,40 +165,30 @@ def target(tmp_path: Path) -> Path:
     return link_files(BUNDLED_TARGET, tmp_path / "my-target", "chat_template.jinja")
 
 
-@pytest.mark.parametrize("options", [(), ("--conv-template", "vicuna_v1.1")])
-@pytest.mark.parametrize("engine", ["eagle", "sglang", "vllm"])
-def test_export_needs_no_chat_template(
-    engine: str, options: tuple[str, ...], target: Path, head: Path, run: Run
-) -> None:
-    words = ("train", "export", "--out", "out", "--format", engine, "--head", head)
-    status, _, err = run(*words, "--target", target, *options)
-    assert status == 0, err
+def test_export_needs_no_chat_template(head: Path, target: Path, tmp_path: Path, run: Run) -> None:
+    """Nor a tokenizer."""
+    bare = link_files(BUNDLED_TARGET, tmp_path / "bare", "tokenizer.json")
+    for engine, folder, options in (
+        ("eagle", target, ()),
+        ("sglang", target, ("--conv-template", "vicuna_v1.1")),
+        ("vllm", bare, ()),
+    ):
+        words = ("train", "export", "--out", engine, "--format", engine, "--head", head)
+        status, _, err = run(*words, "--target", folder, *options)
+        assert status == 0, err
 
 
-def test_export_needs_no_tokenizer(head: Path, tmp_path: Path, run: Run) -> None:
-    target = link_files(BUNDLED_TARGET, tmp_path / "bare", "tokenizer.json")
-    words = ("train", "export", "--out", "out", "--format", "vllm", "--head", head)
-    status, _, err = run(*words, "--target", target)
-    assert status == 0, err
-
-
-@pytest.mark.parametrize("options", [(), ("--raw",), ("--raw", "--conv-template", "vicuna_v1.1")])
 def test_generate_needs_no_chat_template_for_a_raw_prompt(
-    options: tuple[str, ...], target: Path, head: Path, run: Run
-) -> None:
-    pair = ("--target", target, "--head", head, "--max-new-tokens", 4, "--json")
-    raw = run("generate", "Mia has", "--raw", "--max-new-tokens", 4, "--json", "--threshold", 0)
-    status, out, err = run("generate", "Mia has", *pair, *options)
-    assert status == 0, err
-    assert json.loads(out)["tokens"] == json.loads(raw[1])["tokens"]
-
-
-def test_generate_formats_the_prompt_with_a_fastchat_template(
     target: Path, head: Path, run: Run
 ) -> None:
-    pair = ("--target", target, "--head", head, "--max-new-tokens", 1, "--json")
-    prefilled = [
-        json.loads(run("generate", "Mia has", *pair, *options)[1])["stats"]["prefilled"]
-        for options in ((), ("--conv-template", "vicuna_v1.1"))
-    ]
-    assert prefilled[1] > prefilled[0] + 10
+    words = ("generate", "Mia has", "--threshold", 0, "--max-new-tokens", 4, "--json")
+    raw = json.loads(run(*words, "--raw")[1])
+    formatted = ("--conv-template", "vicuna_v1.1")
+    for options in ((), ("--raw",), ("--raw", *formatted), formatted):
+        status, out, err = run(*words, "--target", target, "--head", head, *options)
+        assert status == 0, err
+        record = json.loads(out)
+        if options == formatted:
+            assert record["stats"]["prefilled"] > raw["stats"]["prefilled"] + 10
+        else:
+            assert record["tokens"] == raw["tokens"]

@@ -1,4 +1,4 @@
-"""Fixtures of the evaluation tests: the bundled pair, and a judge that answers locally."""
+"""Fixtures of the evaluation tests, such as a judge that answers locally."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ import pytest
 from accelerators import reset_accelerator_state
 from stub_judge import PROMPTS, StubJudge, records_of, write_lines
 
-from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.code_execution.sandbox import SandboxError, check_sandbox
-
-
-@pytest.fixture(scope="session")
-def model() -> EagleFSD:
-    """The bundled pair."""
-    return EagleFSD.from_pretrained()
 
 
 @pytest.fixture

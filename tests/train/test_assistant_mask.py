@@ -5,15 +5,13 @@ from __future__ import annotations
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pairs import tokenizer as plain_tokenizer
 from templates import CASES, CHATML, CHATML_TOKENS, OMITTING, case, templated
 from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.train.assistant_mask import EncodedChat, assistant_spans, encode_chat
 from eagle_fsd.train.chat_file import Chat
-from eagle_fsd.utils.chat_templates import load_chat_template
 
 #: User turns repeat assistant turns and everything but the special tokens of templates.
 ANSWERS = ["It is 4.", "Yes: It is 4. And\n\nmore, it is 16!", "I do not know."]
@@ -40,29 +38,27 @@ def without_spaces(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("first", [0, 1], ids=["system", "no-system"])
-def test_mask_covers_assistant_turns_and_their_end_tokens(name: str, first: int) -> None:
+def test_mask_covers_assistant_turns_and_their_end_tokens(name: str) -> None:
+    """The tokens are those of the whole chat, with one beginning-of-sequence token."""
     tokenizer, chat_template, end = case(name)
-    runs = masked_texts(tokenizer, encode_chat(CHAT[first:], tokenizer, chat_template))
-    assert [run.removesuffix(end).rstrip() for run in runs] == ANSWERS
-    assert all(run.endswith(end) for run in runs)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_the_whole_chat(name: str) -> None:
-    """With one beginning-of-sequence token, whether the template or the tokenizer adds it."""
-    tokenizer, chat_template, _ = case(name)
+    for chat in (CHAT, CHAT[1:]):
+        encoded = encode_chat(chat, tokenizer, chat_template)
+        runs = masked_texts(tokenizer, encoded)
+        assert [run.removesuffix(end).rstrip() for run in runs] == ANSWERS
+        assert all(run.endswith(end) for run in runs)
+        text, _ = assistant_spans(chat, chat_template, tokenizer.bos_token)
+        decoded = tokenizer.decode(encoded.ids, skip_special_tokens=False)
+        begin = tokenizer.bos_token or ""
+        assert without_spaces(decoded).removeprefix(begin) == without_spaces(text).removeprefix(
+            begin
+        )
+        assert all(message["content"] in text for message in chat)
+        if begin:
+            assert encoded.ids[0] == tokenizer.bos_token_id != encoded.ids[1]
     encoded = encode_chat(CHAT, tokenizer, chat_template)
-    text, _ = assistant_spans(CHAT, chat_template, tokenizer.bos_token)
-    decoded = tokenizer.decode(encoded.ids, skip_special_tokens=False)
-    begin = tokenizer.bos_token or ""
-    assert without_spaces(decoded).removeprefix(begin) == without_spaces(text).removeprefix(begin)
-    assert not encoded.truncated
-    if begin:
-        assert encoded.ids[0] == tokenizer.bos_token_id
-        assert encoded.ids[1] != tokenizer.bos_token_id
-    for message in CHAT:
-        assert message["content"] in text
+    text = chat_template.render(CHAT[:2], add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=chat_template.adds_special_tokens)["input_ids"]
+    assert encoded.ids[: encoded.assistant_mask.index(True)] == prompt
 
 
 #: Characters that are not part of any template's special tokens.
@@ -70,8 +66,13 @@ WORDS = st.text(st.sampled_from("ab 4.\n"), min_size=1, max_size=12)
 ANSWER = WORDS.filter(str.strip)
 
 
-@pytest.mark.parametrize("name", CASES)
-@given(st.lists(st.tuples(WORDS, ANSWER), min_size=1, max_size=4), st.none() | ANSWER)
+@given(
+    st.sampled_from(CASES),
+    st.lists(st.tuples(WORDS, ANSWER), min_size=1, max_size=4),
+    st.none() | ANSWER,
+)
+@settings(max_examples=300)
+@example("chatml", [("naïve \U0001f600?", "日本 \U0001f600é")], None)  # several tokens each
 def test_mask_covers_any_chat_turn_by_turn(
     name: str, turns: list[tuple[str, str]], system: str | None
 ) -> None:
@@ -86,36 +87,16 @@ def test_mask_covers_any_chat_turn_by_turn(
     assert [without_spaces(run) for run in runs] == expected
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_before_an_answer_are_its_prompt(name: str) -> None:
-    tokenizer, chat_template, _ = case(name)
-    encoded = encode_chat(CHAT, tokenizer, chat_template)
-    text = chat_template.render(CHAT[:2], add_generation_prompt=True)
-    prompt = tokenizer(text, add_special_tokens=chat_template.adds_special_tokens)["input_ids"]
-    assert encoded.ids[: encoded.assistant_mask.index(True)] == prompt
-
-
-@pytest.mark.parametrize("name", ["vicuna_v1.1 spaced", "chatml", "bundled"])
-def test_long_chat_is_truncated(name: str) -> None:
-    tokenizer, chat_template, _ = case(name)
-    whole = encode_chat(CHAT, tokenizer, chat_template)
-    length = len(whole.ids)
-    for limit in (1, 17, length - 1):
-        cut = encode_chat(CHAT, tokenizer, chat_template, limit)
-        assert cut == EncodedChat(whole.ids[:limit], whole.assistant_mask[:limit], truncated=True)
-    for limit in (length, length + 1, None):
-        assert encode_chat(CHAT, tokenizer, chat_template, limit) == whole
-
-
-def test_characters_of_several_tokens_are_masked_entirely() -> None:
-    tokenizer, chat_template, end = case("chatml")
-    chat: Chat = [
-        {"role": "user", "content": "naïve \U0001f600?"},
-        {"role": "assistant", "content": "日本 \U0001f600é"},
-    ]
-    assert masked_texts(tokenizer, encode_chat(chat, tokenizer, chat_template)) == [
-        "日本 \U0001f600é" + end
-    ]
+def test_long_chat_is_truncated() -> None:
+    for name in ("vicuna_v1.1 spaced", "chatml", "bundled"):
+        tokenizer, chat_template, _ = case(name)
+        whole = encode_chat(CHAT, tokenizer, chat_template)
+        length = len(whole.ids)
+        for limit in (1, 17, length - 1):
+            cut = encode_chat(CHAT, tokenizer, chat_template, limit)
+            assert cut == EncodedChat(whole.ids[:limit], whole.assistant_mask[:limit], True)
+        for maximum in (length, length + 1, None):
+            assert encode_chat(CHAT, tokenizer, chat_template, maximum) == whole
 
 
 # -- templates that change earlier turns -----------------------------------------------------------
@@ -138,43 +119,6 @@ def test_text_that_the_template_adds_to_the_last_turn_is_tolerated() -> None:
     expected = [answer + end for answer in ANSWERS]
     expected[-1] = "<think></think>" + expected[-1]
     assert texts == expected
-
-
-def test_turn_that_the_template_shortens_is_rejected() -> None:
-    tokenizer, chat_template, _ = templated(THINKING, CHATML_TOKENS, "<|im_end|>")
-    chat = [dict(message) for message in CHAT]
-    for message in chat:
-        if message["role"] == "assistant":
-            message["content"] = "<think>" + "Let me see. " * 20 + "</think>" + message["content"]
-    with pytest.raises(ValueError, match="turn 3 cannot be located"):
-        encode_chat(chat, tokenizer, chat_template)
-
-
-def test_turn_that_the_template_omits_is_rejected() -> None:
-    tokenizer, chat_template, _ = templated(OMITTING, CHATML_TOKENS, "<|im_end|>")
-    chat = [dict(message) for message in CHAT[1:]]
-    chat[1]["content"] = "Four."
-    with pytest.raises(ValueError, match="turn 2 cannot be located"):
-        encode_chat(chat, tokenizer, chat_template)
-
-
-def test_omitted_turn_is_not_located_in_a_later_user_turn() -> None:
-    _, chat_template, _ = templated(OMITTING, CHATML_TOKENS, "<|im_end|>")
-    chat: Chat = [
-        {"role": "user", "content": "Spell yes."},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "Say yes again, please."},
-        {"role": "assistant", "content": "y e s"},
-    ]
-    with pytest.raises(ValueError, match="turn 2 cannot be located"):
-        assistant_spans(chat, chat_template)
-
-
-def test_chat_that_the_template_rejects_raises() -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
-    with pytest.raises(ValueError, match="rejects the chat: no system"):
-        encode_chat(CHAT, tokenizer, chat_template)
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -217,57 +161,44 @@ def test_answer_before_a_tool_call_without_text_is_located() -> None:
     assert masked_texts(tokenizer, encoded) == [answer + end for answer in ANSWERS[:2]]
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (CHATML, "omits the tool's part in turn 3"),
-        (TOOLS.replace("m.content | tojson", "''"), "omits the tool's part in turn 4"),
-    ],
-    ids=["calls", "results"],
-)
-def test_template_that_omits_calls_or_results_is_rejected(template: str, reason: str) -> None:
-    tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
-    with pytest.raises(ValueError, match=reason):
-        encode_chat(TOOL_CHAT, tokenizer, chat_template)
+# -- rejected chats --------------------------------------------------------------------------------
+
+THOUGHTFUL: Chat = [
+    {**message, "content": "<think>" + "Let me see. " * 20 + "</think>" + message["content"]}
+    if message["role"] == "assistant"
+    else message
+    for message in CHAT
+]
+#: The first answer is in the next question, too.
+REPEATED: Chat = [
+    {"role": "user", "content": "Spell yes."},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "Say yes again, please."},
+    {"role": "assistant", "content": "y e s"},
+]
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+#: A template, a chat, and the error.
+REJECTED: dict[str, tuple[str, Chat, str]] = {
+    "shortened turn": (THINKING, THOUGHTFUL, "turn 3 cannot be located"),
+    "omitted turn": (OMITTING, [{**CHAT[1]}, {**CHAT[2], "content": "Four."}, *CHAT[3:]], "turn 2"),
+    "omitted turn in a question": (OMITTING, REPEATED, "turn 2 cannot be located"),
+    "omitted call": (CHATML, TOOL_CHAT, "omits the tool's part in turn 3"),
+    "omitted result": (
+        TOOLS.replace("m.content | tojson", "''"),
+        TOOL_CHAT,
+        "omits the tool's part in turn 4",
+    ),
+    "rejected": (NO_SYSTEM, CHAT, "rejects the chat: no system"),
+    "wrong type": (CHATML + "{{ messages[0].content + 1 }}", CHAT, "the chat template rejects"),
+}
 
 
-@pytest.mark.parametrize("chat", [TOOL_CHAT[:5], [*TOOL_CHAT[:2], TOOL_CHAT[4], *TOOL_CHAT[5:]]])
-def test_fastchat_template_rejects_tools_and_late_system_turns(chat: Chat) -> None:
+def test_chat_that_the_template_changes_too_much_is_rejected() -> None:
+    for template, chat, reason in REJECTED.values():
+        tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
+        with pytest.raises(ValueError, match=reason):
+            encode_chat(chat, tokenizer, chat_template)
     tokenizer, chat_template, _ = case("vicuna_v1.1 bytes")
-    with pytest.raises(ValueError, match="FastChat template has no place for tool calls"):
-        encode_chat(chat, tokenizer, chat_template)
-
-
-def test_template_that_fails_on_a_type_rejects_the_chat() -> None:
-    template = CHATML + "{{ messages[0].content + 1 }}"
-    tokenizer, chat_template, _ = templated(template, CHATML_TOKENS, "<|im_end|>")
-    with pytest.raises(ValueError, match="the chat template rejects the chat"):
-        encode_chat(CHAT, tokenizer, chat_template)
-
-
-# -- selection of the template ---------------------------------------------------------------------
-
-
-def test_unknown_template_raises_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'vicuna9'.* llama-2, .*vicuna_v1\.1"):
-        load_chat_template(plain_tokenizer(), "vicuna9")
-
-
-def test_tokenizer_without_template_needs_a_fastchat_template() -> None:
-    with pytest.raises(ValueError, match="select a FastChat template"):
-        load_chat_template(plain_tokenizer())
-    assert load_chat_template(plain_tokenizer(), "vicuna_v1.1").adds_special_tokens
-
-
-def test_fastchat_template_overrides_the_tokenizers() -> None:
-    tokenizer, own, _ = case("chatml")
-    named = load_chat_template(tokenizer, "vicuna_v1.1")
-    assert "ASSISTANT: It is 4." in named.render(CHAT[1:])
-    assert own.render(CHAT) == load_chat_template(tokenizer).render(CHAT)
-
-
-def test_fastchat_template_keeps_no_state_between_chats() -> None:
-    _, chat_template, _ = case("vicuna_v1.1 bytes")
-    before = chat_template.render(CHAT[1:])
-    chat_template.render(CHAT)
-    assert chat_template.render(CHAT[1:]) == before
+    for chat in (TOOL_CHAT[:5], [*TOOL_CHAT[:2], TOOL_CHAT[4], *TOOL_CHAT[5:]]):
+        with pytest.raises(ValueError, match="FastChat template has no place for tool calls"):
+            encode_chat(chat, tokenizer, chat_template)

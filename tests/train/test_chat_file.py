@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
 import random
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import command, run_process
+from torch.utils.data import DataLoader
 
 from eagle_fsd.train import chat_file
 from eagle_fsd.train.chat_file import MAX_DESCRIBED, ChatFile, is_answer, parse_chat
 
-MEGABYTE = 1 << 20
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]}
 HELLO = GOOD["messages"]
 
@@ -79,10 +76,9 @@ def files(draw: st.DrawFn, as_array: bool) -> tuple[bytes, list[list[dict[str, s
     return "".join(pieces).encode(), chats, lines
 
 
-@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
-@given(st.data(), CHUNKS)
+@given(st.data(), st.booleans(), CHUNKS)
 def test_any_file_is_read_with_any_chunk_size(
-    as_array: bool, tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject, as_array: bool, chunk: int
 ) -> None:
     content, chats, lines = draw.draw(files(as_array))
     path = tmp_path_factory.getbasetemp() / "any.json"
@@ -97,29 +93,43 @@ def test_any_file_is_read_with_any_chunk_size(
     assert 0 < sum(file.size(index) for index in range(len(file))) <= len(content)
 
 
-def test_both_layouts_give_the_same_chat() -> None:
+def test_layouts_and_loose_ends() -> None:
+    """What precedes the first question and follows the last answer is dropped."""
     chat = [{"role": "system", "content": "Be kind."}, *messages([("a", "b"), ("c", "d")])]
-    for record in ({"messages": chat}, sharegpt(chat)):
-        assert parse(record) == chat
-
-
-def test_content_parts_are_joined() -> None:
+    assert parse(sharegpt(chat)) == parse({"messages": chat}) == chat
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
-    record = {"messages": [HELLO[0], {"role": "assistant", "content": parts}]}
-    assert parse(record) == HELLO
-
-
-@pytest.mark.parametrize(
-    "turns",
-    [
+    call = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
+    for turns in (
+        [HELLO[0], {"role": "assistant", "content": parts}],
         [HELLO[1], *HELLO],
         [*HELLO, HELLO[0]],
         [HELLO[1], HELLO[1], *HELLO, HELLO[0]],
-    ],
-    ids=["leading-answer", "trailing-question", "both"],
-)
-def test_unpaired_turns_at_the_ends_are_dropped(turns: list[dict[str, str]]) -> None:
-    assert parse({"messages": turns}) == HELLO
+        [*HELLO, HELLO[0], call],
+        [*HELLO, {"role": "system", "content": "x"}],
+    ):
+        assert parse({"messages": turns}) == HELLO
+
+
+def test_exchanges_before_a_malformed_turn_are_kept() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+    reasons: list[tuple[Any, str]] = [
+        ("hi", "turn is not an object"),
+        ({"role": "assistant", "content": "And?"}, "roles out of order"),
+        ({"role": "narrator", "content": "x"}, "unknown role"),
+        ({"role": "user"}, "turn without text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "turn without text"),
+        ({"role": "user", "content": "\ud83d"}, "lone surrogate"),
+        ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate"),
+        (call, "malformed tool call"),
+        ({**call, "tool_calls": "add"}, "malformed tool call"),
+    ]
+    after_a_question = [({"role": "assistant", "content": " "}, "empty assistant turn")]
+    after_a_question += [found for found in reasons if found[1] != "roles out of order"]
+    cases = [(HELLO, *found) for found in reasons]
+    cases += [([*HELLO, HELLO[0]], *found) for found in after_a_question]
+    for before, turn, reason in cases:
+        chat, problem = parse_chat(json.dumps({"messages": [*before, turn, *HELLO]}).encode())
+        assert (chat, problem and problem.reason) == (HELLO, reason)
 
 
 # -- malformed turns -------------------------------------------------------------------------------
@@ -130,37 +140,6 @@ CALL = {
     "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
 }
 ANSWER = {"role": "assistant", "content": "4."}
-
-#: Turns that end a chat, by reason.
-BAD_TURNS: list[tuple[Any, str]] = [
-    ("hi", "turn is not an object"),
-    ({"role": "assistant", "content": "And?"}, "roles out of order"),
-    ({"role": "narrator", "content": "x"}, "unknown role"),
-    ({"role": "user"}, "turn without text"),
-    ({"role": "user", "content": [{"type": "image_url"}]}, "turn without text"),
-    ({"role": "user", "content": "\ud83d"}, "lone surrogate"),
-    ({"role": "tool", "content": "4", "name": "\ud83d"}, "lone surrogate"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, "malformed tool call"),
-    ({"role": "assistant", "tool_calls": "add"}, "malformed tool call"),
-]
-
-
-@pytest.mark.parametrize(("turn", "reason"), BAD_TURNS, ids=[reason for _, reason in BAD_TURNS])
-@pytest.mark.parametrize("first", [0, 1], ids=["after-answer", "after-question"])
-def test_exchanges_before_a_malformed_turn_are_kept(turn: Any, reason: str, first: int) -> None:
-    turns = [*HELLO, *HELLO[:first], turn, *HELLO]
-    if first and reason == "roles out of order":
-        turns[3] = HELLO[0]
-    chat, problem = parse_chat(json.dumps({"messages": turns}).encode())
-    assert chat == HELLO
-    assert problem is not None
-    assert problem.reason == reason
-
-
-def test_empty_answer_ends_the_chat() -> None:
-    turns = [*HELLO, HELLO[0], {"role": "assistant", "content": " "}, *HELLO]
-    chat, problem = parse_chat(json.dumps({"messages": turns}).encode())
-    assert (chat, str(problem)) == (HELLO, "turn 4 is an empty assistant turn")
 
 
 def test_skipped_and_shortened_records_are_counted_by_reason(tmp_path: Path) -> None:
@@ -234,13 +213,6 @@ def test_all_layouts_of_a_tool_call_are_the_same() -> None:
         ]
 
 
-def test_context_after_the_last_answer_is_dropped() -> None:
-    call = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
-    assert parse({"messages": [*HELLO, HELLO[0], call]}) == HELLO
-    late = {"role": "system", "content": "x"}
-    assert parse({"messages": [*HELLO, late]}) == HELLO
-
-
 # -- malformed records -----------------------------------------------------------------------------
 
 #: Malformed records and what is reported.
@@ -287,74 +259,46 @@ MALFORMED: dict[str, tuple[Any, str]] = {
 }
 
 
-def as_bytes(record: Any) -> bytes:
-    if isinstance(record, bytes):
-        return record
-    return record.encode() if isinstance(record, str) else json.dumps(record).encode()
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_line_is_skipped_and_reported(name: str, tmp_path: Path) -> None:
-    record, reason = MALFORMED[name]
-    good = json.dumps(GOOD).encode()
-    file = read(tmp_path, b"\n".join([good, b"", as_bytes(record), good]))
-    assert list(file) == [HELLO, HELLO]
-    (skipped,) = file.skipped_records
-    assert skipped.startswith("line 3: ")
-    assert reason in skipped
-
-
-@pytest.mark.parametrize("record", [17, "text", None, [], [GOOD], {"messages": []}, {"a": {}}])
-def test_malformed_array_element_is_skipped_and_reported(record: Any, tmp_path: Path) -> None:
-    file = read(tmp_path, f"[{json.dumps(GOOD)},\n{json.dumps(record)},\n{json.dumps(GOOD)}]")
-    assert list(file) == [HELLO, HELLO]
-    (skipped,) = file.skipped_records
-    assert skipped.startswith("line 2: ")
-
-
-@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
-def test_truncated_file_loses_only_its_last_record(as_array: bool, tmp_path: Path) -> None:
-    records = [json.dumps(GOOD)] * 5
-    content = "[" + ",\n".join(records) + "]" if as_array else "\n".join(records)
-    file = read(tmp_path, content[: -len(records[0]) // 2])
-    assert list(file) == [HELLO] * 4
-    (skipped,) = file.skipped_records
-    assert skipped.startswith("line 5: not JSON")
-
-
-def test_first_skipped_records_are_described_and_all_are_counted(tmp_path: Path) -> None:
-    file = read(tmp_path, json.dumps(GOOD) + "\n" + "bad\n" * 1000)
+def test_malformed_records_are_skipped_and_reported(tmp_path: Path) -> None:
+    """Between valid ones: as a line, and those that are JSON as an element of an array."""
+    good = json.dumps(GOOD)
+    for name, (record, reason) in MALFORMED.items():
+        text = json.dumps(record) if isinstance(record, dict) else record
+        line = text if isinstance(text, bytes) else text.encode()
+        contents = [b"\n".join([good.encode(), b"", line, good.encode()])]
+        if isinstance(record, dict):
+            contents.append(f"[{good},\n\n{text},\n{good}]".encode())
+        for content in contents:
+            file = read(tmp_path, content)
+            assert list(file) == [HELLO, HELLO], name
+            (skipped,) = file.skipped_records
+            assert skipped.startswith("line 3: "), name
+            assert reason in skipped, name
+    file = read(tmp_path, f'[{good}, 17, "text", null, [], [{good}], {good}]')
+    assert (len(file), file.skipped) == (2, 5)
+    for content in (f"[{good},\n{good},\n{good}]", f"{good}\n{good}\n{good}"):  # truncated
+        file = read(tmp_path, content[: -len(good) // 2])
+        assert list(file) == [HELLO] * 2
+        assert file.skipped_records[0].startswith("line 3: not JSON")
+    file = read(tmp_path, good + "\n" + "bad\n" * 1000)
     assert (len(file), file.skipped, len(file.skipped_records)) == (1, 1000, MAX_DESCRIBED)
     assert file.skipped_records[-1].startswith(f"line {MAX_DESCRIBED + 1}: ")
+    for content in ("", "\n \n", "[]", "[ ]\n", "hello", "{}", "[{}]", '{"a": ['):
+        with pytest.raises(ValueError, match="holds no valid chat") as caught:
+            read(tmp_path, content)
+        assert "\n" not in str(caught.value)
+        assert ("line 1" in str(caught.value)) == ("{" in content or "hello" in content)
 
 
-@pytest.mark.parametrize("content", ["", "\n \n", "[]", "[ ]\n", "hello", "{}", "[{}]", '{"a": ['])
-def test_file_without_valid_chat_raises(content: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no valid chat") as caught:
-        read(tmp_path, content)
-    assert "\n" not in str(caught.value)
-    if "{" in content or "hello" in content:
-        assert "line 1" in str(caught.value)
-
-
-def test_copies_and_forked_processes_do_not_share_a_file_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_and_forked_processes_do_not_share_a_file_position(tmp_path: Path) -> None:
     chats = [messages([("q", f"answer {number}" + "!" * 20_000)]) for number in range(50)]
     file = read(tmp_path, "\n".join(json.dumps({"messages": chat}) for chat in chats))
     assert file[7] == chats[7]
-    copy = pickle.loads(pickle.dumps(file))
-    assert list(copy) == list(file) == chats
-    monkeypatch.setattr(chat_file, "_inherited", file, raising=False)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        order = [number for number in range(50) for _ in range(20)]
-        assert pool.map(read_inherited, order, chunksize=1) == [chats[number] for number in order]
+    assert list(pickle.loads(pickle.dumps(file))) == list(file) == chats
+    order = [number for number in range(50) for _ in range(20)]
+    loader = DataLoader(file, batch_size=None, sampler=order, num_workers=2)  # forks
+    assert list(loader) == [chats[number] for number in order]
     assert file[8] == chats[8]
-
-
-def read_inherited(index: int) -> list[dict[str, str]]:
-    """Read from the file that a forked process inherited open."""
-    return chat_file._inherited[index]
 
 
 def test_progress_is_reported_for_large_files(
@@ -376,61 +320,26 @@ def test_progress_is_reported_for_large_files(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def large_chats(size: int) -> Iterator[str]:
-    """Records of about two kilobytes, ``size`` bytes in total."""
+def test_memory_is_bounded_by_bytes_per_chat(tmp_path: Path) -> None:
+    """Of files of two megabytes, with chunks of 64 kilobytes."""
     generator = random.Random(0)
-    written = 0
-    while written < size:
+    records = []
+    for _ in range(1000):
         words = " ".join(f"{generator.randrange(1000)} [apples]" for _ in range(120))
-        record = json.dumps({"messages": messages([("Count [apples].", "\\" + words)])})
-        written += len(record) + 2
-        yield record
-
-
-def write_large(path: Path, size: int, as_array: bool) -> Path:
-    with path.open("w") as file:
-        for number, record in enumerate(large_chats(size)):
-            file.write((",\n" if number else "[") if as_array else "\n" * bool(number))
-            file.write(record)
-        file.write("]" * as_array)
-    return path
-
-
-@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
-def test_memory_is_bounded_by_bytes_per_chat(as_array: bool, tmp_path: Path) -> None:
-    path = write_large(tmp_path / "large.json", 5 * MEGABYTE, as_array)
-    tracemalloc.start()
-    try:
-        file = ChatFile(path)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(file) > 1000
-    assert peak < 4 * MEGABYTE
-    assert kept < 100 * len(file)
-
-
-#: The command line, followed by its peak memory in bytes.
-MEASURE_PEAK = """
-import resource, sys
-from eagle_fsd.cli import main
-try:
-    main()
-finally:
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("as_array", [True, False], ids=["array", "lines"])
-def test_training_memory_does_not_grow_with_the_file(
-    as_array: bool, target: Path, tmp_path: Path
-) -> None:
-    peaks = []
-    for size in (2, 60):
-        path = write_large(tmp_path / "large.json", size * MEGABYTE, as_array)
-        out = tmp_path / f"out-{size}"
-        arguments = command(path, out, target, max_steps=3, max_length=256, batch_size=4)
-        output, _ = run_process(arguments, ["-c", MEASURE_PEAK])
-        peaks.append(int(output.split("peak ")[1]))
-    assert peaks[1] < peaks[0] + 25 * MEGABYTE
+        chat = messages([("Count [apples].", "\\" + words)])
+        records.append(json.dumps({"messages": chat}))
+    for content in ("[" + ",\n".join(records) + "]", "\n".join(records)):
+        path = tmp_path / "chats.jsonl"
+        path.write_text(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chat_file, "CHUNK_BYTES", 1 << 16)
+            tracemalloc.start()
+            try:
+                file = ChatFile(path)
+                kept, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+        assert len(file) == 1000
+        assert len(content) > 1_500_000
+        assert peak < 500_000
+        assert kept < 100 * len(file)

@@ -90,80 +90,58 @@ def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
     return convert_head(folder / "head", head.target, folder / engine, engine)
 
 
-# -- RoPE ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", FORMATS)
 def test_export_of_a_trained_head_has_the_same_tau_elsewhere(
-    engine: ExportFormat, trained: EagleHead, tmp_path: Path
+    trained: EagleHead, tmp_path: Path
 ) -> None:
-    folder = export(trained, tmp_path, engine)
+    """It is lower without the settings of RoPE."""
     before = decode(trained)
     assert before.stats.tau > 4
-    for head in (load_head(folder, trained.target), read_head(folder, engine, trained.target)):
-        after = decode(head)
-        assert torch.equal(after.sequences, before.sequences)
-        assert after.stats.tau == pytest.approx(before.stats.tau, rel=0.01)
+    for engine in FORMATS:
+        folder = export(trained, tmp_path, engine)
+        for head in (load_head(folder, trained.target), read_head(folder, engine, trained.target)):
+            after = decode(head)
+            assert torch.equal(after.sequences, before.sequences)
+            assert after.stats.tau == pytest.approx(before.stats.tau, rel=0.01)
+    for missing in (("rope_theta",), ("rope_scaling",), ("rope_theta", "rope_scaling")):
+        head = read_head(tmp_path / "vllm", "vllm", trained.target, **dict.fromkeys(missing))
+        assert decode(head).stats.tau < 0.5 * before.stats.tau
 
 
-@pytest.mark.parametrize(
-    "missing", [("rope_theta",), ("rope_scaling",), ("rope_theta", "rope_scaling")]
-)
-def test_tau_falls_without_the_rope_settings(
-    missing: tuple[str, ...], trained: EagleHead, tmp_path: Path
-) -> None:
-    """So the test above depends on them."""
-    folder = export(trained, tmp_path, "vllm")
-    head = read_head(folder, "vllm", trained.target, **dict.fromkeys(missing))
-    assert decode(head).stats.tau < 0.5 * decode(trained).stats.tau
-
-
-@pytest.mark.parametrize("engine", FORMATS)
-def test_export_of_a_head_without_the_old_names_has_them(
-    engine: ExportFormat, trained: EagleHead, tmp_path: Path
-) -> None:
+def test_export_of_a_head_without_the_old_names_has_them(tmp_path: Path) -> None:
     """As heads were saved before."""
-    folder = export(trained, tmp_path, engine)
-    expected = (folder / "config.json").read_text()
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    for name in ("rope_theta", "rope_scaling", "torch_dtype"):
-        del config[name]
-    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    again = convert_head(tmp_path / "head", trained.target, tmp_path / "again", engine)
-    assert (again / "config.json").read_text() == expected
-
-
-# -- biases ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes", "engine"),
-    [
-        ("llama-linear-rope-tied", {}, "eagle"),
-        ("llama-linear-rope-tied", {}, "sglang"),
-        ("llama-linear-rope-tied", {}, "vllm"),
-        ("llama-grouped-llama3-rope", {"attention_bias": True}, "sglang"),
-        ("llama-grouped-llama3-rope", {"attention_bias": True}, "vllm"),
-        ("qwen2", {}, "eagle"),
-        ("qwen2", {}, "sglang"),
-    ],
-)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_readers_compute_the_heads_features(
-    bias: bool, architecture: str, changes: dict[str, Any], engine: ExportFormat, tmp_path: Path
-) -> None:
-    """The reader's modules have exactly the file's tensors, for every kind of bias."""
-    target = Target(tiny_target(architecture, **changes))
-    head = untrained_head(target.model, bias=bias and engine != "vllm").attach(target)
-    folder = export(head, tmp_path, engine)
-    inputs = torch.randn(1, 20, 32), prompt(20), torch.arange(20)[None]
-    for other in (read_head(folder, engine, target), load_head(folder, target)):
-        assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-5)
-
-
-def test_linear_scaling_has_the_two_entries_that_eagle_accepts(tmp_path: Path) -> None:
-    target = Target(tiny_target("llama-linear-rope-tied"))
+    target = Target(tiny_target())
     head = untrained_head(target.model, bias=False).attach(target)
-    config = json.loads((export(head, tmp_path, "eagle") / "config.json").read_text())
-    assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}
+    for engine in FORMATS:
+        expected = (export(head, tmp_path, engine) / "config.json").read_text()
+        config = json.loads((tmp_path / "head" / "config.json").read_text())
+        for name in ("rope_theta", "rope_scaling", "torch_dtype"):
+            del config[name]
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+        again = convert_head(tmp_path / "head", target, tmp_path / f"{engine}2", engine)
+        assert (again / "config.json").read_text() == expected
+
+
+def test_readers_compute_the_heads_features(tmp_path: Path) -> None:
+    """The reader's modules have exactly the file's tensors, for every kind of bias."""
+    llama, scaled = "llama-linear-rope-tied", "llama-grouped-llama3-rope"
+    cases: list[tuple[str, ExportFormat, bool, dict[str, Any]]] = [
+        (llama, "eagle", True, {}),
+        (llama, "eagle", False, {}),
+        (llama, "sglang", True, {}),
+        (llama, "vllm", False, {}),
+        (scaled, "sglang", False, {"attention_bias": True}),
+        (scaled, "vllm", False, {"attention_bias": True}),
+        ("qwen2", "eagle", True, {}),
+        ("qwen2", "sglang", False, {}),
+    ]
+    for number, (architecture, engine, bias, changes) in enumerate(cases):
+        target = Target(tiny_target(architecture, **changes))
+        head = untrained_head(target.model, bias=bias).attach(target)
+        folder = export(head, tmp_path / str(number), engine)
+        inputs = torch.randn(1, 20, 32), prompt(20), torch.arange(20)[None]
+        for other in (read_head(folder, engine, target), load_head(folder, target)):
+            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-5)
+        if architecture == llama:
+            config = json.loads((folder / "config.json").read_text())
+            assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}

@@ -64,42 +64,48 @@ def export_random_head(
 # -- the three formats -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_eagle_export_is_a_bin_with_bias_in_the_config(bias: bool, tmp_path: Path) -> None:
-    config, state = export_random_head(tmp_path, "eagle", bias=bias)
-    assert (tmp_path / "out" / "pytorch_model.bin").exists()
-    assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
-    assert config["bias"] is bias
-    assert config["num_hidden_layers"] == 1
+def test_each_engine_finds_its_tensors_and_fields(tmp_path: Path) -> None:
+    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none.
+
+    In the configuration of both, ``bias`` means biases of the attention.
+    """
+    for bias in (True, False):
+        folder = tmp_path / str(bias)
+        config, state = export_random_head(folder / "eagle", "eagle", bias=bias)
+        assert (folder / "eagle" / "out" / "pytorch_model.bin").exists()
+        assert state.keys() == (EVERY | {"fc.bias"} if bias else EVERY)
+        assert (config["bias"], config["num_hidden_layers"]) == (bias, 1)
+        config, state = export_random_head(folder / "sglang", "sglang", bias=bias)
+        assert state.keys() == EVERY | {"fc.bias"}
+        assert (config["architectures"], config["bias"]) == (["LlamaForCausalLMEagle"], False)
+        saved = load_file(folder / "sglang" / "head" / "model.safetensors")
+        assert torch.equal(state["fc.bias"], saved.get("fc.bias", torch.zeros(32)))
+    config, _ = export_random_head(tmp_path / "qwen2", "sglang", "qwen2")
+    assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
+    config, state = export_random_head(tmp_path / "vllm", "vllm")
+    assert state.keys() == EVERY
+    assert (config["architectures"], config["bias"]) == (["LlamaForCausalLM"], False)
+    target = Target(tiny_target())
+    head = untrained_head(target.model).attach(target)
+    torch.nn.init.zeros_(head.fc.bias)  # it can be dropped
+    save_head(head, tmp_path / "zeros")
+    _, state = read_export(convert_head(tmp_path / "zeros", target, tmp_path / "out", "vllm"))
+    assert state.keys() == EVERY
 
 
-@pytest.mark.parametrize(
-    ("architecture", "warning"),
-    [
+def test_eagle_export_warns_of_what_eagle_cannot_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for architecture, warning in (
         ("llama-linear-rope-tied", ""),
         ("qwen2", ""),
         ("llama-grouped-llama3-rope", "rejects this head: its RoPE scaling is llama3"),
         ("qwen3", "ignores tensors of this head: layers.0.self_attn.k_norm.weight, layers.0.self"),
-    ],
-)
-def test_eagle_export_warns_of_what_eagle_cannot_read(
-    architecture: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    export_random_head(tmp_path, "eagle", architecture)
-    assert warning in caplog.text
-    assert bool(warning) == bool(caplog.text)
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_sglang_export_always_has_a_bias(bias: bool, tmp_path: Path) -> None:
-    """SGLang's layer has one, which stays random if the file lacks it. In the configuration,
-    ``bias`` means biases of the attention there."""
-    config, state = export_random_head(tmp_path, "sglang", bias=bias)
-    assert state.keys() == EVERY | {"fc.bias"}
-    assert config["architectures"] == ["LlamaForCausalLMEagle"]
-    assert config["bias"] is False
-    expected = load_file(tmp_path / "head" / "model.safetensors").get("fc.bias", torch.zeros(32))
-    assert torch.equal(state["fc.bias"], expected)
+    ):
+        caplog.clear()
+        export_random_head(tmp_path / architecture, "eagle", architecture)
+        assert warning in caplog.text
+        assert bool(warning) == bool(caplog.text)
 
 
 def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
@@ -112,83 +118,42 @@ def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
     assert same_weights(again[1], state)
 
 
-def test_sglang_export_names_the_architecture_of_qwen2(tmp_path: Path) -> None:
-    config, _ = export_random_head(tmp_path, "sglang", "qwen2")
-    assert config["architectures"] == ["Qwen2ForCausalLMEagle"]
-
-
-def test_vllm_export_has_no_bias(tmp_path: Path) -> None:
-    config, state = export_random_head(tmp_path, "vllm")
-    assert state.keys() == EVERY
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["bias"] is False
-
-
-def test_vllm_export_rejects_a_bias(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bias in fc, which vLLM ignores"):
-        export_random_head(tmp_path, "vllm", bias=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_vllm_export_drops_a_zero_bias(tmp_path: Path) -> None:
-    target = Target(tiny_target())
-    head = untrained_head(target.model).attach(target)
-    torch.nn.init.zeros_(head.fc.bias)
-    save_head(head, tmp_path / "head")
-    _, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", "vllm"))
-    assert state.keys() == EVERY
-
-
-@pytest.mark.parametrize(
-    ("architecture", "engine"),
-    [("qwen2", "vllm"), ("qwen3", "vllm"), ("qwen3", "sglang"), ("mistral-no-window", "sglang")],
-)
-def test_family_without_a_head_in_the_engine_is_rejected(
-    architecture: str, engine: ExportFormat, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=f"{engine} reads EAGLE heads for llama"):
-        export_random_head(tmp_path, engine, architecture)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("engine", FORMATS)
-def test_export_computes_what_the_head_computes(engine: ExportFormat, tmp_path: Path) -> None:
+def test_export_computes_what_the_head_computes(tmp_path: Path) -> None:
     head, target = save_random_head(tmp_path)
-    out = convert_head(head, target, tmp_path / "out", engine)
-    config, state = read_export(out)
-    assert torch.equal(state["embed_tokens.weight"], target.embed.weight)
-    for name, tensor in load_file(head / "model.safetensors").items():
-        assert torch.equal(state[name], tensor)
-    loaded, original = load_head(out, target), load_head(head, target)
-    assert loaded.embed_tokens is None  # the target's embedding is not kept twice
-    features, tokens = torch.randn(1, 5, target.hidden_size), prompt(5)
-    positions = torch.arange(5)[None]
-    assert torch.equal(loaded(features, tokens, positions), original(features, tokens, positions))
     before = json.loads((head / "config.json").read_text())
-    assert {**before, "bias": 0, "architectures": 0} == {**config, "bias": 0, "architectures": 0}
-
-
-@pytest.mark.parametrize("engine", FORMATS)
-def test_export_keeps_the_dtype(engine: ExportFormat, tmp_path: Path) -> None:
-    target = Target(tiny_target())
-    head = untrained_head(target.model, bias=False).attach(target)
-    save_head(head, tmp_path / "head", torch.bfloat16, binary=True)
-    config, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", engine))
-    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
-    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-
-
-def test_export_keeps_the_heads_own_embedding(tmp_path: Path) -> None:
-    target = Target(tiny_target())
-    head = untrained_head(target.model, bias=False).attach(target)
-    embedding = torch.randn_like(target.embed.weight)
-    head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
-    save_head(head, tmp_path / "head")
-    _, state = read_export(convert_head(tmp_path / "head", target, tmp_path / "out", "vllm"))
-    assert torch.equal(state["embed_tokens.weight"], embedding)
+    own = untrained_head(target.model, bias=False).attach(target)
+    own.embed_tokens = torch.nn.Embedding.from_pretrained(torch.randn_like(target.embed.weight))
+    save_head(own, tmp_path / "own", torch.bfloat16, binary=True)
+    for engine in FORMATS:
+        out = convert_head(head, target, tmp_path / engine, engine)
+        config, state = read_export(out)
+        assert torch.equal(state["embed_tokens.weight"], target.embed.weight)
+        for name, tensor in load_file(head / "model.safetensors").items():
+            assert torch.equal(state[name], tensor)
+        loaded, original = load_head(out, target), load_head(head, target)
+        assert loaded.embed_tokens is None  # the target's embedding is not kept twice
+        given = torch.randn(1, 5, target.hidden_size), prompt(5), torch.arange(5)[None]
+        assert torch.equal(loaded(*given), original(*given))
+        changed = {"bias": 0, "architectures": 0}
+        assert {**before, **changed} == {**config, **changed}
+        out = convert_head(tmp_path / "own", target, tmp_path / f"{engine}-own", engine)
+        config, state = read_export(out)  # its embedding and dtype are kept
+        assert torch.equal(state["embed_tokens.weight"], own.embed_tokens.weight.bfloat16())
+        assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+        assert config["dtype"] == config["torch_dtype"] == "bfloat16"
 
 
 def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
+    for architecture, engine in (
+        ("qwen2", "vllm"),
+        ("qwen3", "vllm"),
+        ("qwen3", "sglang"),
+        ("mistral-no-window", "sglang"),
+    ):
+        with pytest.raises(ValueError, match=f"{engine} reads EAGLE heads for llama"):
+            export_random_head(tmp_path, engine, architecture)
+    with pytest.raises(ValueError, match="bias in fc, which vLLM ignores"):
+        export_random_head(tmp_path, "vllm", bias=True)
     head, target = save_random_head(tmp_path)
     with pytest.raises(ValueError, match="choose another folder"):
         convert_head(head, target, head, "eagle")
@@ -205,20 +170,19 @@ def test_export_rejects_what_it_cannot_convert(tmp_path: Path) -> None:
 # -- heads loaded back -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
-def test_loaded_head_decodes_identically(binary: bool, tmp_path: Path) -> None:
+def test_loaded_head_decodes_identically(tmp_path: Path) -> None:
     """Most drafts of this head are accepted, so another head would need other steps."""
     pair = aligned_pair()
-    assert pair.drafter is not None
-    save_head(pair.drafter, tmp_path, binary=binary)
-    loaded = EagleFSD(pair.model, load_head(tmp_path, pair.target), pair.tree)
     ids, mask = left_padded(prompt(7, 1), prompt(20, 3))
-    for threshold in (0.0, 0.3):
-        before = pair.generate(ids, mask, max_new_tokens=40, threshold=threshold)
-        after = loaded.generate(ids, mask, max_new_tokens=40, threshold=threshold)
-        assert torch.equal(after.sequences, before.sequences)
-        assert torch.equal(after.origins, before.origins)
-        assert after.stats.steps == before.stats.steps < before.stats.tokens
+    for binary in (False, True):
+        save_head(pair.drafter, tmp_path / str(binary), binary=binary)
+        loaded = EagleFSD(pair.model, load_head(tmp_path / str(binary), pair.target), pair.tree)
+        for threshold in (0.0, 0.3):
+            before = pair.generate(ids, mask, max_new_tokens=40, threshold=threshold)
+            after = loaded.generate(ids, mask, max_new_tokens=40, threshold=threshold)
+            assert torch.equal(after.sequences, before.sequences)
+            assert torch.equal(after.origins, before.origins)
+            assert after.stats.steps == before.stats.steps < before.stats.tokens
 
 
 def test_trained_head_is_saved_in_either_format(train: Train, target: Path, tmp_path: Path) -> None:
@@ -230,10 +194,6 @@ def test_trained_head_is_saved_in_either_format(train: Train, target: Path, tmp_
     assert stored.keys() == EVERY - {"embed_tokens.weight"} | {"fc.bias"}
     last = load_file(safe / "checkpoints" / "step-3" / "model.safetensors")
     assert same_weights({k.removeprefix("head."): v for k, v in last.items()}, stored)
-    convert_head(binary, Target(load_target(target)), tmp_path / "sglang", "sglang")
-
-
-def test_trained_head_has_no_bias_by_default(train: Train, target: Path, tmp_path: Path) -> None:
-    out = train(max_steps=1)
-    assert "fc.bias" not in read_weights(out)
-    convert_head(out, Target(load_target(target)), tmp_path / "vllm", "vllm")
+    wrapped = Target(load_target(target))
+    convert_head(binary, wrapped, tmp_path / "sglang", "sglang")
+    convert_head(train(max_steps=1), wrapped, tmp_path / "vllm", "vllm")  # it has no bias

@@ -6,8 +6,9 @@ import json
 import pickle
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from trainings import (
-    Killed,
     Train,
     killed,
     read_losses,
@@ -36,7 +36,6 @@ from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
 from eagle_fsd.train.feature_store import (
     FeatureStore,
     estimate_bytes,
-    format_bytes,
     store_features,
     write_features,
 )
@@ -92,33 +91,27 @@ def same_example(one: Example, other: Example) -> bool:
 
 def test_stored_features_equal_computed_ones(store: FeatureStore, source: Source) -> None:
     """Up to the precision of bfloat16."""
-    assert len(store) == COUNT
-    assert store.complete
+    assert (len(store), store.complete) == (COUNT, True)
     assert len(store.shards) > 3
-    truncated = 0
     for index in range(COUNT):
         stored, fresh = store[index], source.chats[index]
         assert same_example(stored, fresh)
-        assert stored.features is not None
         assert stored.features.dtype == torch.bfloat16
         assert store.size(index) == len(stored.ids) == len(stored.features)
         features = compute_features(source.target, torch.tensor([fresh.ids]))[0]
         torch.testing.assert_close(stored.features.float(), features, rtol=2**-7, atol=1e-4)
-        truncated += stored.truncated
-    assert 0 < truncated < COUNT
-
-
-def test_filler_of_a_store_is_masked_out(store: FeatureStore) -> None:
+    assert 0 < sum(store[index].truncated for index in range(COUNT)) < COUNT
     filler = store[FILLER]
-    assert filler.index == FILLER
+    assert (filler.index, len(filler.ids), len(filler.features)) == (FILLER, 2, 2)
     assert not any(filler.assistant_mask)
-    assert filler.features is not None
-    assert len(filler.ids) == len(filler.features) == 2
+    size = sum(file.stat().st_size for file in store.folder.glob("*.safetensors"))
+    assert estimate_bytes(source.chats, 32) == pytest.approx(
+        size - 400 * len(store.shards), rel=0.05
+    )
 
 
 def test_batch_uses_its_stored_features(store: FeatureStore, source: Source) -> None:
     batch = collate([store[3], store[4]])
-    assert batch.features is not None
     assert batch_features(source.target, batch) is batch.features
     for row, length in enumerate(batch.lengths):
         assert torch.equal(batch.features[row, :length], store[3 + row].features)
@@ -128,45 +121,23 @@ def test_batch_uses_its_stored_features(store: FeatureStore, source: Source) -> 
 
 def test_worker_processes_open_shards_for_themselves(store: FeatureStore) -> None:
     store[0]  # opens a shard
-    copy = pickle.loads(pickle.dumps(store))
-    assert same_example(copy[5], store[5])
-    loader = DataLoader(store, batch_size=None, sampler=range(COUNT), num_workers=2)
-    for example in loader:
+    assert same_example(pickle.loads(pickle.dumps(store))[5], store[5])
+    for example in DataLoader(store, batch_size=None, sampler=range(COUNT), num_workers=2):
         assert same_example(example, store[example.index])
 
 
 def test_noise_depends_on_the_chat_and_the_seed_only(store: FeatureStore) -> None:
     """Not on the row, the batch or its padding."""
     together, alone = collate([store[3], store[4]]), collate([store[4]])
-    assert together.features is not None
-    assert alone.features is not None
     noisy = add_noise(together.features[:, :-1], together, 0.1, seed=5)
-    length = alone.lengths[0] - 1
     other = add_noise(alone.features[:, :-1], alone, 0.1, seed=5)
-    assert torch.equal(noisy[1, :length], other[0])
+    assert torch.equal(noisy[1, : alone.lengths[0] - 1], other[0])
     difference = (other - alone.features[:, :-1].float()).abs()
     assert 0.05 < difference.max() <= 0.1 + 1e-6
     assert not torch.equal(add_noise(alone.features[:, :-1], alone, 0.1, seed=6), other)
 
 
 # -- size ------------------------------------------------------------------------------------------
-
-
-def test_estimate_matches_the_size_on_disk(store: FeatureStore, source: Source) -> None:
-    size = sum(file.stat().st_size for file in store.folder.glob("*.safetensors"))
-    headers = 400 * len(store.shards)
-    assert estimate_bytes(source.chats, 32) == pytest.approx(size - headers, rel=0.05)
-
-
-def test_estimate_reads_a_sample_of_the_chats(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = estimate_bytes(source.chats, 4096)
-    read: list[int] = []
-    monkeypatch.setattr(feature_store, "SAMPLE_CHATS", 7)
-    spy_on_chats(monkeypatch, read)
-    assert estimate_bytes(source.chats, 4096) == pytest.approx(full, rel=0.2)
-    assert len(read) == 7
 
 
 def test_too_little_space_is_reported_before_writing(
@@ -181,100 +152,62 @@ def test_too_little_space_is_reported_before_writing(
     assert not any(request.out.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0.0 B"), (1500, "1.5 KB"), (2e9, "2.0 GB"), (3e15, "3000.0 TB")]
-)
-def test_format_bytes(size: float, text: str) -> None:
-    assert format_bytes(size) == text
-
-
 # -- interruptions ---------------------------------------------------------------------------------
 
 
-def in_shard(after: int) -> tuple[Any, ...]:
-    """Arguments of :func:`killed`: while writing a shard, after some complete ones."""
-    return feature_store, "save_file", after + 1, write_half
-
-
-def before_index(after: int) -> tuple[Any, ...]:
-    return feature_store, "atomic_write", after + 1, lambda *_: None
-
-
-def in_index(after: int) -> tuple[Any, ...]:
-    """Fail before the temporary index is renamed; renames alternate between shards and indices."""
-    return Path, "replace", 2 * after + 2, lambda *_: None
-
-
-@pytest.mark.parametrize("moment", [in_shard, before_index, in_index])
-@pytest.mark.parametrize("after", [0, 2])
-def test_interrupted_writing_resumes(
-    moment: Any, after: int, store: FeatureStore, source: Source, tmp_path: Path
-) -> None:
-    folder = tmp_path / "features"
-    with killed(*moment(after)):
-        source.write(folder)
-    if (folder / "index.json").exists():
-        partial = FeatureStore(folder, source.fingerprint)
-        assert not partial.complete
-        assert len(partial.shards) == after
-        assert all(same_example(partial[index], store[index]) for index in range(len(partial)))
-    else:
-        assert after == 0
-    reported: list[int] = []
-    complete = source.write(folder, progress=lambda done, _: reported.append(done))
-    assert len(reported) == len(store.shards) - after  # complete shards are not written again
-    assert complete.complete
-    assert complete.shards == store.shards
-    assert all(same_example(complete[index], store[index]) for index in range(COUNT))
-    names = {file.name for file in folder.iterdir()}
-    assert names == {file.name for file in store.folder.iterdir()}
-    assert source.write(folder).shards == store.shards  # nothing is left to do
+def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_path: Path) -> None:
+    """In a shard, before the index, and before the index is renamed (as every other file is)."""
+    moments = {
+        "in_shard": lambda after: (feature_store, "save_file", after + 1, write_half),
+        "before_index": lambda after: (feature_store, "atomic_write", after + 1, lambda *_: None),
+        "in_index": lambda after: (Path, "replace", 2 * after + 2, lambda *_: None),
+    }
+    for name, moment in moments.items():
+        for after in (0, 2):
+            folder = tmp_path / f"{name}-{after}"
+            with killed(*moment(after)):
+                source.write(folder)
+            assert (folder / "index.json").exists() == bool(after)
+            if after:
+                partial = FeatureStore(folder, source.fingerprint)
+                assert (len(partial.shards), partial.complete) == (after, False)
+                assert all(same_example(partial[at], store[at]) for at in range(len(partial)))
+            reported: list[int] = []
+            complete = source.write(folder, progress=lambda done, _, to=reported: to.append(done))
+            assert len(reported) == len(store.shards) - after  # others are not written again
+            assert (complete.shards, complete.complete) == (store.shards, True)
+            assert same_store(complete, store)
+            names = {file.name for file in folder.iterdir()}
+            assert names == {file.name for file in store.folder.iterdir()}
+            assert source.write(folder).shards == store.shards  # nothing is left to do
 
 
 # -- several processes -----------------------------------------------------------------------------
 
 
-class Group:
-    """Processes that are threads of this one; see ``accelerate.PartialState``."""
+def run_processes(
+    count: int, work: Callable[[Any], FeatureStore], patch: pytest.MonkeyPatch
+) -> list[FeatureStore]:
+    """Call ``work`` in processes that are threads of this one; see ``accelerate.PartialState``."""
+    barrier, local = threading.Barrier(count), threading.local()
+    gathered: dict[int, list[Any]] = {}
 
-    def __init__(self, processes: int, patch: pytest.MonkeyPatch) -> None:
-        self.processes = processes
-        self.barrier = threading.Barrier(processes)
-        self.gathered: list[list[Any]] = [[] for _ in range(processes)]
-        self.local = threading.local()
-        patch.setattr(feature_store, "gather_object", self.gather)
-
-    def gather(self, items: list[Any]) -> list[Any]:
-        self.gathered[self.local.rank] = items
-        self.barrier.wait(TIMEOUT)
-        found = [item for part in self.gathered for item in part]
-        self.barrier.wait(TIMEOUT)
+    def gather(items: list[Any]) -> list[Any]:
+        gathered[local.rank] = items
+        barrier.wait(TIMEOUT)
+        found = [item for rank in range(count) for item in gathered[rank]]
+        barrier.wait(TIMEOUT)
         return found
 
-    def run(self, work: Callable[[Any], FeatureStore]) -> list[FeatureStore | BaseException]:
-        """Call ``work`` with the state of each process; a process that fails ends the others."""
-        results: list[Any] = [None] * self.processes
+    def start(rank: int) -> FeatureStore:
+        local.rank = rank
+        wait = partial(barrier.wait, TIMEOUT)
+        names = {"process_index": rank, "num_processes": count, "is_main_process": rank == 0}
+        return work(SimpleNamespace(wait_for_everyone=wait, **names))
 
-        def start(rank: int) -> None:
-            self.local.rank = rank
-            state = SimpleNamespace(
-                process_index=rank,
-                num_processes=self.processes,
-                is_main_process=rank == 0,
-                wait_for_everyone=lambda: self.barrier.wait(TIMEOUT),
-            )
-            try:
-                results[rank] = work(state)
-            except BaseException as error:
-                results[rank] = error
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.processes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+    patch.setattr(feature_store, "gather_object", gather)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(start, range(count)))
 
 
 def same_store(one: FeatureStore, other: FeatureStore) -> bool:
@@ -284,108 +217,65 @@ def same_store(one: FeatureStore, other: FeatureStore) -> bool:
     )
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 1 << 30])
 def test_processes_share_the_chats(
-    processes: int,
-    shard_bytes: int,
-    source: Source,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: Source, store: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has the examples of a single process, bit for bit."""
-    computed: list[int] = []
-    reported: list[int] = []
+    """The store has the examples of a single process, bit for bit.
 
-    def write(state: Any) -> FeatureStore:
-        progress = (lambda done, total: reported.append(done)) if state.is_main_process else None
-        return source.write(tmp_path, shard_bytes, 2, progress=progress, state=state)
-
-    spy_on_chats(monkeypatch, computed)
-    results = Group(processes, monkeypatch).run(write)
-    monkeypatch.undo()
-    assert sorted(computed) == list(range(COUNT))
-    for found in results:
-        assert isinstance(found, FeatureStore)
-        assert found.complete
-    single = source.write(tmp_path / "one", batch_size=2)
-    assert same_store(FeatureStore(tmp_path), single)
-    assert reported == sorted(reported)
-    assert reported[-1] == COUNT
-    if shard_bytes > SHARD_BYTES:  # a shard for each process
-        firsts = [shard["first"] for shard in FeatureStore(tmp_path).shards]
-        assert len(firsts) == processes
-        bounds = [*firsts, COUNT]
-        sizes = [
-            sum(source.chats.size(index) for index in range(*bounds[at : at + 2]))
-            for at in range(processes)
-        ]
-        assert max(sizes) < 1.5 * sum(sizes) / processes
-
-
-def spy_on_chats(patch: pytest.MonkeyPatch, read: list[int]) -> None:
+    Complete shards, which may be anywhere after a kill, are not computed again.
+    """
     original = ChatDataset.__getitem__
+    for processes, shard_bytes, kept in (
+        (1, 1 << 30, []),
+        (2, SHARD_BYTES, []),
+        (3, 1 << 30, []),
+        (1, SHARD_BYTES, [0, 2]),
+        (2, SHARD_BYTES, [1]),
+        (3, SHARD_BYTES, [0, 3]),
+    ):
+        folder = tmp_path / f"{processes}-{shard_bytes}-{len(kept)}"
+        shutil.copytree(store.folder, folder)
+        index = json.loads((folder / "index.json").read_text())
+        index["complete"] = False
+        index["shards"] = [index["shards"][number] for number in kept]
+        (folder / "index.json").write_text(json.dumps(index))
+        stored = {
+            shard["first"] + offset
+            for shard in index["shards"]
+            for offset in range(len(shard["chats"]))
+        }
+        computed: list[int] = []
+        reported: list[int] = []
 
-    def spy(data: ChatDataset, index: int) -> Example:
-        read.append(index)
-        return original(data, index)
+        def write(
+            state: Any, out: Path = folder, size: int = shard_bytes, seen: list[int] = reported
+        ) -> FeatureStore:
+            progress = (lambda done, _: seen.append(done)) if state.is_main_process else None
+            return source.write(out, size, progress=progress, state=state)
 
-    patch.setattr(ChatDataset, "__getitem__", spy)
+        with monkeypatch.context() as patch:
 
+            def spy(data: ChatDataset, chat: int, seen: list[int] = computed) -> Example:
+                seen.append(chat)
+                return original(data, chat)
 
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_any_number_of_processes_resumes(
-    before: int,
-    after: int,
-    victim: int,
-    store: FeatureStore,
-    source: Source,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a process was killed in its second shard. Complete ones are not computed again."""
-
-    def write(state: Any) -> FeatureStore:
-        return source.write(tmp_path, state=state)
-
-    victim = min(victim, before - 1)
-    group = Group(before, monkeypatch)
-    original = feature_store.save_file
-    written: dict[int, int] = {}
-
-    def save(tensors: Any, path: Path) -> None:
-        rank = group.local.rank
-        written[rank] = written.get(rank, 0) + 1
-        if rank == victim and written[rank] == 2:
-            while not (tmp_path / "index.json").exists():
-                time.sleep(0.01)  # the main process is still writing it
-            path.write_bytes(b"half")
-            raise Killed
-        original(tensors, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_store, "save_file", save)
-        results = group.run(write)
-    assert isinstance(results[victim], Killed)
-    partial = FeatureStore(tmp_path, source.fingerprint)
-    assert not partial.complete
-    assert len(partial.shards) == before
-    stored = {
-        shard["first"] + offset for shard in partial.shards for offset in range(len(shard["chats"]))
-    }
-    computed: list[int] = []
-    with monkeypatch.context() as patch:
-        spy_on_chats(patch, computed)
-        results = Group(after, patch).run(write)
-    assert all(isinstance(found, FeatureStore) for found in results), results
-    assert sorted(computed) == sorted(set(range(COUNT)) - stored)
-    complete = FeatureStore(tmp_path, source.fingerprint)
-    assert complete.complete
-    assert same_store(complete, store)
-    files = {shard["file"] for shard in complete.shards}
-    assert {file.name for file in tmp_path.iterdir()} == {"index.json", *files}
+            patch.setattr(ChatDataset, "__getitem__", spy)
+            found = run_processes(processes, write, patch)
+        assert sorted(computed) == sorted(set(range(COUNT)) - stored)
+        assert all(item.complete and same_store(item, store) for item in found)
+        assert reported == sorted(reported)
+        assert reported[-1] == COUNT
+        files = {shard["file"] for shard in found[0].shards}
+        assert {file.name for file in folder.iterdir()} == {"index.json", *files}
+        if shard_bytes > SHARD_BYTES:  # a shard for each process
+            firsts = [shard["first"] for shard in found[0].shards]
+            assert len(firsts) == processes
+            bounds = [*firsts, COUNT]
+            sizes = [
+                sum(source.chats.size(index) for index in range(*bounds[at : at + 2]))
+                for at in range(processes)
+            ]
+            assert max(sizes) < 1.5 * sum(sizes) / processes
 
 
 def test_store_of_an_earlier_version_is_resumed(
@@ -407,25 +297,28 @@ def test_store_of_an_earlier_version_is_resumed(
     assert (tmp_path / "features-of-mine.txt").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["data", "bytes", "target", "template", "max_length", "states", "dtype"]
-)
 def test_features_of_other_data_are_not_resumed(
-    name: str, store: FeatureStore, source: Source, monkeypatch: pytest.MonkeyPatch
+    train: Train, store: FeatureStore, source: Source, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(source.fingerprint, name, "another")
     before = (store.folder / "index.json").read_text()
-    with pytest.raises(ValueError, match=f"holds features of other data: {name} ") as caught:
-        source.write(store.folder)
-    assert "'another' here" in str(caught.value)
+    for name in source.fingerprint:
+        other = {**source.fingerprint, name: "another"}
+        with pytest.raises(ValueError, match=f"other data: {name} .*'another' here"):
+            FeatureStore(store.folder, other)
+        with pytest.raises(ValueError, match=f"other data: {name} "):
+            write_features(source.chats, source.target, store.folder, other)
     assert (store.folder / "index.json").read_text() == before
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"made_from": {}'])
-def test_damaged_index_is_rejected(content: str, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text(content)
-    with pytest.raises(ValueError, match="is not an index of features"):
-        FeatureStore(tmp_path)
+    with pytest.raises(ValueError, match="holds features of the target"):
+        train_here(None, tmp_path / "out", None, features=store.folder)
+    folder = tmp_path / "partial"
+    with killed(feature_store, "save_file", 2, write_half):
+        source.write(folder)
+    with pytest.raises(ValueError, match="run eagle-fsd train features again"):
+        train(features=folder)
+    for content in ("", "{}", '{"made_from": {}'):
+        (folder / "index.json").write_text(content)
+        with pytest.raises(ValueError, match="is not an index of features"):
+            FeatureStore(folder)
     with pytest.raises(ValueError, match="holds no features"):
         FeatureStore(tmp_path / "elsewhere")
 
@@ -453,16 +346,3 @@ def test_training_on_stored_features_validates_and_resumes(
     train(resume=True, **settings)
     assert same_weights(read_weights(out), before)
     assert [line["step"] for line in read_metrics(out, "validation")] == [6, 12]
-
-
-def test_features_of_another_target_are_rejected(store: FeatureStore, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds features of the target"):
-        train_here(None, tmp_path / "out", None, features=store.folder)
-
-
-def test_incomplete_features_are_rejected(train: Train, source: Source, tmp_path: Path) -> None:
-    folder = tmp_path / "partial"
-    with killed(*in_shard(1)):
-        source.write(folder)
-    with pytest.raises(ValueError, match="run eagle-fsd train features again"):
-        train(features=folder)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from pairs import LLAMA3_ROPE
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from eagle_fsd import EagleHead
-from eagle_fsd.model.checkpoint import save_head
 
 #: That of LLaMA 3.1.
 ROPE = {
@@ -65,37 +61,11 @@ def expected_parameters(config: PreTrainedConfig) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_number_of_parameters(name: str) -> None:
-    config = TARGETS[name]
-    head = meta_head(config)
-    count = sum(parameter.numel() for parameter in head.parameters())
-    assert count == expected_parameters(config)
-    assert all(parameter.is_meta for parameter in head.parameters())
-    with_bias = sum(parameter.numel() for parameter in meta_head(config, bias=True).parameters())
-    assert with_bias == count + config.hidden_size
-    if name in PUBLISHED:
-        assert count / 1e9 == pytest.approx(PUBLISHED[name], abs=0.006)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_saved_configuration_is_the_targets_with_one_layer(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = TARGETS[name]
-    head = meta_head(target)
-    monkeypatch.setattr(head, "state_dict", dict)  # meta tensors cannot be saved
-    save_head(head, tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["num_hidden_layers"] == 1
-    assert saved["bias"] is False
-    config = AutoConfig.for_model(saved.pop("model_type"), **saved)
-    assert type(config) is type(target)
-    for field in (*sizes(0, 0, 0, 0, 0, 0), "rope_parameters", "max_position_embeddings"):
-        if field != "num_hidden_layers":
-            assert getattr(config, field) == getattr(target, field)
-    assert target.num_hidden_layers > 1  # the target's configuration is not modified
-    if getattr(config, "layer_types", None):
-        assert config.layer_types == ["full_attention"]
-    names = {key: value.shape for key, value in meta_head(target).named_parameters()}
-    assert {key: value.shape for key, value in meta_head(config).named_parameters()} == names
+def test_number_of_parameters() -> None:
+    for name, config in TARGETS.items():
+        count = sum(parameter.numel() for parameter in meta_head(config).parameters())
+        assert count == expected_parameters(config)
+        with_bias = sum(item.numel() for item in meta_head(config, bias=True).parameters())
+        assert with_bias == count + config.hidden_size
+        if name in PUBLISHED:
+            assert count / 1e9 == pytest.approx(PUBLISHED[name], abs=0.006)

@@ -133,15 +133,6 @@ def test_validation_on_features_reports_losses_only(
     assert "; tau " in (whole / "README.md").read_text()
 
 
-def test_command_prints_losses_of_a_validation_without_tau(
-    succeed: Any, features: Path, target: Path, data: Path, tmp_path: Path
-) -> None:
-    words = without_option(command(data, tmp_path / "out", target, validation=1), "--data")
-    _, errors = succeed(*words, "--features", features)
-    (line,) = [line for line in errors.splitlines() if "held-out" in line]
-    assert line.rpartition(", ")[2].startswith("top-3 ")
-
-
 # -- device maps -----------------------------------------------------------------------------------
 
 
@@ -155,84 +146,70 @@ def load_offloaded(target: Path, offloaded: Sequence[str], folder: Path) -> PreT
     return load_target(target, device_map=places, offload_folder=str(folder))
 
 
-@pytest.mark.parametrize(
-    "offloaded",
-    [["model.layers.1"], ["model.layers.1", "lm_head"], ["model.embed_tokens", "model.layers.0"]],
-    ids=lambda parts: parts[0],
-)
 def test_features_of_a_spread_target_equal_those_of_one_device(
-    offloaded: list[str], target: Path, tmp_path: Path
+    target: Path, tmp_path: Path
 ) -> None:
     """Hooks move the inputs to the devices of the parts. One of two states precedes a layer."""
-    states = (1, LAST)
-    spread = Target(load_offloaded(target, offloaded, tmp_path))
-    ids = torch.arange(3, 43).view(2, 20)
-    assert not can_decode(spread)
+    states, ids = (1, LAST), torch.arange(3, 43).view(2, 20)
     expected = compute_features(Target(load_target(target)), ids, states)
-    assert torch.equal(compute_features(spread, ids, states), expected)
+    for offloaded in (
+        ["model.layers.1"],
+        ["model.layers.1", "lm_head"],
+        ["model.embed_tokens", "model.layers.0"],
+    ):
+        spread = Target(load_offloaded(target, offloaded, tmp_path))
+        assert not can_decode(spread)
+        assert torch.equal(compute_features(spread, ids, states), expected)
 
 
-@pytest.mark.parametrize("part", ["model.layers.1", "lm_head"])
 def test_training_with_offloaded_parts(
-    train: Train, part: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers may be offloaded, the output projection must not be."""
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "eagle_fsd.train.loaded_target.load_target",
-            lambda *_, **__: load_offloaded(target, [part], tmp_path / "disk"),
-        )
-        if part == "lm_head":
-            with pytest.raises(ValueError, match="output projection is offloaded"):
-                train("spread", device_map="auto")
-            return
-        spread = train("spread", device_map="auto", validation=1)
     whole = train("whole", validation=1)
+    parts: list[str] = []
+    monkeypatch.setattr(
+        "eagle_fsd.train.loaded_target.load_target",
+        lambda *_, **__: load_offloaded(target, parts, tmp_path / "disk"),
+    )
+    parts[:] = ["lm_head"]
+    with pytest.raises(ValueError, match="output projection is offloaded"):
+        train("spread", device_map="auto")
+    parts[:] = ["model.layers.1"]
+    spread = train("spread", device_map="auto", validation=1)
     assert same_weights(read_weights(spread), read_weights(whole))
     assert [line["tau"] for line in read_metrics(spread, "validation")] == [None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto chooses the GPU")
-@pytest.mark.parametrize("place", ["auto", "balanced", "cpu"])
 def test_commands_accept_a_device_map(
-    succeed: Any, place: str, run: Any, target: Path, data: Path, tmp_path: Path
+    succeed: Any, refused: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    common = ["--target", target, "--device-map", place]
-    succeed("train", "features", "--data", data, "--out", tmp_path / "features", *common)
-    rewritten = tmp_path / "rewritten.jsonl"
-    words = ["train", "regenerate", "--data", data, "--out", rewritten, "--max-new-tokens", 4]
-    status, _, errors = run(*words, *common)
-    assert status == 0 or "no valid chat" in errors, errors  # the target is a random one
-    assert len(rewritten.read_text().splitlines()) == 10
+    """Under two names, and for one process only."""
+    store = ("train", "features", "--data", data, "--target", target, "--out")
+    rewrite = ("train", "regenerate", "--data", data, "--max-new-tokens", 4, "--out")
+    succeed(*rewrite, tmp_path / "rewritten.jsonl", "--device-map", "auto")
     weights = []
-    for name, more in (("mapped", ["--device-map", place]), ("plain", [])):
-        succeed(*command(data, tmp_path / name, target, max_steps=2), *more)
-        weights.append(read_weights(tmp_path / name))
-    assert same_weights(*weights)
-    words = without_option(command(data, tmp_path / "stored", target, max_steps=2), "--data")
-    succeed(*words, "--features", tmp_path / "features", "--device-map", place)
-
-
-@pytest.mark.parametrize("name", ["train", "features", "regenerate"])
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [("toaster", "'toaster' is not a device"), ("cuda:99", "cuda:99 does not exist")],
-)
-def test_missing_device_is_reported_in_one_line(
-    refused: Any, name: str, place: str, message: str, target: Path, data: Path, tmp_path: Path
-) -> None:
-    words = ["train", *([] if name == "train" else [name]), "--data", data, "--target", target]
-    assert message in refused(*words, "--out", tmp_path / "out", "--device-map", place)
-
-
-def test_both_spellings_are_accepted_everywhere(refused: Any, target: Path) -> None:
-    store = ("train", "features", "--target", target, "--data", __file__, "--out", "unused")
-    for words in (("generate", "Hello!", "--device-map"), (*store, "--device")):
+    for place in (None, "auto", "cpu"):
+        options = ["--device-map", place] if place else []
+        features, out = tmp_path / f"features-{place}", tmp_path / f"out-{place}"
+        succeed(*store, features, "--max-length", 64, *options)
+        arguments = command(data, out, target, max_steps=2, validation=1)
+        succeed(*arguments, *options)
+        weights.append(read_weights(out))
+        words = [*without_option(arguments, "--data"), "--overwrite", "--features", features]
+        _, errors = succeed(*words, *options)
+        (line,) = [line for line in errors.splitlines() if "held-out" in line]
+        assert line.rpartition(", ")[2].startswith("top-3 ")  # there is no tau
+    assert all(same_weights(item, weights[0]) for item in weights)
+    for words in (
+        [*command(data, tmp_path / "no", target), "--device-map"],
+        [*store, tmp_path / "no", "--device"],
+        [*rewrite, tmp_path / "no", "--device-map"],
+        ["generate", "Hello!", "--device-map"],
+    ):
         assert "'toaster' is not a device" in refused(*words, "toaster")
-
-
-def test_device_map_requires_a_single_process() -> None:
-    check_device_map(None, 2)
+        assert "cuda:99 does not exist" in refused(*words, "cuda:99")
     check_device_map("auto", 1)
     with pytest.raises(OptionsError, match="--device-map requires a single process"):
         check_device_map("cpu", 2)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import train_here, write_rounds
+from trainings import write_rounds
 
-from eagle_fsd.bundled.problems import problems
+from eagle_fsd.bundled.problems import chat_messages, problems
 from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.config import SamplingConfig, TargetOptions
 from eagle_fsd.model.pipeline import EagleFSD
@@ -36,23 +36,23 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> ChatFile:
 
 
 class Rewriting:
-    """Rewrites chats with the bundled target, whose answers differ from chat to chat.
-
-    Attributes:
-        chats: The chats, unless a call passes others.
-        loaded: The target.
-    """
+    """Rewrites chats with the bundled target, whose answers differ from chat to chat."""
 
     def __init__(self, chats: ChatFile) -> None:
         self.chats = chats
         self.loaded = LoadedTarget.load(TargetOptions(), device_map="cpu")
 
     def __call__(
-        self, out: Path, chats: ChatFile | None = None, progress: Any = None, **changes: Any
+        self, out: Path, chats: Iterable[Chat] = (), progress: Any = None, **changes: Any
     ) -> ChatFile:
+        """Rewrite the chats, or others, which are written beside the output first."""
+        file = self.chats
+        if chats:
+            path = out.with_name("given.jsonl")
+            path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+            file = ChatFile(path)
         config = RegenerateConfig(batch_size=BATCH_SIZE, max_new_tokens=MAX_NEW_TOKENS, seed=4)
-        chats = chats or self.chats
-        return rewrite_chats(self.loaded, chats, out, config.updated(**changes), progress)
+        return rewrite_chats(self.loaded, file, out, config.updated(**changes), progress)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,6 @@ def uninterrupted(rewrite: Rewriting, tmp_path_factory: pytest.TempPathFactory) 
     out = tmp_path_factory.mktemp("rewritten") / "chats.jsonl"
     rewrite(out)
     return out
-
-
-def write_messages(path: Path, chats: Iterable[Chat]) -> ChatFile:
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return ChatFile(path)
 
 
 def test_only_assistant_turns_change(uninterrupted: Path, chats: ChatFile) -> None:
@@ -109,18 +104,15 @@ def test_greedy_answer_is_the_targets_answer_to_the_rewritten_chat(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_batch_does_not_change_the_result(
-    rewrite: Rewriting, temperature: float, tmp_path: Path
-) -> None:
+def test_the_batch_does_not_change_the_result(rewrite: Rewriting, tmp_path: Path) -> None:
     """Chats of one to three turns, alone, more than a batch holds, and all at once."""
-    found = []
-    for size in (1, 2, 8):
-        out = tmp_path / f"{size}.jsonl"
-        options = {"temperature": temperature, "batch_size": size, "max_new_tokens": 40}
-        rewrite(out, **options)
-        found.append(out.read_bytes())
-    assert found[0] == found[1] == found[2]
+    for temperature in (0.0, 1.0):
+        found = set()
+        for size in (1, 2, 8):
+            out = tmp_path / f"{size}-{temperature}.jsonl"
+            rewrite(out, temperature=temperature, batch_size=size, max_new_tokens=40)
+            found.add(out.read_bytes())
+        assert len(found) == 1
 
 
 def test_the_next_turn_joins_the_running_batch(
@@ -135,61 +127,49 @@ def test_the_next_turn_joins_the_running_batch(
 
     monkeypatch.setattr(Batch, "add", recorded)
     chosen = [chat for chat in rewrite.chats if len(chat) >= 6]
-    chats = write_messages(tmp_path / "chats.jsonl", chosen)
-    rewrite(tmp_path / "out.jsonl", chats, max_new_tokens=400, temperature=0.0)
+    rewrite(tmp_path / "out.jsonl", chosen, max_new_tokens=400, temperature=0.0)
     assert len(running) == 6
     assert running[:5] == [0, 1, 1, 1, 1]  # the last turn may be alone
 
 
-@pytest.mark.parametrize(
-    ("kept", "partial"), [([], True), ([0], False), ([4, 1], True), ([*range(6, -1, -1)], False)]
-)
 def test_interrupted_run_resumes_to_the_same_result(
-    rewrite: Rewriting, kept: list[int], partial: bool, uninterrupted: Path, tmp_path: Path
+    rewrite: Rewriting, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """With some complete lines and part of another, and another batch size."""
     lines = uninterrupted.read_text().splitlines(keepends=True)
     out = tmp_path / "chats.jsonl"
-    rest = lines[2][:30] if partial else ""
-    out.write_text("".join(lines[index] for index in kept) + rest)
     shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
-    reported: list[tuple[int, int]] = []
-    rewrite(out, progress=lambda *now: reported.append(now), batch_size=2)
-    assert out.read_bytes() == uninterrupted.read_bytes()
-    assert reported == [(done, COUNT) for done in range(len(kept) + 1, COUNT + 1)]
+    for kept, partial in (([], True), ([0], False), ([4, 1], True), (range(6, -1, -1), False)):
+        rest = lines[2][:30] if partial else ""
+        out.write_text("".join(lines[index] for index in kept) + rest)
+        reported: list[tuple[int, int]] = []
+        rewrite(out, progress=lambda *now, to=reported: to.append(now), batch_size=2)
+        assert out.read_bytes() == uninterrupted.read_bytes()
+        assert reported == [(done, COUNT) for done in range(len(kept) + 1, COUNT + 1)]
 
 
-def test_output_of_an_earlier_version_is_resumed(
+def test_output_of_other_options_is_rejected(
     rewrite: Rewriting, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """Its fingerprint has no top_p and top_k, but a batch size."""
-    out = tmp_path / "chats.jsonl"
+    """Or without a fingerprint. One of an earlier version has no top_p, but a batch size."""
+    out, meta = tmp_path / "chats.jsonl", tmp_path / "chats.jsonl.meta.json"
     shutil.copy(uninterrupted, out)
-    fingerprint = json.loads(Path(f"{uninterrupted}.meta.json").read_text())
+    with pytest.raises(ValueError, match="was written from other chats or options"):
+        rewrite(out)
+    shutil.copy(f"{uninterrupted}.meta.json", meta)
+    for change in ({"seed": 5}, {"temperature": 0.0}, {"top_p": 0.9}):
+        with pytest.raises(ValueError, match="was written from other chats or options"):
+            rewrite(out, **change)
+    fingerprint = json.loads(meta.read_text())
     del fingerprint["top_p"], fingerprint["top_k"]
-    Path(f"{out}.meta.json").write_text(json.dumps({**fingerprint, "batch_size": 5}))
+    meta.write_text(json.dumps({**fingerprint, "batch_size": 5}))
     rewrite(out)
     with pytest.raises(ValueError, match="other chats or options"):
         rewrite(out, top_p=0.9)
-
-
-def test_seed_changes_the_answers(rewrite: Rewriting, uninterrupted: Path, tmp_path: Path) -> None:
-    rewrite(tmp_path / "out.jsonl", seed=5)
-    assert (tmp_path / "out.jsonl").read_text() != uninterrupted.read_text()
-
-
-@pytest.mark.parametrize("change", [{"seed": 5}, {"temperature": 0.0}, None])
-def test_output_of_other_options_is_rejected(
-    rewrite: Rewriting, change: dict[str, Any] | None, uninterrupted: Path, tmp_path: Path
-) -> None:
-    """With a change of options, or without a fingerprint (None): the file is not touched."""
-    out = tmp_path / "chats.jsonl"
-    shutil.copy(uninterrupted, out)
-    if change is not None:
-        shutil.copy(f"{uninterrupted}.meta.json", f"{out}.meta.json")
-    with pytest.raises(ValueError, match="was written from other chats or options"):
-        rewrite(out, **(change or {}))
     assert out.read_bytes() == uninterrupted.read_bytes()
+    other = tmp_path / "other.jsonl"
+    rewrite(other, seed=5)
+    assert other.read_bytes() != out.read_bytes()
 
 
 def test_chat_ends_where_the_context_is_full(rewrite: Rewriting, tmp_path: Path) -> None:
@@ -198,8 +178,7 @@ def test_chat_ends_where_the_context_is_full(rewrite: Rewriting, tmp_path: Path)
         for question in ("How many?", " apples" * 3000, "And now?")
         for role, content in (("user", question), ("assistant", "x"))
     ]
-    chats = write_messages(tmp_path / "long.jsonl", [chat])
-    (rewritten,) = rewrite(tmp_path / "out.jsonl", chats, temperature=0.0)
+    (rewritten,) = rewrite(tmp_path / "out.jsonl", [chat], temperature=0.0)
     assert [message["role"] for message in rewritten] == ["user", "assistant"]
     assert rewritten[0]["content"] == "How many?"
 
@@ -209,7 +188,6 @@ def test_turns_of_different_chats_have_different_seeds(
 ) -> None:
     """Also those of a late turn and a later chat."""
     seeds: list[int] = []
-
     original = EagleFSD.request
 
     def request(model: EagleFSD, *arguments: Any, sampling: SamplingConfig, **options: Any) -> Any:
@@ -218,9 +196,7 @@ def test_turns_of_different_chats_have_different_seeds(
 
     monkeypatch.setattr(EagleFSD, "request", request)
     chat = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
-    rewrite(
-        tmp_path / "out.jsonl", write_messages(tmp_path / "chats.jsonl", [chat] * 9), batch_size=2
-    )
+    rewrite(tmp_path / "out.jsonl", [chat] * 9, batch_size=2)
     assert len(seeds) == len(set(seeds)) == 4 * 9
 
 
@@ -235,20 +211,9 @@ def test_chat_ends_where_the_template_rejects_it(
                 raise ValueError("the chat template rejects the chat: two")
             return super().render(chat, add_generation_prompt)
 
-    texts = [("Hello!", "x", word, "x") for word in ("one", "two")]
-    roles = ("user", "assistant") * 2
-    turns = [zip(roles, contents, strict=True) for contents in texts]
-    chats = [[{"role": role, "content": text} for role, text in chat] for chat in turns]
     strict = Template(rewrite.loaded.tokenizer)
     monkeypatch.setattr(rewrite, "loaded", replace(rewrite.loaded, chat_template=strict))
-    file = write_messages(tmp_path / "chats.jsonl", chats)
-    rewritten = rewrite(tmp_path / "out.jsonl", file, temperature=0.0)
+    chats = [chat_messages(("Hello!", "x"), (word, "x")) for word in ("one", "two")]
+    rewritten = rewrite(tmp_path / "out.jsonl", chats, temperature=0.0)
     assert [len(chat) for chat in rewritten] == [4, 2]
     assert "1 of 2 chats end early; the first one: the chat template rejects" in caplog.text
-
-
-def test_rewritten_chats_can_be_trained_on(
-    uninterrupted: Path, target: Path, tmp_path: Path
-) -> None:
-    out = train_here(uninterrupted, tmp_path / "out", target, max_steps=1)
-    assert (out / "model.safetensors").exists()

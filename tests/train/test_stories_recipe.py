@@ -10,7 +10,7 @@ from published import STORIES
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.train.config import TrainConfig
-from eagle_fsd.train.recipes.stories import TEST_OPENINGS, openings, train_stories_head
+from recipes.stories import TEST_OPENINGS, openings, train_stories_head
 
 
 def test_openings_are_distinct_and_always_the_same() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import RanksRequest
 from eagle_fsd.train.loaded_target import LoadedTarget
-from eagle_fsd.train.recipes.chats import write_chats
 from eagle_fsd.train.token_ranks import rank_tokens
 
 

@@ -19,20 +19,14 @@ from eagle_fsd.train.config import DivergenceLoss, TrainConfig, TrainRequest, re
 
 
 def test_defaults_are_those_of_eagle() -> None:
-    """As in arXiv 2401.15077 and the authors' training script."""
+    """As in arXiv 2401.15077 and the authors' training script; wider heads learn more slowly."""
     config = TrainConfig()
-    assert config.learning_rate(4096) == 3e-5
     assert (config.beta1, config.beta2) == (0.9, 0.95)
     assert (config.clip, config.noise, config.warmup) == (0.5, 0.1, 2000)
     assert (config.feature_weight, config.token_weight) == (1.0, 0.1)
     assert config.max_length == 2048
-
-
-def test_default_learning_rate_falls_with_the_hidden_size() -> None:
-    config = TrainConfig()
-    assert config.learning_rate(8192) == pytest.approx(1.5e-5)
-    assert config.learning_rate(128) == pytest.approx(3e-5 * 32)
-    for size in (128, 4096, 8192):
+    for size, rate in ((4096, 3e-5), (8192, 1.5e-5), (128, 3e-5 * 32)):
+        assert config.learning_rate(size) == pytest.approx(rate)
         assert TrainConfig(lr=2e-4).learning_rate(size) == 2e-4
 
 
@@ -51,9 +45,8 @@ def test_learning_rate_warms_up_and_decays_linearly(total: int, warmup: int) -> 
         assert max(steps, default=0) - min(steps, default=0) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "accepted"),
-    [
+def test_invalid_values_are_reported_with_what_is_accepted(tmp_path: Path) -> None:
+    for name, value, accepted in (
         ("epochs", 2.5, "an integer in [1, 10000]"),
         ("epochs", True, "an integer"),
         ("max_steps", 0, "an integer of at least 1"),
@@ -62,16 +55,9 @@ def test_learning_rate_warms_up_and_decays_linearly(total: int, warmup: int) -> 
         ("beta2", 1.0, "a number in [0, "),
         ("divergence_loss", "hellinger", ", ".join(get_args(DivergenceLoss))),
         ("bias", 1, "true or false"),
-    ],
-)
-def test_invalid_value_is_reported_with_what_is_accepted(
-    name: str, value: Any, accepted: str
-) -> None:
-    with pytest.raises(OptionsError, match=f"^{name} must be .*{re.escape(accepted)}.*; got "):
-        TrainConfig.from_dict({name: value})
-
-
-def test_request_needs_either_chats_or_features(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(OptionsError, match=f"^{name} must be .*{re.escape(accepted)}.*; got "):
+            TrainConfig.from_dict({name: value})
     for sources in ({}, {"data": tmp_path, "features": tmp_path}):
         with pytest.raises(ValueError, match="either --data or --features"):
             TrainRequest(out=tmp_path, **sources)
@@ -84,73 +70,42 @@ def test_request_needs_either_chats_or_features(tmp_path: Path) -> None:
 # -- YAML files ------------------------------------------------------------------------------------
 
 
-def test_read_config_returns_what_the_file_sets(tmp_path: Path) -> None:
+def test_files_set_options(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("# mine\nlr: 0.001\nunroll: 3\ndivergence_loss: tv\nbias: true\n")
     assert read_config(path) == {"lr": 1e-3, "unroll": 3, "divergence_loss": "tv", "bias": True}
     path.write_text("")
     assert read_config(path) == {}
-
-
-def test_every_option_can_be_written_and_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
     config = TrainConfig(lr=1e-4, max_steps=7, bias=True)
     path.write_text(yaml.safe_dump(config.model_dump()))
     assert TrainConfig.from_dict(read_config(path)) == config
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("learning_rate: 1", ("unknown option learning_rate", "epochs")),
-        ("epochs: 0", ("epochs must be an integer in [1, 10000]; got 0",)),
-        ("- epochs", ("mapping",)),
-        ("epochs: [1", ("config.yaml",)),
-        ("epochs: !!python/object:os.system x", ("config.yaml",)),
-    ],
-)
-def test_invalid_file_is_reported_in_one_line(
-    text: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
-        read_config(path)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+    for text, message in (
+        ("learning_rate: 1", "unknown option learning_rate; the options are .*epochs"),
+        ("epochs: 0", r"epochs must be an integer in \[1, 10000\]; got 0"),
+        ("- epochs", "mapping"),
+        ("epochs: [1", ""),
+        ("epochs: !!python/object:os.system x", ""),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{message}") as caught:
+            read_config(path)
+        assert "\n" not in str(caught.value)
 
 
 # -- the command line ------------------------------------------------------------------------------
 
 
-def test_every_option_is_in_the_help(run) -> None:
-    status, out, _ = run("train", "--help")
-    assert status == 0
-    for name, field in TrainConfig.model_fields.items():
-        assert "--" + name.replace("_", "-") in out
-        assert field.description[:20] in out
-
-
 def test_command_line_overrides_the_file(
-    succeed: Any, target: Path, data: Path, tmp_path: Path
+    succeed: Any, refused: Any, target: Path, data: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("seed: 5\nnoise: 0.5\nmax_steps: 9\nbias: true\n")
-    out = tmp_path / "out"
+    path, out = tmp_path / "config.yaml", tmp_path / "out"
+    path.write_text("learning_rate: 0.1\n")
     arguments = command(data, out, target, "--config", str(path), "--no-bias", max_steps=2)
+    assert "learning_rate" in refused(*arguments)
+    assert not out.exists()
+    path.write_text("seed: 5\nnoise: 0.5\nmax_steps: 9\nbias: true\n")
     succeed(*arguments)
     saved = json.loads((out / "recipe.json").read_text())["recipe"]
     assert (saved["seed"], saved["noise"], saved["max_steps"], saved["bias"]) == (5, 0.5, 2, False)
     assert TrainConfig.from_dict(saved).model_dump() == saved
     assert json.loads((out / "training.json").read_text())["settings"] == saved
-
-
-def test_invalid_file_is_a_usage_error(
-    refused: Any, target: Path, data: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("learning_rate: 0.1\n")
-    out = tmp_path / "out"
-    assert "learning_rate" in refused(*command(data, out, target, "--config", str(path)))
-    assert not out.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +34,15 @@ from trainings import (
 
 from eagle_fsd import EagleHead, OptionsError
 from eagle_fsd.model.checkpoint import save_head
-from eagle_fsd.model.loading import load_target, load_tokenizer
+from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.assistant_mask import encode_chat
-from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.config import FeaturesRequest
-from eagle_fsd.train.dataset import Batch
+from eagle_fsd.train.dataset import Batch, split_validation
 from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.trainer import Trainer
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
-from eagle_fsd.utils.chat_templates import TokenizerTemplate
 
 #: Options of the uninterrupted training, which has validations.
 VALIDATED = {"validation": 1, "validate_every": 5}
@@ -61,15 +59,6 @@ def uninterrupted(target: Path, data: Path, tmp_path_factory: pytest.TempPathFac
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    """Return the one-line message of the TrainingError that a call raises."""
-    with pytest.raises(TrainingError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -90,7 +79,7 @@ def test_training_writes_its_files(uninterrupted: Path) -> None:
     assert {"train/top1", "train/lr", "validation/tau"} <= set(events.Tags()["scalars"])
 
 
-def test_metrics_of_steps_and_validations(uninterrupted: Path) -> None:
+def test_metrics_of_steps_and_validations(uninterrupted: Path, target: Path, data: Path) -> None:
     lines = read_metrics(uninterrupted)
     assert [line["step"] for line in lines] == list(range(1, 13))
     for line in lines:
@@ -105,21 +94,16 @@ def test_metrics_of_steps_and_validations(uninterrupted: Path) -> None:
         assert line["tau"] >= 1
         assert line["js_by_depth"]
         assert all(0 <= value <= 0.7 for value in line["js_by_depth"])  # at most ln 2
+    chats = LoadedTarget.load(TargetOptions(target=target)).open_chats(data, 64)
+    kept, _ = split_validation(len(chats), 1, 0)
+    tokens = sum(len(chats[index].ids) for index in kept)  # nine chats, in five batches of two
+    assert lines[4]["tokens"] == tokens + 2  # without padding, but with a filler
 
 
-def test_tokens_are_counted_without_padding(train: Train, target: Path, data: Path) -> None:
-    out = train(max_steps=6, batch_size=4, max_length=50)
-    tokenizer = load_tokenizer(target)
-    chat_template = TokenizerTemplate(tokenizer)
-    lengths = [len(encode_chat(chat, tokenizer, chat_template, 50).ids) for chat in ChatFile(data)]
-    filler = 2 * 2 * 2  # in two epochs, two rows of two tokens
-    assert 0 <= read_metrics(out)[-1]["tokens"] - 2 * sum(lengths) <= filler
-
-
-@HEADS
-def test_loss_falls(options: dict[str, Any], train: Train) -> None:
-    losses = read_losses(train(max_steps=60, epochs=100, checkpoint_every=60, **options))
-    assert losses[-5:].mean() < 0.9 * losses[:5].mean()
+def test_loss_falls(train: Train) -> None:
+    for name, options in (("eagle", {}), ("eagle3", EAGLE3)):
+        losses = read_losses(train(name, max_steps=60, epochs=100, checkpoint_every=60, **options))
+        assert losses[-5:].mean() < 0.9 * losses[:5].mean()
 
 
 # -- starting from a head --------------------------------------------------------------------------
@@ -198,111 +182,88 @@ def test_other_trainings_resume_to_the_same_weights(settings: dict[str, Any], tr
         train(resume=True, **{**settings, "tokens_per_batch": 250})
 
 
-def test_seed_changes_the_weights(train: Train, uninterrupted: Path) -> None:
-    out = train(seed=1, **VALIDATED)
-    assert not same_weights(read_weights(out), read_weights(uninterrupted))
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_loss_that_is_not_finite_keeps_the_last_checkpoint(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failed_step_keeps_the_last_checkpoint(
+    train: Train, target: Path, data: Path, tmp_path: Path
 ) -> None:
+    """The message is one line, and the weights of the checkpoint are finite."""
+
     def diverge(trainer: Trainer, *_: Any) -> dict[str, Any]:
         return {"loss": sum(p.sum() for p in trainer.losses.parameters()) * float("nan")}
 
-    replace_call(monkeypatch, Trainer, "_compute_losses", 8, diverge)
-    message = error_of(train)
-    assert message == "step 8: the loss is not finite; the checkpoint of step 6 is kept"
-    assert checkpoints(tmp_path / "out") == ["step-3", "step-6"]
-    saved = load_file(tmp_path / "out" / "checkpoints" / "step-6" / "model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in saved.values())
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot")
 
-
-def test_gradient_that_is_not_finite_does_not_reach_the_weights(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is reported in its own step, although that step's loss is finite."""
     original = Accelerator.clip_grad_norm_
 
-    def overflow(*arguments: Any) -> Any:
+    def overflow(*arguments: Any) -> Any:  # in a step whose loss is finite
         return original(*arguments) * float("inf")
 
-    replace_call(monkeypatch, Accelerator, "clip_grad_norm_", 6, overflow)
-    message = error_of(train)
-    assert message == "step 6: the loss is not finite; the checkpoint of step 3 is kept"
-    assert checkpoints(tmp_path / "out") == ["step-3"]
-
-
-def test_broken_target_is_reported_in_the_first_step(
-    target: Path, data: Path, tmp_path: Path
-) -> None:
+    advice = "out of memory; lower batch_size or tokens_per_batch (and raise accumulate"
+    failures = {
+        "loss": (Trainer, "_compute_losses", 8, diverge, "the loss is not finite", 6),
+        "gradient": (Accelerator, "clip_grad_norm_", 6, overflow, "the loss is not finite", 3),
+        "memory": (Trainer, "_compute_losses", 5, fail, advice, 3),
+    }
+    for name, (owner, method, step, replacement, reason, kept) in failures.items():
+        with pytest.MonkeyPatch.context() as patch:
+            replace_call(patch, owner, method, step, replacement)
+            with pytest.raises(TrainingError) as caught:
+                train(name)
+        message = str(caught.value)
+        assert message.startswith(f"step {step}: {reason}")
+        assert message.endswith(f"; the checkpoint of step {kept} is kept")
+        assert "\n" not in message
+        assert checkpoints(tmp_path / name) == [f"step-{at}" for at in (3, 6) if at <= kept]
+        folder = tmp_path / name / "checkpoints" / f"step-{kept}"
+        saved = load_file(folder / "model.safetensors").values()
+        assert all(tensor.isfinite().all() for tensor in saved)
     broken = shutil.copytree(target, tmp_path / "target")
     state = load_file(broken / "model.safetensors")
     state["model.norm.weight"][3] = float("nan")
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
-    message = error_of(lambda: train_here(data, tmp_path / "out", broken))
-    assert message == "step 1: the loss is not finite; there is no checkpoint yet"
+    with pytest.raises(TrainingError, match=r"^step 1: .*not finite; there is no checkpoint yet$"):
+        train_here(data, tmp_path / "out", broken)
 
 
-def test_out_of_memory_is_one_line_with_advice(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot")
-
-    replace_call(monkeypatch, Trainer, "_compute_losses", 5, fail)
-    message = error_of(train)
-    for word in ("step 5", "batch_size", "accumulate", "step 3 is kept"):
-        assert word in message
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0"),
-        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
-    ],
-    ids=["os", "torch", "safetensors"],
-)
 def test_full_disk_keeps_the_last_checkpoint(
-    train: Train, error: Exception, uninterrupted: Path, tmp_path: Path
+    train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """No partial checkpoint is left, and the training can be resumed."""
-    out = tmp_path / "out"
+    errors = {
+        "os": OSError(errno.ENOSPC, "No space left on device"),
+        "torch": RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0"),
+        "safetensors": SafetensorError("I/O error: File too large (os error 27)"),
+    }
+    for name, error in errors.items():
 
-    def fail(accelerator: Accelerator, path: str) -> None:
-        write_half(accelerator, path)
-        raise error
+        def fail(accelerator: Accelerator, path: str, error: Exception = error) -> None:
+            write_half(accelerator, path)
+            raise error
 
-    with pytest.MonkeyPatch.context() as patch:
-        replace_call(patch, Accelerator, "save_state", 3, fail)
-        message = error_of(lambda: train(**VALIDATED))
-    assert "step 9 could not be written" in message
-    assert "the checkpoint of step 6 is kept" in message
-    assert checkpoints(out) == ["step-3", "step-6"]
-    train(resume=True, **VALIDATED)
-    assert same_weights(read_weights(out), read_weights(uninterrupted))
+        with pytest.MonkeyPatch.context() as patch:
+            replace_call(patch, Accelerator, "save_state", 3, fail)
+            with pytest.raises(TrainingError) as caught:
+                train(name, **VALIDATED)
+        assert "step 9 could not be written" in str(caught.value)
+        assert "the checkpoint of step 6 is kept" in str(caught.value)
+        assert checkpoints(tmp_path / name) == ["step-3", "step-6"]
+    train(name, resume=True, **VALIDATED)
+    assert same_weights(read_weights(tmp_path / name), read_weights(uninterrupted))
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", [0.25, None], ids=["float", "none"])
-def test_norm_of_the_gradient_may_be_a_number_or_missing(
-    train: Train, norm: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As DeepSpeed returns it."""
-    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: norm)
-    out = train(max_steps=2)
-    assert [line["gradient_norm"] for line in read_metrics(out)] == [norm] * 2
-
-
-def test_deepspeed_takes_its_settings_from_the_options(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its settings from the options; its gradient's norm may be a number or missing."""
+    for norm in (0.25, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(Accelerator, "clip_grad_norm_", lambda *_, norm=norm: norm)
+            out = train(str(norm), max_steps=2)
+        assert [line["gradient_norm"] for line in read_metrics(out)] == [norm] * 2
     plugin = SimpleNamespace(deepspeed_config={"gradient_clipping": 0.5}, enable_msamp=False)
     monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
     train(max_steps=1, accumulate=3, clip=0.25)
@@ -316,14 +277,8 @@ def test_deepspeed_takes_its_settings_from_the_options(
 # -- batches of tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["chats", "features"])
 def test_batches_never_exceed_the_budget_of_tokens(
-    train: Train,
-    stored: bool,
-    target: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Train, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And every epoch has the same number of batches, which hold every chat once."""
     seen: list[tuple[int, int, int, list[int]]] = []
@@ -334,22 +289,17 @@ def test_batches_never_exceed_the_budget_of_tokens(
         return original(trainer, epoch, batch)
 
     monkeypatch.setattr(Trainer, "_compute_losses", record)
-    source: dict[str, Any] = {}
-    if stored:
-        features = tmp_path / "features"
-        request = FeaturesRequest(data=data, out=features, target=target, max_length=128)
-        store_features(request)
-        source["features"] = features
-    train(**TOKENS, **source, max_steps=None, epochs=3)
-    assert all(rows * width <= 200 for _, rows, width, _ in seen)
-    assert max(rows for _, rows, _, _ in seen) > 2  # batch_size does not limit it
-    for epoch in range(3):
-        batches = [indices for number, _, _, indices in seen if number == epoch]
-        assert sorted(index for batch in batches for index in batch) == list(range(10))
-        assert len(batches) == len(seen) // 3
-
-
-def test_budget_below_the_longest_chat_is_rejected(train: Train, tmp_path: Path) -> None:
+    features = tmp_path / "features"
+    store_features(FeaturesRequest(data=data, out=features, target=target, max_length=128))
+    for name, source in (("chats", {}), ("stored", {"features": features})):
+        seen.clear()
+        train(name, **TOKENS, **source, max_steps=None, epochs=3)
+        assert all(rows * width <= 200 for _, rows, width, _ in seen)
+        assert max(rows for _, rows, _, _ in seen) > 2  # batch_size does not limit it
+        for epoch in range(3):
+            batches = [indices for number, _, _, indices in seen if number == epoch]
+            assert sorted(index for batch in batches for index in batch) == list(range(10))
+            assert len(batches) == len(seen) // 3
     with pytest.raises(OptionsError, match=r"at least max_length \(128\); got 100"):
         train(tokens_per_batch=100, max_length=128)
     assert not (tmp_path / "out").exists()
@@ -358,24 +308,24 @@ def test_budget_below_the_longest_chat_is_rejected(train: Train, tmp_path: Path)
 # -- equivalent trainings --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [4, 3], ids=["full", "not-full"])
-def test_accumulated_batches_equal_one_large_batch(
-    train: Train, count: int, tmp_path: Path
-) -> None:
+def test_accumulated_batches_equal_one_large_batch(train: Train, tmp_path: Path) -> None:
     """All chats in every step, of different lengths: means are over positions, not over batches."""
-    data = write_chats(tmp_path / "chats.jsonl", count)
-    settings = {"max_length": 256, "max_steps": 6}
-    whole = train("whole", data=data, batch_size=4, **settings)
-    parts = train("parts", data=data, accumulate=2, **settings)
-    assert read_losses(parts).tolist() == pytest.approx(read_losses(whole).tolist(), rel=1e-4)
-    for name, tensor in read_weights(whole).items():
-        torch.testing.assert_close(read_weights(parts)[name], tensor, rtol=1e-3, atol=1e-5)
+    for count in (4, 3):
+        data = write_chats(tmp_path / "chats.jsonl", count)
+        settings = {"data": data, "max_length": 256, "max_steps": 6}
+        whole = train(f"whole-{count}", batch_size=4, **settings)
+        parts = train(f"parts-{count}", accumulate=2, **settings)
+        assert read_losses(parts).tolist() == pytest.approx(read_losses(whole).tolist(), rel=1e-4)
+        for name, tensor in read_weights(whole).items():
+            torch.testing.assert_close(read_weights(parts)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_worker_processes_do_not_change_the_weights(train: Train, uninterrupted: Path) -> None:
-    """Nor does ``resume`` where there is no training yet."""
+def test_only_the_seed_changes_the_weights(train: Train, uninterrupted: Path) -> None:
+    """Worker processes do not, nor does ``resume`` where there is no training yet."""
     out = train(workers=2, resume=True, **VALIDATED)
     assert same_weights(read_weights(out), read_weights(uninterrupted))
+    other = train("other", seed=1, **VALIDATED)
+    assert not same_weights(read_weights(other), read_weights(uninterrupted))
 
 
 @pytest.mark.slow

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from trainings import (
     EAGLE3,
     KILLED_IN_MID_EPOCH,
-    TIMEOUT,
     Train,
     command,
     read_losses,
@@ -22,7 +19,6 @@ from trainings import (
     read_weights,
     run_process,
     same_training,
-    start,
     write_chats,
 )
 
@@ -30,41 +26,13 @@ from eagle_fsd.train.feature_store import FeatureStore
 from eagle_fsd.train.training_folder import TrainingFolder
 
 
-@pytest.mark.slow
-def test_first_signal_stops_with_a_checkpoint(target: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    endless = {"max_steps": 1_000_000, "epochs": 10_000, "checkpoint_every": 1_000_000}
-    process = start(command(data, out, target, **endless))
-    deadline = time.monotonic() + TIMEOUT
-    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 130
-    assert "stopping after this step" in errors
-    assert "Traceback" not in errors
-    last = read_metrics(out)[-1]["step"]
-    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last}"]
-
-
-@pytest.mark.parametrize(
-    "signals",
-    [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]],
-    ids=["SIGINT", "SIGTERM", "twice"],
-)
 def test_only_the_first_signal_waits_for_a_checkpoint(
-    signals: list[signal.Signals],
-    target: Path,
-    data: Path,
-    tmp_path: Path,
-    run,
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, data: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Received after step 5, it stops after step 6; a second signal stops at once."""
     handler = signal.getsignal(signal.SIGINT)
     original = TrainingFolder.append_metrics
+    signals: list[signal.Signals] = []
 
     def interrupt(folder: TrainingFolder, line: dict[str, Any]) -> None:
         original(folder, line)
@@ -73,39 +41,16 @@ def test_only_the_first_signal_waits_for_a_checkpoint(
                 signal.raise_signal(number)
 
     monkeypatch.setattr(TrainingFolder, "append_metrics", interrupt)
-    status, _, _ = run(*command(data, tmp_path / "out", target))
-    assert status == 130
-    found = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
-    assert found == ({"step-3", "step-6"} if len(signals) == 1 else {"step-3"})
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-@pytest.mark.slow
-def test_full_disk_is_reported_in_one_line(target: Path, data: Path, tmp_path: Path) -> None:
-    """The error of safetensors is not an OSError."""
-
-    def limit_file_size() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-
-    arguments = command(data, tmp_path / "out", target)
-    _, errors = run_process(arguments, status=1, preexec_fn=limit_file_size)
-    assert "Traceback" not in errors
-    assert "step 3 could not be written" in errors.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_sigkill_then_resume_gives_the_same_weights(
-    target: Path, data: Path, tmp_path: Path
-) -> None:
-    """Bit for bit those of an uninterrupted training; see test_trainer.py for other moments."""
-    out = tmp_path / "out"
-    launcher = ["-c", KILLED_IN_MID_EPOCH]
-    run_process(command(data, out, target), launcher, status=-signal.SIGKILL)
-    assert len(read_metrics(out)) == 8
-    assert not (out / "model.safetensors").exists()
-    run_process(command(data, out, target, "--resume"))
-    run_process(command(data, tmp_path / "whole", target))
-    assert same_training(out, tmp_path / "whole")
+    for found, steps in (
+        ([signal.SIGINT], {3, 6}),
+        ([signal.SIGTERM], {3, 6}),
+        ([signal.SIGINT] * 2, {3}),
+    ):
+        signals[:] = found
+        assert run(*command(data, tmp_path / "out", target, "--overwrite"))[0] == 130
+        folders = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+        assert folders == {f"step-{step}" for step in steps}
+        assert signal.getsignal(signal.SIGINT) is handler
 
 
 # -- two processes ---------------------------------------------------------------------------------
@@ -127,13 +72,19 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2}, EAGLE3],
-    ids=["plain", "accumulate", "eagle3"],
+    ("options", "alone"),
+    [
+        ({}, {"batch_size": 4}),
+        ({"accumulate": 2}, {"batch_size": 4}),
+        (EAGLE3, {"batch_size": 4}),
+        ({"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}, {"accumulate": 2}),
+    ],
+    ids=["plain", "accumulate", "eagle3", "tokens"],
 )
-def test_two_processes_equal_one_with_twice_the_batch_size(
+def test_two_processes_equal_one_with_twice_the_batch(
     train: Train,
     options: dict[str, Any],
+    alone: dict[str, Any],
     target: Path,
     data: Path,
     tmp_path: Path,
@@ -141,14 +92,16 @@ def test_two_processes_equal_one_with_twice_the_batch_size(
 ) -> None:
     """With ten chats in batches of four, the last of an epoch is filled up in one process only.
 
-    The processes of an EAGLE-3 training count the tokens of the answers together.
+    The processes of an EAGLE-3 training count the tokens of the answers together. They share
+    batches of tokens, which have different numbers of chats and of answers.
     """
     options = {"max_length": 256, **options}
-    one, two = tmp_path / "one", tmp_path / "two"
-    train("one", batch_size=4, **options)
+    two = tmp_path / "two"
+    one = train("one", **options, **alone)
     _, errors = run_process(command(data, two, target, **options), two_processes)
-    assert errors.count("step 12 of 12") == 1  # only one process prints
-    assert len(read_losses(two)) == 12
+    steps = options.get("max_steps", 12)
+    assert errors.count(f"step {steps} of {steps}") == 1  # only one process prints
+    assert len(read_losses(two)) == steps
     assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
     for name in ("tokens", "lr", "top1"):
         values = [line[name] for line in read_metrics(two)]
@@ -157,21 +110,6 @@ def test_two_processes_equal_one_with_twice_the_batch_size(
         torch.testing.assert_close(read_weights(two)[name], tensor, rtol=1e-3, atol=1e-5)
     for checkpoint in (two / "checkpoints").iterdir():
         assert len(list(checkpoint.glob("random_states_*"))) == 2  # one for each process
-
-
-@pytest.mark.slow
-def test_two_processes_share_batches_of_tokens(
-    train: Train, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
-) -> None:
-    """As one process accumulates them. Batches have different numbers of chats and of answers."""
-    options = {"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}
-    one, two = tmp_path / "one", tmp_path / "two"
-    train("one", accumulate=2, **options)
-    run_process(command(data, two, target, **options), two_processes)
-    assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
-    assert read_metrics(two)[-1]["tokens"] == read_metrics(one)[-1]["tokens"]
-    for name, tensor in read_weights(one).items():
-        torch.testing.assert_close(read_weights(two)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -218,8 +156,7 @@ def test_two_processes_store_the_features_of_one(
     one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
     for out, launcher in ((one, []), (two, two_processes)):
         printed, errors = run_process([*arguments, str(out)], launcher)
-        assert printed.count("40 chats are in") == 1
-        assert errors.count("are free in") == 1
+        assert printed.count("40 chats are in") == errors.count("are free in") == 1
     single = FeatureStore(one)
     assert (len(single.shards), len(FeatureStore(two).shards)) == (1, 2)
     script = tmp_path / "killed.py"

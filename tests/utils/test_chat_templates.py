@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.utils.chat_templates import (
     FastChatTemplate,
-    TokenizerTemplate,
     encode_prompt,
     load_chat_template,
 )
@@ -29,32 +28,25 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(BUNDLED_TARGET)
 
 
-def _with_template(text: str) -> PreTrainedTokenizerBase:
-    tokenizer = copy.deepcopy(tokenizer_without_template())
-    tokenizer.chat_template = text
-    return tokenizer
-
-
-@pytest.mark.parametrize("generation", [False, True])
-def test_tokenizer_template_matches_hugging_face(
-    tokenizer: PreTrainedTokenizerBase, generation: bool
-) -> None:
+def test_tokenizer_template_matches_hugging_face(tokenizer: PreTrainedTokenizerBase) -> None:
     template = load_chat_template(tokenizer)
-    assert isinstance(template, TokenizerTemplate)
     assert (list(template.stop), list(template.stop_token_ids)) == ([], [])
-    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation)
-    assert template.render(CHAT, add_generation_prompt=generation) == expected
+    for generation in (False, True):
+        expected = tokenizer.apply_chat_template(
+            CHAT, tokenize=False, add_generation_prompt=generation
+        )
+        assert template.render(CHAT, add_generation_prompt=generation) == expected
 
 
-def test_tokenizer_without_a_template_raises() -> None:
+def test_errors_name_the_template() -> None:
     with pytest.raises(ValueError, match="the tokenizer has no chat template; select a FastChat"):
         load_chat_template(tokenizer_without_template())
-
-
-def test_chat_that_the_template_rejects_raises() -> None:
-    template = TokenizerTemplate(_with_template("{{ raise_exception('no system role') }}"))
+    with pytest.raises(ValueError, match=r"unknown FastChat template 'vicuna'; .*vicuna_v1.1"):
+        load_chat_template(tokenizer_without_template(), "vicuna")
+    strict = copy.deepcopy(tokenizer_without_template())
+    strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="the chat template rejects the chat: no system role"):
-        template.render(CHAT)
+        load_chat_template(strict).render(CHAT)
 
 
 def test_fastchat_template_matches_fastchat(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,30 +70,18 @@ def test_fastchat_template_is_not_changed_by_rendering() -> None:
     assert template.render(CHAT[:1]) == first
     assert conv_templates["one_shot"].messages
     assert "apples" not in str(conv_templates["one_shot"].messages)
+    for name, stop, stop_token_ids in (
+        ("starchat", ["<|end|>"], [0, 49155]),
+        ("aquila-chat", ["###", "</s>", "[UNK]"], []),
+    ):
+        template = FastChatTemplate(name)
+        assert (list(template.stop), list(template.stop_token_ids)) == (stop, stop_token_ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "stop", "stop_token_ids"),
-    [("starchat", ["<|end|>"], [0, 49155]), ("aquila-chat", ["###", "</s>", "[UNK]"], [])],
-)
-def test_fastchat_template_has_its_stop_strings_and_tokens(
-    name: str, stop: list[str], stop_token_ids: list[int]
-) -> None:
-    template = FastChatTemplate(name)
-    assert (list(template.stop), list(template.stop_token_ids)) == (stop, stop_token_ids)
-
-
-def test_unknown_fastchat_template_raises_with_known_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown FastChat template 'vicuna'; .*vicuna_v1.1"):
-        FastChatTemplate("vicuna")
-
-
-@pytest.mark.parametrize("name", [None, "vicuna_v1.1"])
-def test_encode_prompt_adds_special_tokens_once(
-    tokenizer: PreTrainedTokenizerBase, name: str | None
-) -> None:
+def test_encode_prompt_adds_special_tokens_once(tokenizer: PreTrainedTokenizerBase) -> None:
     """A tokenizer's own template writes them itself, a FastChat template does not."""
-    template = load_chat_template(tokenizer, name)
-    ids = encode_prompt(CHAT, tokenizer, template)
-    text = template.render(CHAT, add_generation_prompt=True)
-    assert ids.tolist() == [tokenizer(text, add_special_tokens=name is not None).input_ids]
+    for name in (None, "vicuna_v1.1"):
+        template = load_chat_template(tokenizer, name)
+        text = template.render(CHAT, add_generation_prompt=True)
+        expected = tokenizer(text, add_special_tokens=name is not None).input_ids
+        assert encode_prompt(CHAT, tokenizer, template).tolist() == [expected]

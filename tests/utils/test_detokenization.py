@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pairs import tokenizer as character_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -23,11 +24,20 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     return [detokenizer.step(token) for token in ids]
 
 
-@given(text=st.text(st.characters(codec="utf-8"), max_size=40))
-def test_pieces_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert "".join(_pieces(tokenizer, ids)) == decoded
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=40), min_size=2, max_size=2))
+@example(["Mia has 8 apples", "xyz"])
+def test_pieces_add_up_to_the_decoded_text(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str]
+) -> None:
+    """Those of answers that are streamed in turn, without special tokens."""
+    streams = [IncrementalDetokenizer(tokenizer) for _ in texts]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    pieces = [""] * len(texts)
+    for tokens in itertools.zip_longest(*ids, fillvalue=tokenizer.eos_token_id):
+        for row, token in enumerate(tokens):
+            pieces[row] += streams[row].step(token)
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert pieces == [tokenizer.decode(row, **options) for row in ids]
 
 
 def test_character_of_several_tokens_appears_with_the_last(
@@ -72,25 +82,6 @@ def test_invalid_bytes_become_replacement_characters(
     assert text.endswith("hello")
     if all(token > 255 for token in ids):
         assert "\ufffd" not in text
-
-
-def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
-    a, b = (tokenizer(text, add_special_tokens=False).input_ids for text in ("apples", " and"))
-    assert "".join(_pieces(tokenizer, [*a, tokenizer.eos_token_id, *b])) == "apples and"
-
-
-def test_word_after_the_first_keeps_its_space(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = tokenizer("Mia has 8 apples", add_special_tokens=False).input_ids
-    assert "".join(_pieces(tokenizer, ids)) == "Mia has 8 apples"
-
-
-def test_detokenizers_are_independent() -> None:
-    """Two answers streamed in turn from one tokenizer."""
-    tokenizer = character_tokenizer()
-    first, second = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
-    ids = [tokenizer(text).input_ids for text in ("abc", "xyz")]
-    pieces = [(first.step(a), second.step(b)) for a, b in zip(*ids, strict=True)]
-    assert ["".join(texts) for texts in zip(*pieces, strict=True)] == ["abc", "xyz"]
 
 
 def test_slow_tokenizer_is_rejected() -> None:

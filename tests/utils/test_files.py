@@ -51,27 +51,31 @@ def test_atomic_path_requires_the_file_to_be_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_files_have_the_permissions_of_new_files(tmp_path: Path, mask: int) -> None:
+def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
     """Also if a library creates the file with others."""
-    before = os.umask(mask)
-    try:
-        atomic_write(tmp_path / "text", "x")
-        with atomic_path(tmp_path / "tensors") as temporary:
-            save_file({"x": torch.zeros(1)}, temporary)
-    finally:
-        os.umask(before)
-    for path in tmp_path.iterdir():
-        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+    for mask in (0o022, 0o077):
+        before = os.umask(mask)
+        try:
+            atomic_write(tmp_path / "text", "x")
+            with atomic_path(tmp_path / "tensors") as temporary:
+                save_file({"x": torch.zeros(1)}, temporary)
+        finally:
+            os.umask(before)
+        for path in tmp_path.iterdir():
+            assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_jsonl_round_trip_keeps_unicode_line_separators(tmp_path: Path) -> None:
+def test_lines_are_appended_and_read(tmp_path: Path) -> None:
+    """Unicode's line separators are kept; a damaged line is named."""
     path = tmp_path / "lines.jsonl"
     values = [{"text": "a\u2028b\u0085c"}, ["é"], 3]
     for value in values:
         append_line(path, json.dumps(value, ensure_ascii=False))
     append_line(path, "")
     assert read_jsonl(path) == values
+    append_line(path, "{")
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 5: not JSON"):
+        read_jsonl(path)
 
 
 def test_a_partial_last_line_is_skipped_and_truncated(tmp_path: Path) -> None:
@@ -85,10 +89,3 @@ def test_a_partial_last_line_is_skipped_and_truncated(tmp_path: Path) -> None:
     truncate_partial_line(path)
     assert path.read_bytes() == complete
     truncate_partial_line(tmp_path / "missing")
-
-
-def test_read_jsonl_names_the_damaged_line(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text("1\n\n{\n2\n")
-    with pytest.raises(ValueError, match=r"lines\.jsonl, line 3: not JSON"):
-        read_jsonl(path)

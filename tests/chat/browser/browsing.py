@@ -6,13 +6,15 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import chromium
 import pytest
 from processes import QUESTION
 
-pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+if find_spec("gradio") is None:  # its import takes seconds
+    pytest.skip("the web page needs Gradio: the extra [web]", allow_module_level=True)
 pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By

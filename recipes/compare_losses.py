@@ -1,4 +1,4 @@
-"""Compare training losses: ``python -m eagle_fsd.train.recipes.compare_losses``.
+"""Compare training losses: ``python -m recipes.compare_losses``.
 
 The script trains a head for the bundled target with each variant of the losses, on the same chats
 with the same seed and number of steps. It measures every head on the same unseen problems: tau of
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.bundled import BUNDLED_TARGET
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import TrainConfig, TrainRequest
-from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.recipes.measure import measure
 from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
+from recipes.measure import measure
 
 THRESHOLDS = (0.05, 0.1, 0.2)
 MIN_RATIO = 0.1
@@ -34,12 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of the losses.
-
-    Attributes:
-        name: Name of the variant in the table.
-        changes: Hyperparameters that differ from the common ones.
-    """
+    """One variant of the losses: the hyperparameters that differ from the common ones."""
 
     name: str
     changes: dict[str, Any]
@@ -101,15 +96,7 @@ def main() -> None:
 
 
 def measure_head(head: Path, count: int) -> dict[str, Any]:
-    """Measure exact decoding and FSD with a head.
-
-    Args:
-        head: Folder of the head.
-        count: Number of unseen problems.
-
-    Returns:
-        Tau and accuracy by method, the duration of the training, and the environment.
-    """
+    """Measure exact decoding and FSD with a head on unseen problems."""
     result: dict[str, Any] = {
         "minutes": read_record(head)["seconds"] / 60,
         "problems": count,
@@ -125,12 +112,7 @@ def measure_head(head: Path, count: int) -> dict[str, Any]:
 
 
 def format_table(results: dict[str, dict[str, Any]], config: TrainConfig) -> str:
-    """Format results as a Markdown table.
-
-    Args:
-        results: Results of :func:`measure_head`, by variant.
-        config: The common hyperparameters.
-    """
+    """Format results of :func:`measure_head` by variant as a Markdown table."""
     names = [f"T={threshold:g}" for threshold in THRESHOLDS]
     lines = ["| trained with | minutes | tau exact | " + " | ".join(names) + " |"]
     lines.append("|---" * (3 + len(names)) + "|")

@@ -1,4 +1,4 @@
-"""Compare the bundled heads: ``python -m eagle_fsd.train.recipes.compare_heads``.
+"""Compare the bundled heads: ``python -m recipes.compare_heads``.
 
 Prints tau of exact decoding with the EAGLE-2 and the EAGLE-3 head on the same unseen problems, for
 several trees. The model card of the EAGLE-3 head holds this table.
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.bundled import BUNDLED
-from eagle_fsd.train.recipes.measure import measure
 from eagle_fsd.train.record import read_record
 from eagle_fsd.utils.provenance import describe_environment
+from recipes.measure import measure
 
 #: Name and folder of each head.
 HEADS = (("EAGLE-2", "head"), ("EAGLE-3", "eagle3"))
@@ -37,19 +37,7 @@ def main() -> None:
 
 
 def compare_heads(pair: Path, problems: int = PROBLEMS, others: Sequence[Path] = ()) -> str:
-    """Measure tau of exact decoding with both heads.
-
-    Args:
-        pair: Folder of target and heads.
-        problems: Number of unseen problems.
-        others: Folders of other heads to compare.
-
-    Returns:
-        A Markdown table with a heading and a row for each tree.
-
-    Raises:
-        subprocess.CalledProcessError: An evaluation failed.
-    """
+    """Measure tau of exact decoding with both heads and others; return a Markdown table by tree."""
     heads = [(name, pair / folder) for name, folder in HEADS]
     heads += [(folder.name, folder) for folder in others]
     names = [name for name, _ in heads]

@@ -52,21 +52,9 @@ WORDS = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s")
 class TargetConfig:
     """The target's architecture and hyperparameters; the defaults are the bundled target's.
 
-    Attributes:
-        vocab_size: Tokens in the vocabulary.
-        hidden_size: Width of the hidden states.
-        intermediate_size: Width of the MLPs.
-        layers: Number of decoder layers.
-        heads: Attention heads per layer.
-        context: Context length in tokens.
-        steps: Optimizer steps.
-        tokens_per_batch: Maximum number of tokens per optimizer step, padding included.
-        prompt_weight: Weight of the loss on tokens outside answers; answers have weight 1.
-        lr: Peak learning rate.
-        weight_decay: Weight decay of AdamW.
-        warmup: Steps of linear warm-up.
-        decay_share: Fraction of the steps, at the end, over which the learning rate decays to 0.
-        seed: Seed of the weights, the chats and their order.
+    ``prompt_weight`` is the weight of the loss on tokens outside answers, ``decay_share`` the
+    fraction of the steps, at the end, over which the learning rate decays to 0. A batch has at most
+    ``tokens_per_batch`` tokens, padding included.
     """
 
     vocab_size: int = 1024
@@ -88,13 +76,7 @@ class TargetConfig:
 def build_tokenizer(
     vocab_size: int, chat_count: int = 6000, seed: int = 1
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with single-digit tokens on generated chats.
-
-    Args:
-        vocab_size: Tokens in the vocabulary, special tokens included.
-        chat_count: Number of chats to train on.
-        seed: Seed of the chats.
-    """
+    """Train a byte-level BPE tokenizer with single-digit tokens on generated chats."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -129,17 +111,10 @@ def build_tokenizer(
 def batches(
     tokenizer: PreTrainedTokenizerFast, config: TargetConfig, pool: int = 1024
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield an endless stream of batches of chats of similar length.
+    """Yield batches of chats of similar length: ``[B, S]`` token ids, ``[B, S]`` loss weights.
 
-    Chats are padded on the right, where a causal mask hides the padding from every token.
-
-    Args:
-        tokenizer: The tokenizer.
-        config: The batch size, the prompt weight and the seed.
-        pool: Number of chats that are sorted by length together.
-
-    Yields:
-        ``[B, S]`` token ids and ``[B, S]`` weights of the loss on them.
+    Chats are padded on the right, where a causal mask hides the padding from every token. Those of
+    a pool are sorted by length together.
     """
     source = chats("train", config.seed)
     chat_template = TokenizerTemplate(tokenizer)
@@ -171,12 +146,7 @@ def batches(
 
 
 def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Create the model with random weights.
-
-    Args:
-        config: The architecture and the seed.
-        tokenizer: Provides the vocabulary size and the special tokens.
-    """
+    """Create the model with random weights."""
     torch.manual_seed(config.seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -197,13 +167,7 @@ def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
 
 
 def train_target(config: TargetConfig, work: Path, out: Path) -> None:
-    """Train the target and save it in half precision.
-
-    Args:
-        config: The architecture and the hyperparameters.
-        work: Folder for the checkpoint that an interrupted training resumes from.
-        out: Folder for the target and its tokenizer.
-    """
+    """Train the target, resuming from a checkpoint in ``work``; save it in half precision."""
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(config.vocab_size)
     model = build_model(config, tokenizer)
@@ -258,10 +222,7 @@ def train_target(config: TargetConfig, work: Path, out: Path) -> None:
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Save the target in half precision, so that transformers 4 and 5 can load it.
 
-    Args:
-        model: The target; it is converted in place.
-        tokenizer: Its tokenizer.
-        out: Folder for both.
+    The model is converted in place.
     """
     tokenizer.save_pretrained(out)
     # transformers 5 writes the class's new name, which transformers 4 does not know.
@@ -270,12 +231,7 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """Save a model without its tokenizer in half precision, as :func:`save_target` does.
-
-    Args:
-        model: The model; it is converted in place.
-        out: Folder for its weights and configuration.
-    """
+    """Save a model without its tokenizer in half precision, as :func:`save_target` does."""
     model.half().save_pretrained(out)
     _update_json(out / "config.json", **transformers4_fields(model.config, model.dtype))
 

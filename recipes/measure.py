@@ -16,20 +16,9 @@ MAX_NEW_TOKENS = 256
 def measure(
     target: Path, head: Path, count: int, methods: Sequence[str], *options: object
 ) -> dict[str, dict[str, Any]]:
-    """Answer unseen problems greedily in float32, and report accepted length and accuracy.
+    """Answer unseen problems greedily in float32, and return the report's row of each method.
 
-    Args:
-        target: Folder of the target.
-        head: Folder of its draft head.
-        count: Number of problems.
-        methods: Methods of ``eagle-fsd evaluate``.
-        *options: Further options of ``eagle-fsd evaluate``.
-
-    Returns:
-        The report's row of each method.
-
-    Raises:
-        subprocess.CalledProcessError: The evaluation failed.
+    ``options`` are further options of ``eagle-fsd evaluate``.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "eagle_fsd.cli", "evaluate", "bundled", "--json"]

@@ -1,4 +1,4 @@
-"""Train the pair that ships with the package: ``python -m eagle_fsd.train.recipes.bundled``.
+"""Train the pair that ships with the package: ``python -m recipes.bundled``.
 
 There are stages that can be run separately: ``target`` trains the tokenizer and the target,
 ``head`` trains the EAGLE-2 head as ``eagle-fsd train`` does, ``eagle3`` the EAGLE-3 head,
@@ -21,28 +21,27 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_fsd.bundled import BUNDLED
-from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
-from eagle_fsd.model.eagle3_checkpoint import load_eagle3, save_eagle3
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
 from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.heads import load_for_training, save_trained
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.model_card import CARD_FILE
-from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.recipes.compare_heads import compare_heads
-from eagle_fsd.train.recipes.draft_model import (
-    CARD,
-    CHAIN_OPTIONS,
-    DraftModelConfig,
-    train_draft_model,
-)
-from eagle_fsd.train.recipes.measure import measure
-from eagle_fsd.train.recipes.target import TargetConfig, train_target
 from eagle_fsd.train.record import RECORD_FILE, read_record
 from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.provenance import describe_environment
+from recipes.compare_heads import compare_heads
+from recipes.draft_model import (
+    CARD,
+    CHAIN_OPTIONS,
+    DraftModelConfig,
+    train_draft_model,
+)
+from recipes.measure import measure
+from recipes.target import TargetConfig, train_target
 
 STAGES = ("target", "head", "eagle3", "draft-model", "card")
 #: Number of chats that the heads are trained on.
@@ -92,55 +91,33 @@ def main() -> None:
 
 
 def train_head(target: Path, work: Path, out: Path) -> None:
-    """Train the head and save it in half precision.
-
-    Args:
-        target: Folder of the target.
-        work: Folder for the chats and the training.
-        out: Folder for the head.
-    """
-    folder = TrainingFolder(work / "head")
-    request = TrainRequest(
-        data=write_chats(work / "chats.jsonl", HEAD_CHATS),
-        out=folder.path,
-        target=target,
-        resume=folder.exists,
-    )
-    train(request, on_metrics=lambda metrics: log.info("%s", metrics))
-    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
-    save_head(load_head(folder.path, loaded.target), out, dtype=torch.float16)
-    shutil.copy(folder.path / RECORD_FILE, out / RECORD_FILE)
-    (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
+    """Train the head as ``eagle-fsd train`` does by default."""
+    data, folder = write_chats(work / "chats.jsonl", HEAD_CHATS), TrainingFolder(work / "head")
+    request = TrainRequest(data=data, out=folder.path, target=target, resume=folder.exists)
+    _train_and_save(request, TrainConfig(), out)
 
 
 def train_eagle3(target: Path, work: Path, out: Path) -> None:
-    """Train the EAGLE-3 head on stored features and save it in half precision.
-
-    Args:
-        target: Folder of the target.
-        work: Folder for the chats, the features and the training.
-        out: Folder for the head.
-    """
+    """Train the EAGLE-3 head on stored features."""
     data, features = write_chats(work / "chats.jsonl", HEAD_CHATS), work / "features"
     store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
     folder = TrainingFolder(work / "eagle3")
     request = TrainRequest(features=features, out=folder.path, target=target, resume=folder.exists)
-    train(request, EAGLE3_CONFIG, on_metrics=lambda metrics: log.info("%s", metrics))
-    loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
-    save_eagle3(load_eagle3(folder.path, loaded.target), out, dtype=torch.float16)
-    shutil.copy(folder.path / RECORD_FILE, out / RECORD_FILE)
+    _train_and_save(request, EAGLE3_CONFIG, out)
+
+
+def _train_and_save(request: TrainRequest, config: TrainConfig, out: Path) -> None:
+    """Train a head, and save it in half precision."""
+    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
+    loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
+    head = load_for_training(request.out, config.head_type, loaded.target)
+    save_trained(head, out, torch.float16)
+    shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
     (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
 
 
 def write_cards(out: Path) -> None:
-    """Measure exact decoding and the settings in ``fsd.json``; write the model cards.
-
-    Args:
-        out: Folder of the pair.
-
-    Raises:
-        FileNotFoundError: The head has no ``fsd.json``.
-    """
+    """Measure exact decoding and the settings in ``fsd.json``; write the model cards."""
     target, head = out / "target", out / "head"
     if not (head / SETTINGS_FILE).exists():
         raise FileNotFoundError(
@@ -154,12 +131,7 @@ def write_cards(out: Path) -> None:
 
 
 def write_draft_model_card(target: Path, folder: Path) -> None:
-    """Measure exact decoding and FSD with the draft model's chains; write its model card.
-
-    Args:
-        target: Folder of the target.
-        folder: Folder of the draft model.
-    """
+    """Measure exact decoding and FSD with the draft model's chains; write its model card."""
     rows = measure(target, folder, CARD_PROBLEMS, ("exact", "fsd"), *CHAIN_OPTIONS)
     _write_card(folder, CARD, _format_results(rows))
 
@@ -216,7 +188,7 @@ A Llama with {parameters} M parameters that answers generated grade-school word 
 small talk. It exists so that Fuzzy Speculative Decoding can be tried, tested and measured without
 a download, and it knows nothing else.
 
-Trained from scratch by `python -m eagle_fsd.train.recipes.bundled --stage target` on chats that
+Trained from scratch by `python -m recipes.bundled --stage target` on chats that
 `eagle_fsd/bundled/problems.py` generates (an endless stream; a hash of their text separates the
 test questions from it): {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
 
@@ -239,7 +211,7 @@ An EAGLE head with {parameters} M parameters for the bundled target, in the layo
 EAGLE-1/2 heads. Its embedding and output projection are the target's. `fsd.json` holds the settings
 that `from_pretrained` uses by default, and how `eagle-fsd calibrate` selected them.
 
-Trained by `python -m eagle_fsd.train.recipes.bundled --stage head`, which is `eagle-fsd train` with
+Trained by `python -m recipes.bundled --stage head`, which is `eagle-fsd train` with
 its defaults on {chats} generated chats: smooth L1 on the feature, 0.1 times the cross-entropy, the
 Jensen-Shannon divergence between target and draft, and uniform noise on the input features; {steps}
 steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
@@ -264,7 +236,7 @@ SGLang read. It has the norms of EAGLE-3.1 (`fc_norm`, `norm_output`), reads the
 target's layers 2, 7 and 11, and can draft {settings[draft_vocab_size]} of the target's 1024 tokens.
 Its embedding is the target's. It is not calibrated: decoding is lossless unless a threshold is set.
 
-Trained by `python -m eagle_fsd.train.recipes.bundled --stage eagle3` on {chats} generated chats and
+Trained by `python -m recipes.bundled --stage eagle3` on {chats} generated chats and
 the target's stored hidden states: cross-entropy with the target's distribution, {settings[unroll]}
 runs over every chat; {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
 

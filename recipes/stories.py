@@ -1,6 +1,6 @@
 """Train a draft head for a base model of short stories, such as karpathy's TinyStories models.
 
-``python -m eagle_fsd.train.recipes.stories --target TARGET --out runs/stories``
+``python -m recipes.stories --target TARGET --out runs/stories``
 
 The target writes its own training text: it continues generated openings.
 ``benchmarks/revisions.py`` measures with the model of 260 k parameters (five layers, 512 tokens).
@@ -49,14 +49,7 @@ def openings() -> list[str]:
 def train_stories_head(
     target: Path, out: Path, count: int = STORIES, config: TrainConfig = _CONFIG
 ) -> None:
-    """Have the target write stories, and train an EAGLE-2 head on them.
-
-    Args:
-        target: Folder of the target.
-        out: Folder for the stories, and for the head in the folder ``head``.
-        count: Number of stories.
-        config: The hyperparameters.
-    """
+    """Have the target write stories, and train an EAGLE-2 head on them in the folder ``head``."""
     out.mkdir(parents=True, exist_ok=True)
     prompts, stories, folder = out / "openings.jsonl", out / "stories.jsonl", out / "head"
     lines = []

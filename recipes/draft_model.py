@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, get_wsd_schedule
 
 from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest
 from eagle_fsd.train.dataset import Batch, collate, pack_batches
 from eagle_fsd.train.loaded_target import LoadedTarget
-from eagle_fsd.train.recipes.chats import write_chats
-from eagle_fsd.train.recipes.target import save_weights
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import regenerate
+from recipes.target import save_weights
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ pipeline_tag: text-generation
 A Llama of two layers with {parameters} M parameters that drafts for the bundled target. It shares
 the target's tokenizer, which is not copied here.
 
-Trained by `python -m eagle_fsd.train.recipes.bundled --stage draft-model`: it starts from the
+Trained by `python -m recipes.bundled --stage draft-model`: it starts from the
 target's embedding and its first and last layers, and learns the target's distributions on {chats}
 generated chats whose answers the target sampled; {steps} steps, {tokens} tokens, {minutes} minutes
 on {machine}, {date}.
@@ -60,16 +60,8 @@ Configuration:
 class DraftModelConfig:
     """Hyperparameters of the draft model; the defaults are the bundled draft model's.
 
-    Attributes:
-        layers: Decoder layers of the target that the draft model starts from.
-        chats: Number of chats.
-        epochs: Passes over the chats.
-        tokens_per_batch: Maximum number of tokens per optimizer step, padding included.
-        lr: Peak learning rate.
-        weight_decay: Weight decay of AdamW.
-        warmup: Steps of linear warm-up.
-        decay_share: Fraction of the steps, at the end, over which the learning rate decays to 0.
-        seed: Seed of the order of the chats.
+    ``layers`` are the target's decoder layers that it starts from, ``decay_share`` is the fraction
+    of the steps, at the end, over which the learning rate decays to 0.
     """
 
     layers: tuple[int, ...] = (0, -1)
@@ -84,12 +76,7 @@ class DraftModelConfig:
 
 
 def build_draft_model(target: LlamaForCausalLM, layers: tuple[int, ...]) -> LlamaForCausalLM:
-    """Build a model from a target's embedding, final norm and some of its decoder layers.
-
-    Args:
-        target: A Llama; it is not changed.
-        layers: Indices of the decoder layers to copy.
-    """
+    """Build a model from a target's embedding, final norm and some of its decoder layers."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(layers)
     model = LlamaForCausalLM(config)
@@ -103,12 +90,6 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
     """Train the draft model and save it in half precision, without a tokenizer.
 
     The chats are rewritten by the target first; an interruption of that resumes.
-
-    Args:
-        config: The hyperparameters.
-        target: Folder of the target.
-        work: Folder for the chats.
-        out: Folder for the draft model.
     """
     work.mkdir(parents=True, exist_ok=True)
     answers = work / "answers.jsonl"
