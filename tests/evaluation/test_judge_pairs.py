@@ -13,7 +13,7 @@ from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.client import Reply, judgment_file
 from eagle_fsd.evaluation.judge.pairwise import Comparison, judge_pairs, pair_summary
-from eagle_fsd.evaluation.judge.prompts import JudgePrompts, Prompt, parse_winner
+from eagle_fsd.evaluation.judge.prompts import Prompt
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.files import read_jsonl
@@ -38,36 +38,6 @@ def answers() -> dict[str, list[Record]]:
         {**record, "answer_id": f"plain-{at}"} for at, record in enumerate(records_of("exact"))
     ]
     return {"plain": plain, "exact": records_of("exact"), "fsd": records_of("fsd")}
-
-
-@pytest.mark.parametrize(
-    ("reply", "winner"),
-    [
-        ("A is better. [[A]]", "A"),
-        ("[[B]]", "B"),
-        ("[[C]]", "tie"),
-        ("[A]", "error"),
-        ("", "error"),
-    ],
-)
-def test_parse_winner(reply: str, winner: str) -> None:
-    assert parse_winner(reply) == winner
-
-
-def test_prompts_of_pairs() -> None:
-    prompts = JudgePrompts.load(QUESTIONS)
-    first, second = ["one {x}", "two"], ["three", "four"]
-    filled = [prompts.fill(QUESTIONS[0], turn, first, second) for turn in (1, 2)]
-    filled += [prompts.fill(QUESTIONS[1], turn, first, second) for turn in (1, 2)]
-    assert [(prompt.name, prompt.user) for prompt in filled] == [
-        ("pair-v2", "Q write A one {x} B three"),
-        ("pair-v2-multi-turn", "Q write A one {x} B three Q again A two B four"),
-        ("pair-math-v1", "Q add R right {1} A one {x} B three"),
-        (
-            "pair-math-v1-multi-turn",
-            "R right {1} R right 2 Q add A one {x} B three Q subtract A two B four",
-        ),
-    ]
 
 
 def test_every_answer_is_compared_in_both_orders(
@@ -96,21 +66,24 @@ def test_every_answer_is_compared_in_both_orders(
     assert summary["fsd"]["loss_limit"] == loss_bound(0, 4, 4)
 
 
-def test_a_judge_that_prefers_the_first_answer_gives_ties(
+def test_outcomes_of_replies(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    stub.reply_with(lambda _: "[[A]]")
-    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert {item.winners for item in found if item.model == "fsd"} == {("model_1", "model_2")}
-    assert {item.outcome for item in found} == {0}
-
-
-def test_unclear_replies_count_as_losses_in_the_limit(
-    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    stub.reply_with(lambda _: "Both are fine.")
-    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert {item.outcome for item in found if item.model == "fsd"} == {None}
+    """A judge that prefers the first answer gives ties; a reply must have double brackets."""
+    for at, (reply, winners, outcome) in enumerate(
+        [
+            ("A is better. [[A]]", ("model_1", "model_2"), 0),
+            ("[[B]]", ("model_2", "model_1"), 0),
+            ("[[C]]", ("tie", "tie"), 0),
+            ("[A]", ("error", "error"), None),
+            ("", ("error", "error"), None),
+        ]
+    ):
+        stub.reply_with(lambda _, reply=reply: reply)  # type: ignore[misc]
+        found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path / str(at))
+        assert {item.winners for item in found if item.model == "fsd"} == {winners}
+        assert {item.outcome for item in found if item.model == "fsd"} == {outcome}
+    # Unclear replies count as losses in the limit.
     summary = pair_summary(found, 0.95)["fsd"]
     expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
     assert summary == {**expected, "loss_limit": loss_bound(4, 0, 4)}
@@ -136,7 +109,7 @@ def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
 def comparison(question: int, turn: int, *replies: str) -> Comparison:
     both = (Prompt("pair-v2", "", "a"), Prompt("pair-v2", "", "b"))
     found = tuple(Reply(f"[[{text}]]", 0.0) for text in replies)
-    return Comparison(question, "w", "fsd", turn, "m", ("1", "2"), both, found)
+    return Comparison(question, "fsd", turn, "m", ("1", "2"), both, found)
 
 
 def test_the_turns_of_a_question_count_as_one() -> None:

@@ -29,12 +29,7 @@ MAX_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Reply:
-    """A judge's reply.
-
-    Attributes:
-        text: The reply; "" if it has no content.
-        tstamp: Seconds since 1970.
-    """
+    """A judge's reply, and its time in seconds since 1970."""
 
     text: str
     tstamp: float
@@ -42,34 +37,22 @@ class Reply:
 
 @dataclass(frozen=True)
 class Judged(ABC):
-    """A judgment of one turn, which a file holds as one line, with or without the judge's replies.
-
-    Attributes:
-        question_id: The question.
-        category: The question's category.
-        model: Name of the method; FastChat calls this field the model.
-        turn: The turn, from 1.
-        judge: The judge's name.
-        answer_ids: The ids of the answers that are judged.
-        prompts: The requests to the judge.
-        replies: The reply to each request; empty if the judge has not been asked.
-    """
+    """A judgment of one turn, a line of FastChat's files; without replies until it is made."""
 
     question_id: int | str
-    category: str
-    model: str
-    turn: int
+    model: str  # name of the method
+    turn: int  # from 1
     judge: str
     answer_ids: tuple[str, ...]
     prompts: tuple[Prompt, ...]
-    replies: tuple[Reply, ...] = ()
+    replies: tuple[Reply, ...] = ()  # to each prompt
 
-    #: Keys of a line that tell which judgment it holds.
+    #: Fields of a line that tell which judgment it holds.
     KEYS: ClassVar[tuple[str, ...]]
 
     @property
     def requests(self) -> tuple[Prompt, ...]:
-        """The requests that have no reply."""
+        """The prompts that have no reply."""
         return () if self.replies else self.prompts
 
     @property
@@ -79,43 +62,27 @@ class Judged(ABC):
 
     @abstractmethod
     def as_record(self) -> Record:
-        """Return the line with FastChat's keys and the answers' ids."""
+        """Return the line: FastChat's fields and the answers' ids."""
 
     @abstractmethod
     def saved_replies(self, record: Record) -> tuple[Reply, ...]:
-        """Return the replies in a line of the file.
-
-        Args:
-            record: The line.
-        """
+        """Return the replies in a line."""
 
 
 Result = TypeVar("Result", bound=Judged)
 
 
 def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) -> Path:
-    """Return the path of a judge's judgment file.
-
-    Args:
-        out: The folder of the evaluation.
-        judge: The judge's name.
-        mode: Whether the file holds ratings or comparisons.
-    """
+    """Return the path of a judge's judgments in the folder of an evaluation."""
     return Path(out) / "model_judgment" / f"{judge.replace('/', '_')}_{mode}.jsonl"
 
 
 def judged_turns(
     questions: Sequence[Question], *records: Sequence[Record]
 ) -> Iterator[tuple[Question, int, list[list[str]], tuple[str, ...]]]:
-    """Yield the turns to judge.
+    """Yield each turn to judge, from 1, with all turns of every method's answer, and their ids.
 
-    Args:
-        questions: The questions that were answered.
-        *records: The answers of one or several methods.
-
-    Yields:
-        The question and the turn, from 1; the turns of each method's answer, and the answers' ids.
-        Questions without an answer of every method are skipped.
+    Questions without an answer of every method are skipped.
     """
     by_id = [{record["question_id"]: record for record in found} for found in records]
     for question in questions:
@@ -134,24 +101,11 @@ def ask(
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
-    """Make all judgments that a file does not hold yet, and add them to it.
+    """Make all judgments that a file does not hold yet, add them to it, and return all.
 
     A line of the file is discarded if another one would be written now, because the answer or the
-    prompt has changed. Lines of other judgments are kept at the end.
-
-    Args:
-        endpoint: The judge, which decodes greedily.
-        wanted: The judgments to make, at least without replies.
-        path: The file.
-        parallel: Maximum number of concurrent requests.
-        progress: Called after each judgment with the number of judgments so far and the total.
-
-    Returns:
-        The judgments with replies; the file has the same order at the end.
-
-    Raises:
-        JudgeError: The endpoint cannot be reached or rejects a request, or the package ``openai``
-            is not installed; the judgments so far are saved.
+    prompt has changed. Lines of other judgments are kept at the end. If the endpoint fails, raise
+    JudgeError; the judgments so far are saved.
     """
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []

@@ -1,7 +1,4 @@
-"""Grade answers with a judge and save the judgments.
-
-The judgment file is FastChat's, which ``fastchat.llm_judge.show_result`` reads.
-"""
+"""Rate single answers; ``fastchat.llm_judge.show_result`` makes tables of the judgment file."""
 
 from __future__ import annotations
 
@@ -10,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import (
-    Judged,
-    Reply,
-    ask,
-    judged_turns,
-    judgment_file,
-)
+from eagle_fsd.evaluation.judge.client import Judged, Reply, ask, judged_turns, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_rating
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
@@ -66,35 +57,16 @@ def judge_answers(
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Judgment]:
-    """Judge all answers that have no judgment yet.
+    """Rate the first two turns of every method's answers, see :func:`ask`.
 
-    Methods that give the same answer share the judge's reply. The first two turns of an answer are
-    judged separately; FastChat has no prompt for further turns. Empty answers are judged like any
-    other. A saved judgment is discarded if the answer or the prompt has changed since. Judgments of
-    methods that ``records`` does not contain are kept at the end of the file.
-
-    Args:
-        endpoint: The judge.
-        questions: The questions that were answered.
-        records: The answers of each method, as in its answer file.
-        out: The folder of the evaluation; the judgments are in its folder ``model_judgment``.
-        parallel: Maximum number of concurrent requests.
-        progress: Called after each reply with the number of judgments so far and the total.
-
-    Returns:
-        The judgments by method, question and turn, in the order of the arguments; the file has the
-        same order at the end.
-
-    Raises:
-        JudgeError: The endpoint cannot be reached or rejects a request; the judgments so far are
-            saved.
-        QuestionSetError: The prompts or reference answers cannot be downloaded.
+    FastChat has no prompt for further turns. Empty answers are judged like any other.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
-    wanted = []
-    for model, found in records.items():
-        for question, turn, answers, ids in judged_turns(questions, found):
-            prompt = prompts.fill(question, turn, *answers)
-            place = question.question_id, question.category, model, turn
-            wanted.append(Judgment(*place, judge, ids, (prompt,)))
+    wanted = [
+        Judgment(
+            question.question_id, model, turn, judge, ids, (prompts.fill(question, turn, *answers),)
+        )
+        for model, found in records.items()
+        for question, turn, answers, ids in judged_turns(questions, found)
+    ]
     return ask(endpoint, wanted, judgment_file(out, judge, "single"), parallel, progress)

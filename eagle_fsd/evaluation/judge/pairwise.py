@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import (
-    Judged,
-    Reply,
-    ask,
-    judged_turns,
-    judgment_file,
-)
+from eagle_fsd.evaluation.judge.client import Judged, Reply, ask, judged_turns, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
 from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.question import Question
@@ -96,27 +90,10 @@ def judge_pairs(
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Comparison]:
-    """Compare all answers that have no comparison yet with exact decoding's, in both orders.
+    """Compare the first two turns of all answers with exact decoding's, see :func:`ask`.
 
-    The first two turns of an answer are compared separately; FastChat has no prompt for further
-    turns. Identical answers are ties without asking. A saved comparison is discarded if an answer
-    or the prompt has changed since.
-
-    Args:
-        endpoint: The judge.
-        questions: The questions that were answered.
-        records: The answers of each method, as in its answer file, exact decoding's included.
-        out: The folder of the evaluation; the comparisons are in its folder ``model_judgment``.
-        parallel: Maximum number of concurrent requests.
-        progress: Called after each comparison with the number so far and the total.
-
-    Returns:
-        The comparisons by method, question and turn, in the order of the arguments.
-
-    Raises:
-        JudgeError: The endpoint cannot be reached or rejects a request; the comparisons so far are
-            saved.
-        QuestionSetError: The prompts or reference answers cannot be downloaded.
+    ``records`` holds the answers of each method, exact decoding's included. Identical answers are
+    ties without asking.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     wanted = []
@@ -131,25 +108,17 @@ def judge_pairs(
             )
             same = own[:turn] == other[:turn]
             replies = (Reply(IDENTICAL, 0.0),) * 2 if same else ()
-            place = question.question_id, question.category, model, turn
-            wanted.append(Comparison(*place, judge, ids, both, replies))
+            wanted.append(Comparison(question.question_id, model, turn, judge, ids, both, replies))
     return ask(endpoint, wanted, judgment_file(out, judge, "pair"), parallel, progress)
 
 
 def pair_summary(comparisons: Sequence[Comparison], confidence: float) -> dict[str, dict[str, Any]]:
     """Summarize the comparisons of each method.
 
-    The turns of a question count as one: the method wins if it wins more of them than it loses.
-
-    Args:
-        comparisons: The comparisons of all methods.
-        confidence: Confidence of each method's limit.
-
-    Returns:
-        For each method ``questions`` (their number), ``won``, ``tied``, ``lost`` and ``unclear``,
-        the number of questions of which any comparison has no outcome; and ``loss_limit``, an exact
-        upper limit on the share of questions lost minus that of questions won, in which unclear
-        questions count as lost.
+    The turns of a question count as one: the method wins if it wins more of them than it loses. A
+    question is ``unclear`` if any of its comparisons has no outcome. ``loss_limit`` is an exact
+    upper limit on the share of questions lost minus that of questions won, in which unclear
+    questions count as lost.
     """
     outcomes: dict[str, dict[int | str, list[int | None]]] = defaultdict(lambda: defaultdict(list))
     for item in comparisons:

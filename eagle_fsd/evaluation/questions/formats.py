@@ -39,21 +39,13 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the rows of question files.
-
-    Attributes:
-        name: The format's name.
-        example: A row.
-        scored: How answers are scored if no grader is selected.
-        matches: Returns whether a row has this format.
-        parse: Converts a row and its index, which is the id of rows without one.
-    """
+    """A format of the rows of question files."""
 
     name: str
     example: str
     scored: str
     matches: Callable[[dict[str, Any]], bool]
-    parse: Callable[[dict[str, Any], int], Question]
+    parse: Callable[[dict[str, Any], int], Question]  # of a row and its index, the default id
 
 
 class QuestionError(ValueError):
@@ -61,20 +53,10 @@ class QuestionError(ValueError):
 
 
 def read_questions(path: str | Path, grader: Grader | None = None) -> list[Question]:
-    """Read all questions of a file.
+    """Read all questions of a file, scored by ``grader`` or as their format says.
 
-    Args:
-        path: A file of JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a
-            CSV file of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
-        grader: How answers are scored; default: as the format says.
-
-    Returns:
-        The questions in the file's order.
-
-    Raises:
-        QuestionError: The file is damaged or empty, or a row is invalid, of an unknown format, or
-            of another format than the rows before it.
-        OSError: The file cannot be read.
+    A file holds JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a CSV file
+    of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
     """
     path = Path(path)
     readers = {".csv": _csv_rows, ".tar": _archive_rows, ".txt": _text_rows}
@@ -108,15 +90,7 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
 
 
 def bundled_questions(count: int, seed: int = 0) -> list[Question]:
-    """Generate problems that the bundled pair was not trained on.
-
-    Args:
-        count: The number of problems.
-        seed: The generator's seed.
-
-    Returns:
-        The problems as questions.
-    """
+    """Generate problems that the bundled pair was not trained on."""
     return [
         Question(index, "bundled", (problem.question,), "number", str(problem.final))
         for index, problem in enumerate(problems("test", count, seed))
@@ -128,13 +102,6 @@ def bundled_edits(count: int, seed: int = 0) -> list[Question]:
 
     The problems belong to the split that the bundled pair was not trained on. The number is the
     same in all turns.
-
-    Args:
-        count: The number of chats.
-        seed: The generator's seed.
-
-    Returns:
-        The chats as questions.
     """
     return [
         Question(
