@@ -43,14 +43,19 @@ from eagle_fsd.evaluation.doctor.checks import (
 )
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
 from eagle_fsd.evaluation.doctor.measurements import Answer, LengthRow, Measurements
-from eagle_fsd.evaluation.doctor.templates import candidate_templates, turn_template
+from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.loading import load_drafter
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.eagle3_checkpoint import LAYER_IDS
-from eagle_fsd.utils.chat_templates import ChatTemplate, FastChatTemplate, TokenizerTemplate
+from eagle_fsd.utils.chat_templates import (
+    ChatTemplate,
+    FastChatTemplate,
+    TokenizerTemplate,
+    encode_prompt,
+)
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,14 +128,14 @@ def permuted(model: LlamaForCausalLM) -> LlamaForCausalLM:
 # -- healthy pairs and planted faults ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", BUNDLED_DRAFTERS.values(), ids=BUNDLED_DRAFTERS)
 @pytest.mark.usefixtures("no_templates")
-def test_healthy_drafters(healthy: Measurements, folder: Path) -> None:
-    drafter = loaded(healthy, folder)
-    found = findings(with_drafter(healthy, drafter))
-    assert {finding.level for finding in found.values()} == {"ok"}
-    of_heads = ["hidden states", "input order"] if drafter.reads else []
-    assert list(found) == ["dtype", *of_heads, "vocabulary", "RoPE", "chat template", "target"]
+def test_healthy_drafters(healthy: Measurements) -> None:
+    for folder in BUNDLED_DRAFTERS.values():
+        drafter = loaded(healthy, folder)
+        found = findings(with_drafter(healthy, drafter))
+        assert {finding.level for finding in found.values()} == {"ok"}
+        of_heads = ["hidden states", "input order"] if drafter.reads else []
+        assert list(found) == ["dtype", *of_heads, "vocabulary", "RoPE", "chat template", "target"]
 
 
 Weights = dict[str, Tensor]
@@ -267,9 +272,11 @@ def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) 
     tokenizer = healthy.model.tokenizer
     own, *others = candidate_templates(tokenizer)
     assert isinstance(own[1], TokenizerTemplate)
-    kept = [item for item in others if item[0].startswith("role tokens")]
-    monkeypatch.setattr(checks, "candidate_templates", lambda tokenizer: kept)
-    chatml = turn_template(tokenizer, "<|im_start|>{role}\n{content}<|im_end|>\n")
+    (kept,) = [item for item in others if item[0].startswith("role tokens")]
+    chat = [{"role": "user", "content": QUESTIONS[0]}]
+    assert encode_prompt(chat, tokenizer, kept[1]).equal(encode_prompt(chat, tokenizer, own[1]))
+    monkeypatch.setattr(checks, "candidate_templates", lambda tokenizer: [kept])
+    chatml = TurnTemplate("<|im_start|>{role}\n{content}<|im_end|>\n", start=tokenizer.bos_token)
     found = check_template(measured_with(healthy.model, chatml))
     assert found.level == "problem"
     assert "<|im_start|>, <|im_end|> not in the target's vocabulary" in found.evidence
@@ -303,17 +310,17 @@ def test_infinite_weights_in_a_small_dtype_may_be_an_overflow(healthy: Measureme
     assert str(found.step).startswith("pass --dtype float32 or bfloat16; if that does not help, ")
 
 
-@pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_DRAFT_MODEL], ids=["head", "draft model"])
 @pytest.mark.usefixtures("no_templates")
-def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements, folder: Path) -> None:
-    drafter = loaded(healthy, folder)
-    network = drafter.network.bfloat16()
-    before = [(item.dtype, item.data_ptr()) for item in network.parameters()]
-    found = findings(with_drafter(healthy, drafter))["dtype"]
-    assert found.level == "ok"
-    assert found.evidence.startswith("bfloat16; target float32; agreement ")
-    assert found.evidence.endswith(" with float32")
-    assert [(item.dtype, item.data_ptr()) for item in network.parameters()] == before
+def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements) -> None:
+    for folder in (BUNDLED_HEAD, BUNDLED_DRAFT_MODEL):
+        drafter = loaded(healthy, folder)
+        network = drafter.network.bfloat16()
+        before = [(item.dtype, item.data_ptr()) for item in network.parameters()]
+        found = findings(with_drafter(healthy, drafter))["dtype"]
+        assert found.level == "ok"
+        assert found.evidence.startswith("bfloat16; target float32; agreement ")
+        assert found.evidence.endswith(" with float32")
+        assert [(item.dtype, item.data_ptr()) for item in network.parameters()] == before
 
 
 def text_of(answers: Sequence[Answer]) -> list[tuple[Tensor, Tensor]]:
@@ -401,7 +408,7 @@ def test_tree_of_exact_decoding_is_used_and_reported(healthy: Measurements) -> N
     model = EagleFSD(old.model, NGramDrafter(), fuzzy, tokenizer=old.tokenizer)
     model.exact_tree = TreeConfig(total_tokens=4, depth=2, top_k=1)
     model.batch_trees = {2: TreeConfig(total_tokens=9, depth=7, top_k=1)}
-    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=8).as_dict()
+    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=8)
     assert found["tree"] == model.exact_tree.model_dump()
     assert found["findings"][-1]["evidence"].endswith("accept the longest path, 3 tokens")
     assert len(found["by_depth"]) <= 3
@@ -411,9 +418,9 @@ def test_tree_of_exact_decoding_is_used_and_reported(healthy: Measurements) -> N
 def test_drafter_without_a_network_gets_tables(healthy: Measurements) -> None:
     old = healthy.model
     model = EagleFSD(old.model, NGramDrafter(), old.tree, tokenizer=old.tokenizer)
-    diagnosis = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=16)
-    assert diagnosis.healthy
-    found = json.loads(json.dumps(diagnosis.as_dict()))
+    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=16)
+    assert found["healthy"]
+    assert json.loads(json.dumps(found)) == found
     assert found["agreement"] is None
     assert [finding["check"] for finding in found["findings"]] == ["tree"]
     assert found["tau"] >= 1.0
@@ -467,10 +474,6 @@ def test_command_prints_a_wrong_template(run: Run, tmp_path: Path) -> None:
     assert problem["check"] == "chat template"
     assert problem["step"] == found["next_step"]
     assert "'<|{role}|>{content}<|end|>'" in problem["step"]
-
-
-@pytest.mark.slow
-def test_command_finds_an_overridden_template(run: Run) -> None:
     status, found = report(run, "--conv-template", "vicuna_v1.1", "--count", 12)
     assert status == 1
     assert found["next_step"] == "do not pass --conv-template"
