@@ -140,15 +140,14 @@ class TestHarness:
         own, exact, batch = ({"total_tokens": n, "depth": 4, "top_k": 2} for n in (12, 10, 8))
         file = tmp_path / "fsd.json"
         file.write_text(json.dumps({**own, "exact": exact, "batch": {"4": batch}}))
-        options = [{}, {"threshold": 0.2}, {"depth": "auto"}, {"total_tokens": 6, "tree_top_k": 1}]
+        options = [{}, {"threshold": 0.2}, {"total_tokens": 6, "tree_top_k": 1}]
         arguments = [sys.executable, "-c", PRINT_TREES, json.dumps(options), str(file)]
         environment = {**os.environ, "PYTHONPATH": str(LM_EVAL), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         changed = {"total_tokens": 6, "depth": 4, "top_k": 1}
-        adaptive = [{**shape, "adaptive": True} for shape in (own, exact, batch)]
-        assert printed == [[own, exact, batch]] * 2 + [adaptive, [changed, changed]]
+        assert printed == [[own, exact, batch]] * 2 + [[changed, changed]]
 
     def test_unknown_options_are_usage_errors(self) -> None:
         command = [*PROGRAM, "--tasks", "gsm8k", "--model_args", "thresold=0.1"]
