@@ -50,7 +50,7 @@ def test_an_error_reply_gives_one_line_and_ends_the_run(
         ((503, "<html>\nbusy\n</html>"), "503"),
     ]
     for count, (reply, message) in enumerate(cases, 1):
-        stub.intercept = lambda prompt, reply=reply: reply  # type: ignore[misc]
+        stub.intercept = lambda prompt, reply=reply: reply
         with pytest.raises(JudgeError) as error:
             judge_answers(stub.endpoint(api_key="my-key"), QUESTIONS, records, tmp_path, parallel=1)
         text = str(error.value)

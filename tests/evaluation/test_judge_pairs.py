@@ -79,7 +79,7 @@ def test_outcomes_of_replies(
             ("", ("error", "error"), None),
         ]
     ):
-        stub.reply_with(lambda _, reply=reply: reply)  # type: ignore[misc]
+        stub.reply_with(lambda _, reply=reply: reply)
         found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path / str(at))
         assert {item.winners for item in found if item.model == "fsd"} == {winners}
         assert {item.outcome for item in found if item.model == "fsd"} == {outcome}
