@@ -42,7 +42,7 @@ from eagle_fsd.evaluation.doctor.checks import (
     check_tree,
 )
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
-from eagle_fsd.evaluation.doctor.measurements import Answer, LengthRow, Measurements
+from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements
 from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -219,19 +219,19 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.usefixtures("no_templates")
-def test_planted_fault(healthy: Measurements, fault: Fault, tmp_path: Path) -> None:
-    copied = tmp_path / "head"
-    shutil.copytree(fault.folder, copied)
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, **fault.config}))
-    weights = load_file(copied / "model.safetensors")
-    fault.edit(weights)
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    found = the_problem(with_drafter(healthy, loaded(healthy, copied)))
-    assert found.check == fault.check
-    assert fault.step in str(found.step)
+def test_planted_faults(healthy: Measurements, tmp_path: Path) -> None:
+    for fault in FAULTS:
+        copied = tmp_path / fault.name
+        shutil.copytree(fault.folder, copied)
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps({**config, **fault.config}))
+        weights = load_file(copied / "model.safetensors")
+        fault.edit(weights)
+        save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+        found = the_problem(with_drafter(healthy, loaded(healthy, copied)))
+        assert found.check == fault.check, fault.name
+        assert fault.step in str(found.step), fault.name
 
 
 @pytest.mark.usefixtures("no_templates")
@@ -347,57 +347,55 @@ def test_training_text(healthy: Measurements) -> None:
     assert (empty.level, empty.evidence) == ("note", "no answer tokens")
 
 
-class Rows:
-    """Measurements that consist of their tables."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        by_length: Sequence[LengthRow] = (),
-        by_depth: Sequence[tuple[int, float]] = (),
-        accepted: Sequence[int] = (),
-    ) -> None:
-        self.model = SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4))
-        self.by_length, self.by_depth = by_length, by_depth
-        self.short = [Answer(torch.arange(9), 1, [*accepted, 1])]
+def measured_rows(drafter: Drafter, **tables: Any) -> Any:
+    """Return measurements that consist of their tables."""
+    return SimpleNamespace(
+        model=SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4)), **tables
+    )
 
 
 def test_depth(healthy: Measurements) -> None:
-    rows = [(200, 0.8), (100, 0.7), (66, 0.5)]
-    found = check_depth(Rows(healthy.model.drafter, by_depth=rows))
-    assert found == Finding(
+    def check(drafter: Drafter, *shares: float) -> Finding:
+        pairs = zip((200, 100, 66), shares, strict=False)
+        rows = [{"steps": steps, "accepted": share} for steps, share in pairs]
+        return check_depth(measured_rows(drafter, by_depth=rows))
+
+    drafter = healthy.model.drafter
+    assert check(drafter, 0.8, 0.7, 0.5) == Finding(
         "depth",
         "note",
         "accepted 80.0% at depth 1, 50.0% from depth 3 on",
         "train the head on its own outputs: eagle-fsd train --unroll 3",
     )
-    assert check_depth(Rows(NGramDrafter(), by_depth=rows)).level == "ok"
-    rows[2] = (66, 0.7)
-    assert check_depth(Rows(healthy.model.drafter, by_depth=rows)).level == "ok"
-    assert check_depth(Rows(healthy.model.drafter, by_depth=rows[:2])).level == "ok"
+    others = check(NGramDrafter(), 0.8, 0.7, 0.5), check(drafter, 0.8, 0.7, 0.7)
+    assert {item.level for item in (*others, check(drafter, 0.8, 0.7))} == {"ok"}
 
 
 def test_context_length(healthy: Measurements) -> None:
-    drafter = healthy.model.drafter
+    def check(share: float, tokens: int) -> Finding:
+        short = {"first": 0, "last": 127, "tokens": 128, "agreement": 0.9}
+        long = {"first": 128, "last": 255, "tokens": tokens, "agreement": share}
+        return check_length(measured_rows(healthy.model.drafter, by_length=[short, long]))
+
     for share, tokens, level in ((0.4, 128, "note"), (0.85, 128, "ok"), (0.7, 50, "ok")):
-        short = LengthRow(0, 127, 9, 4.0, tokens, 0.9)
-        found = check_length(Rows(drafter, [short, LengthRow(128, 255, 9, 2.0, tokens, share)]))
+        found = check(share, tokens)
         assert found.level == level
         assert found.evidence == f"agreement 90.0% at 0-127 tokens, {share:.1%} at 128-255 tokens"
-    few = LengthRow(128, 255, 9, 2.0, 49, 0.4)
-    found = check_length(Rows(drafter, [short, few]))
-    assert found.evidence == "all contexts are of similar length"
+    assert check(0.4, 49).evidence == "all contexts are of similar length"
 
 
 def test_tree(healthy: Measurements) -> None:
-    found = check_tree(Rows(healthy.model.drafter, accepted=[6, 6, 3, 1]))
-    assert found == Finding(
+    def check(*accepted: int) -> Finding:
+        short = [Answer(torch.arange(9), 1, [*accepted, 1])]
+        return check_tree(measured_rows(healthy.model.drafter, short=short))
+
+    assert check(6, 6, 3, 1) == Finding(
         "tree",
         "note",
         "50% of the steps accept the longest path, 5 tokens",
         "try trees deeper than --depth 4",
     )
-    assert check_tree(Rows(healthy.model.drafter, accepted=[6, 3, 3, 1])).level == "ok"
+    assert check(6, 3, 3, 1).level == "ok"
 
 
 # -- the whole diagnosis and the command ---------------------------------------------------------

@@ -56,7 +56,7 @@ def test_requests_and_judgment_file(
     assert "secret" not in repr(endpoint)
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
     lines = read_jsonl(path)
-    assert lines == [judgment.as_record() for judgment in found]
+    assert lines == found
     order = [(81, 1), (81, 2), (101, 1), (101, 2), (102, 1), (102, 2), (9, 1)]
     assert [(line["model"], line["question_id"], line["turn"]) for line in lines] == [
         (model, *place) for model in ("plain", "exact", "fsd") for place in order
@@ -95,11 +95,13 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
     assert len(stub.requests) == 2
     found = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path)
     assert len(stub.requests) == 2
-    assert [item.answer_ids for item in found] == [("plain-9",), ("exact-9",), ("fsd-9",)]
-    assert {item.replies for item in found} == {first[0].replies}
+    assert [line["answer_id"] for line in found] == ["plain-9", "exact-9", "fsd-9"]
+    assert {(line["judgment"], line["tstamp"]) for line in found} == {
+        (first[0]["judgment"], first[0]["tstamp"])
+    }
     fresh = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path / "fresh")
     assert len(stub.requests) == 3
-    assert len({item.replies for item in fresh}) == 1
+    assert len({line["tstamp"] for line in fresh}) == 1
 
 
 def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
@@ -110,9 +112,9 @@ def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
     answer = {"question_id": 1, "answer_id": "x", "choices": [{"turns": ["", "yes", "no"]}]}
     stub.reply_with(lambda _: None)
     found = judge_answers(stub.endpoint(), questions, {"exact": [answer]}, tmp_path)
-    assert [(item.question_id, item.turn) for item in found] == [(1, 1), (1, 2)]
-    assert [item.prompts[0].user for item in found] == ["Q a A ", "Q a A  Q b A yes"]
-    assert {(item.replies[0].text, item.score) for item in found} == {("", -1)}
+    assert [(line["question_id"], line["turn"]) for line in found] == [(1, 1), (1, 2)]
+    assert [line["user_prompt"] for line in found] == ["Q a A ", "Q a A  Q b A yes"]
+    assert {(line["judgment"], line["score"]) for line in found} == {("", -1)}
 
 
 def test_concurrent_requests_give_the_same_judgments(
@@ -261,7 +263,7 @@ def test_changed_answers_and_prompts_are_judged_again(
         "Q hello A fsd greet",
     ]
     lines = read_jsonl(single_file(tmp_path))
-    assert lines == [*(item.as_record() for item in found), *kept]
+    assert lines == [*found, *kept]
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
 
 
@@ -275,7 +277,7 @@ def test_unusual_characters_are_preserved(stub: StubJudge, tmp_path: Path) -> No
     assert answers["exact"] == [{**record, "fingerprint": "text"}]
     for _ in range(2):
         (found,) = judge_answers(stub.endpoint(), QUESTIONS[3:], answers, tmp_path)
-    assert found.prompts[0].user == f"Q greet A {odd}"
+    assert found["user_prompt"] == f"Q greet A {odd}"
     assert len(stub.requests) == 1
 
 

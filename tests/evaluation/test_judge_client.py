@@ -23,7 +23,7 @@ from stub_judge import (
 )
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.grading import Judgment, judge_answers
+from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
@@ -32,7 +32,7 @@ from eagle_fsd.utils.files import read_jsonl
 pytestmark = pytest.mark.usefixtures("judge_data")
 
 
-def judge_one(endpoint: Endpoint, out: Path) -> Judgment:
+def judge_one(endpoint: Endpoint, out: Path) -> Record:
     """Judge a single answer."""
     (found,) = judge_answers(endpoint, QUESTIONS[3:], {"exact": records_of("exact")}, out)
     return found
@@ -93,7 +93,7 @@ def test_a_transient_failure_is_retried(
     """Without a key, none is required; otherwise it comes from the environment."""
     stub.intercept = lambda prompt: (503, {}) if len(stub.requests) == 1 else None
     found = judge_one(stub.endpoint(retries=1), tmp_path / "retried")
-    assert found.score == rate("Q greet A exact greet")
+    assert found["score"] == rate("Q greet A exact greet")
     assert stub.keys == ["Bearer none"] * 2
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     judge_one(stub.endpoint(), tmp_path / "again")
@@ -170,7 +170,7 @@ def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path:
     assert [line["question_id"] for line in read_jsonl(path)] in ([0, 1], [1, 0])
     count = len(stub.requests)
     found = judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path)
-    assert [item.question_id for item in found] == list(range(9))
+    assert [line["question_id"] for line in found] == list(range(9))
     assert len(stub.requests) == count + 7
 
 

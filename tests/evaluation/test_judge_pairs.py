@@ -11,9 +11,8 @@ from stub_judge import QUESTIONS, StubJudge, records_of
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import Reply, judgment_file
-from eagle_fsd.evaluation.judge.pairwise import Comparison, judge_pairs, pair_summary
-from eagle_fsd.evaluation.judge.prompts import Prompt
+from eagle_fsd.evaluation.judge.client import judgment_file
+from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.files import read_jsonl
@@ -51,7 +50,7 @@ def test_every_answer_is_compared_in_both_orders(
     assert seen == [(done, 2 * TURNS) for done in range(1, 2 * TURNS + 1)]
     assert len(stub.requests) == 2 * TURNS  # identical answers need none
     lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
-    assert lines == [item.as_record() for item in found]
+    assert lines == found
     assert [line["model_1"] for line in lines] == ["plain"] * TURNS + ["fsd"] * TURNS
     first = lines[TURNS]
     assert first["model_2"] == "exact"
@@ -70,19 +69,21 @@ def test_outcomes_of_replies(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     """A judge that prefers the first answer gives ties; a reply must have double brackets."""
-    for at, (reply, winners, outcome) in enumerate(
+    for at, (reply, winners) in enumerate(
         [
-            ("A is better. [[A]]", ("model_1", "model_2"), 0),
-            ("[[B]]", ("model_2", "model_1"), 0),
-            ("[[C]]", ("tie", "tie"), 0),
-            ("[A]", ("error", "error"), None),
-            ("", ("error", "error"), None),
+            ("A is better. [[A]]", ("model_1", "model_2")),
+            ("[[B]]", ("model_2", "model_1")),
+            ("[[C]]", ("tie", "tie")),
+            ("[A]", ("error", "error")),
+            ("", ("error", "error")),
         ]
     ):
         stub.reply_with(lambda _, reply=reply: reply)
         found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path / str(at))
-        assert {item.winners for item in found if item.model == "fsd"} == {winners}
-        assert {item.outcome for item in found if item.model == "fsd"} == {outcome}
+        lines = [line for line in found if line["model_1"] == "fsd"]
+        assert {(line["g1_winner"], line["g2_winner"]) for line in lines} == {winners}
+        tied, unclear = (pair_summary(lines, 0.95)["fsd"][name] for name in ("tied", "unclear"))
+        assert (tied, unclear) == ((0, 4) if "error" in winners else (4, 0))
     # Unclear replies count as losses in the limit.
     summary = pair_summary(found, 0.95)["fsd"]
     expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
@@ -97,30 +98,30 @@ def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
     asked = len(stub.requests)
     lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert [item.as_record() for item in again] == lines
+    assert again == lines
     assert len(stub.requests) == asked
     answers["fsd"][3]["choices"][0]["turns"] = ["hello"]
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert len(stub.requests) == asked + 2
     assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
-    assert again[-1].prompts[0].user == "Q greet A hello B exact greet"
+    assert again[-1]["g1_user_prompt"] == "Q greet A hello B exact greet"
 
 
-def comparison(question: int, turn: int, *replies: str) -> Comparison:
-    both = (Prompt("pair-v2", "", "a"), Prompt("pair-v2", "", "b"))
-    found = tuple(Reply(f"[[{text}]]", 0.0) for text in replies)
-    return Comparison(question, "fsd", turn, "m", ("1", "2"), both, found)
+def comparison(question: int, turn: int, first: str, second: str) -> Record:
+    winners = {"g1_winner": first, "g2_winner": second}
+    return {"question_id": question, "model_1": "fsd", "turn": turn, **winners}
 
 
 def test_the_turns_of_a_question_count_as_one() -> None:
+    won, lost, tied = ("model_1",) * 2, ("model_2",) * 2, ("tie", "tie")
     found = [
-        *(comparison(1, turn, "A", "B") for turn in (1, 2)),  # won twice
-        comparison(2, 1, "A", "B"),  # won, then lost
-        comparison(2, 2, "B", "A"),
-        comparison(3, 1, "C", "C"),  # tied, then lost
-        comparison(3, 2, "B", "A"),
-        comparison(4, 1, "A", "B"),  # won, then unclear
-        comparison(4, 2, "A", "?"),
+        *(comparison(1, turn, *won) for turn in (1, 2)),
+        comparison(2, 1, *won),
+        comparison(2, 2, *lost),
+        comparison(3, 1, *tied),
+        comparison(3, 2, *lost),
+        comparison(4, 1, *won),
+        comparison(4, 2, "model_1", "error"),
     ]
     summary = pair_summary(found, 0.95)["fsd"]
     names = ("questions", "won", "tied", "lost", "unclear")

@@ -173,17 +173,16 @@ def _target(agreement: Agreement) -> Finding:
 
 def check_length(measured: Measurements) -> Finding:
     """Check whether the agreement falls with the context length."""
-    rows = [row for row in measured.by_length if row.tokens >= MIN_COUNT]
+    rows = [row for row in measured.by_length if row["tokens"] >= MIN_COUNT]
     if len(rows) < 2:
         return Finding("context length", "ok", "all contexts are of similar length")
-    short, long = rows[0], rows[-1]
-    first, last = short.agreement or 0.0, long.agreement or 0.0
-    evidence = (
-        f"agreement {first:.1%} at {short.first}-{short.last} tokens,"
-        f" {last:.1%} at {long.first}-{long.last} tokens"
+    ends = rows[0], rows[-1]
+    evidence = "agreement " + ", ".join(
+        f"{row['agreement']:.1%} at {row['first']}-{row['last']} tokens" for row in ends
     )
-    error = math.sqrt(first * (1.0 - first) / short.tokens + last * (1.0 - last) / long.tokens)
-    falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * error)
+    first, last = (row["agreement"] for row in ends)
+    variance = sum(row["agreement"] * (1.0 - row["agreement"]) / row["tokens"] for row in ends)
+    falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * math.sqrt(variance))
     step = "train the drafter on longer chats (--max-length)"
     return _note_if(falls, "context length", evidence, step)
 
@@ -191,11 +190,11 @@ def check_length(measured: Measurements) -> Finding:
 def check_depth(measured: Measurements) -> Finding:
     """Check whether drafts after drafts are accepted less often than drafts after the target's."""
     rows = measured.by_depth
-    deep = [row for row in rows[2:] if row[0] >= MIN_COUNT]
+    deep = [row for row in rows[2:] if row["steps"] >= MIN_COUNT]
     if not deep:
         return Finding("depth", "ok", "few chains get beyond two tokens")
-    first = rows[0][1]
-    later = sum(steps * share for steps, share in deep) / sum(steps for steps, _ in deep)
+    first, total = rows[0]["accepted"], sum(row["steps"] for row in deep)
+    later = sum(row["steps"] * row["accepted"] for row in deep) / total
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
     falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"

@@ -78,11 +78,8 @@ def diagnose(
         "tau": fmean(complete_steps(measured.short)),
         "agreement": None if agreement is None else agreement.mean,
         "findings": [asdict(finding) for finding in findings],
-        "by_length": [asdict(row) for row in measured.by_length],
-        "by_depth": [
-            {"depth": depth, "steps": count, "accepted": accepted}
-            for depth, (count, accepted) in enumerate(measured.by_depth, 1)
-        ],
+        "by_length": measured.by_length,
+        "by_depth": measured.by_depth,
         "healthy": "problem" not in steps,
         "next_step": steps.get("problem") or steps.get("note"),
     }

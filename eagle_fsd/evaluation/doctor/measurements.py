@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,18 +36,6 @@ class Answer:
     ids: Tensor  # [S]
     start: int  # number of prompt tokens
     accepted: list[int]  # number of tokens that each step emitted
-
-
-@dataclass(frozen=True)
-class LengthRow:
-    """Tau and agreement at contexts of ``first`` to ``last`` tokens."""
-
-    first: int
-    last: int
-    steps: int
-    tau: float
-    tokens: int  # answer tokens before which the agreement is known
-    agreement: float | None
 
 
 class Measurements:
@@ -137,8 +126,11 @@ class Measurements:
         return Agreement(drafter, self.model.target, answers)
 
     @cached_property
-    def by_length(self) -> list[LengthRow]:
-        """Tau and agreement by context length."""
+    def by_length(self) -> list[dict[str, Any]]:
+        """Tau and agreement at contexts of ``first`` to ``last`` tokens.
+
+        ``tokens`` is the number of answer tokens before which the agreement is known.
+        """
         steps, hits = [], []
         for answer in (*self.short, *self.long):
             position = answer.start
@@ -153,21 +145,23 @@ class Measurements:
             here = [accepted for position, accepted in steps if first <= position <= last]
             found = [hit for position, hit in hits if first <= position <= last]
             if here:
+                row = {"first": first, "last": last, "steps": len(here), "tau": fmean(here)}
                 share = fmean(found) if found else None
-                rows.append(LengthRow(first, last, len(here), fmean(here), len(found), share))
+                rows.append({**row, "tokens": len(found), "agreement": share})
             first, last = last + 1, 2 * last + 1
         return rows
 
     @cached_property
-    def by_depth(self) -> list[tuple[int, float]]:
-        """For each depth, the steps that accepted a chain up to it, and the share that went on.
+    def by_depth(self) -> list[dict[str, Any]]:
+        """For each depth, the steps that drafted a token there, and the share that accepted it.
 
         The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1).
         """
         lengths, rows = complete_steps(self.chains), []
         for depth in range(1, self.model.tree.depth + 2):
             if lengths := [length for length in lengths if length >= depth]:
-                rows.append((len(lengths), fmean(length > depth for length in lengths)))
+                accepted = fmean(length > depth for length in lengths)
+                rows.append({"depth": depth, "steps": len(lengths), "accepted": accepted})
         return rows
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgeError, Prompt
@@ -25,51 +24,33 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 
 #: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
+#: Fields of a line that tell which judgment it holds, those of ratings and of comparisons.
+KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A judge's reply, and its time in seconds since 1970."""
+class Task:
+    """A turn to judge, which becomes a line of FastChat's judgment file."""
 
-    text: str
-    tstamp: float
-
-
-@dataclass(frozen=True)
-class Judged(ABC):
-    """A judgment of one turn, a line of FastChat's files; without replies until it is made."""
-
-    question_id: int | str
-    model: str  # name of the method
-    turn: int  # from 1
-    judge: str
-    answer_ids: tuple[str, ...]
+    fields: Record  # of the line, known before the judge is asked
     prompts: tuple[Prompt, ...]
-    replies: tuple[Reply, ...] = ()  # to each prompt
-
-    #: Fields of a line that tell which judgment it holds.
-    KEYS: ClassVar[tuple[str, ...]]
-
-    @property
-    def requests(self) -> tuple[Prompt, ...]:
-        """The prompts that have no reply."""
-        return () if self.replies else self.prompts
+    replies: tuple[str, ...]  # names of the fields that hold the reply to each prompt
+    read: Callable[[Sequence[str]], Record]  # returns the fields that follow from the replies
+    given: str | None = None  # reply to all prompts, about which the judge is not asked
 
     @property
-    @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
-        """The values of :attr:`KEYS`."""
+        """The values of :data:`KEYS`."""
+        return _key(self.fields)
 
-    @abstractmethod
-    def as_record(self) -> Record:
-        """Return the line: FastChat's fields and the answers' ids."""
-
-    @abstractmethod
-    def saved_replies(self, record: Record) -> tuple[Reply, ...]:
-        """Return the replies in a line."""
+    def line(self, texts: Sequence[str], tstamp: float) -> Record:
+        """Return the line with the texts and the time of replies."""
+        replies = dict(zip(self.replies, texts, strict=True))
+        return {**self.fields, **replies, **self.read(texts), "tstamp": tstamp}
 
 
-Result = TypeVar("Result", bound=Judged)
+def _key(line: Record) -> tuple[Hashable, ...]:
+    return tuple(line.get(name) for name in KEYS)
 
 
 def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) -> Path:
@@ -79,7 +60,7 @@ def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) 
 
 def judged_turns(
     questions: Sequence[Question], *records: Sequence[Record]
-) -> Iterator[tuple[Question, int, list[list[str]], tuple[str, ...]]]:
+) -> Iterator[tuple[Question, int, list[list[str]], list[str]]]:
     """Yield each turn to judge, from 1, with all turns of every method's answer, and their ids.
 
     Questions without an answer of every method are skipped.
@@ -89,19 +70,19 @@ def judged_turns(
         if all(question.question_id in found for found in by_id):
             same = [found[question.question_id] for found in by_id]
             answers = [record["choices"][0]["turns"] for record in same]
-            ids = tuple(record["answer_id"] for record in same)
+            ids = [record["answer_id"] for record in same]
             for turn in range(1, min(len(question.turns), MAX_TURNS, *map(len, answers)) + 1):
                 yield question, turn, answers, ids
 
 
 def ask(
     endpoint: Endpoint,
-    wanted: Sequence[Result],
+    tasks: Sequence[Task],
     path: Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Result]:
-    """Make all judgments that a file does not hold yet, add them to it, and return all.
+) -> list[Record]:
+    """Add the lines that a file lacks to it, and return the lines of all tasks.
 
     A line of the file is discarded if another one would be written now, because the answer or the
     prompt has changed. Lines of other judgments are kept at the end. If the endpoint fails, raise
@@ -109,37 +90,37 @@ def ask(
     """
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []
-
-    def key_of(line: Record) -> tuple[Hashable, ...]:
-        return tuple(line[name] for name in wanted[0].KEYS) if wanted else ()
-
-    saved = {key_of(line): line for line in lines}
-    done: dict[Hashable, Result] = {}
-    known: dict[Prompt, Reply] = {}
-    for item in wanted:
-        record = saved.get(item.key)
-        if record is not None:
-            judged = replace(item, replies=item.replies or item.saved_replies(record))
-            if judged.as_record() == record:
-                done[item.key] = judged
-                known.update(zip(item.requests, judged.replies, strict=False))
+    saved = {_key(line): line for line in lines}
+    done: dict[Hashable, Record] = {}
+    known: dict[Prompt, tuple[str, float]] = {}  # replies and their times
+    for task in tasks:
+        line = saved.get(task.key)
+        if line is not None:
+            texts, tstamp = [line[name] for name in task.replies], line["tstamp"]
+            if task.line(texts, tstamp) == line:
+                done[task.key] = line
+                known.update(
+                    (p, (text, tstamp)) for p, text in zip(task.prompts, texts, strict=True)
+                )
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def finish(item: Result) -> None:
-        replies = item.replies or tuple(known[prompt] for prompt in item.prompts)
-        judged = done[item.key] = replace(item, replies=replies)
-        append_line(path, json.dumps(judged.as_record()))
+    def finish(task: Task) -> None:
+        found = [known[prompt] for prompt in task.prompts if task.given is None]
+        texts = [text for text, _ in found] or [task.given or ""] * len(task.prompts)
+        line = done[task.key] = task.line(texts, max((tstamp for _, tstamp in found), default=0.0))
+        append_line(path, json.dumps(line))
         if progress is not None:
-            progress(len(done), len(wanted))
+            progress(len(done), len(tasks))
 
-    waiting: dict[Prompt, list[Result]] = defaultdict(list)
-    for item in wanted:
-        if item.key not in done:
-            missing = [prompt for prompt in dict.fromkeys(item.requests) if prompt not in known]
+    waiting: dict[Prompt, list[Task]] = defaultdict(list)
+    for task in tasks:
+        if task.key not in done:
+            asked = dict.fromkeys(task.prompts) if task.given is None else ()
+            missing = [prompt for prompt in asked if prompt not in known]
             for prompt in missing:
-                waiting[prompt].append(item)
+                waiting[prompt].append(task)
             if not missing:
-                finish(item)
+                finish(task)
     if waiting:
         try:
             client = ChatClient(endpoint)
@@ -149,16 +130,16 @@ def ask(
 
             with closing(map_concurrently(complete, waiting, parallel)) as found:
                 for prompt, text in found:
-                    known[prompt] = Reply(text, time.time())
-                    for item in waiting[prompt]:
-                        if all(needed in known for needed in item.prompts):
-                            finish(item)
+                    known[prompt] = text, time.time()
+                    for task in waiting[prompt]:
+                        if all(needed in known for needed in task.prompts):
+                            finish(task)
         except EndpointError as error:
             raise JudgeError(
                 f"the judge {endpoint.model} at {endpoint.redacted_url} failed ({error});"
                 " answers and judgments so far are saved: run the same command again to resume"
             ) from error
-    others = [line for line in lines if key_of(line) not in done]
-    records = [*(done[item.key].as_record() for item in wanted), *others]
-    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
-    return [done[item.key] for item in wanted]
+    records = [done[task.key] for task in tasks]
+    others = [line for line in lines if _key(line) not in done]
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in [*records, *others]))
+    return records
