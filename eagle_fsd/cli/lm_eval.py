@@ -27,9 +27,6 @@ def lm_eval(
     (fsd or ar); the draft tree's total_tokens, depth, tree_top_k; and every acceptance option, such
     as threshold, divergence, min_ratio. --gen_kwargs: do_sample, temperature, top_p, top_k, min_p,
     seed, until, max_gen_toks. The harness's commands ls and validate work, too.
-
-    Args:
-        arguments: Arguments of the harness's command line.
     """
     try:
         from eagle_fsd.evaluation.lm_eval_model import run_harness

@@ -87,8 +87,8 @@ def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[st
 class AnswerStore:
     """The answers of one method. Call :meth:`open` before anything else.
 
-    Existing answers are rejected if ``fingerprint_inputs`` (everything that all answers depend on)
-    have changed, or the fingerprint of their question in ``questions``. The index of the process
+    ``fingerprint_inputs`` is everything that all answers depend on, and ``questions`` a fingerprint
+    of each question by id, in order: answers with other ones are rejected. The index of the process
     determines the part that it writes.
     """
 

@@ -137,7 +137,7 @@ def receive(replies):
 
 
 def run_tests(job, replies, requests):
-    """Execute the tests of a job, ``(code, tests, name of the function)``; raise what they do."""
+    """Execute the tests of a job, ``(code, tests, name)``; raises what the answer or tests do."""
     code, tests, name = job
 
     def request(*message):

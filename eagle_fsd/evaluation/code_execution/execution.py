@@ -40,7 +40,7 @@ class RunResult:
 def use_sandbox(unsafe: bool) -> bool:
     """Return whether there is a sandbox.
 
-    If there is none, raise OptionsError, or with ``unsafe`` log a warning once.
+    Without one, raise OptionsError, or log a warning once if ``unsafe`` is set.
     """
     try:
         check_sandbox()

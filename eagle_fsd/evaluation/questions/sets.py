@@ -144,8 +144,8 @@ def requested_questions(
     """Return the questions of a request, with its grader, system prompt and worked examples.
 
     The worked examples are the set's first questions with one turn and an answer. They precede
-    every question as a user's and an assistant's message, and are not asked themselves. Skipped
-    are the questions that a request without ``skip`` and with so large a count selects.
+    every question as a user's and an assistant's message, and are not asked themselves. ``skip``
+    leaves out the questions that a request with so large a ``count`` selects.
     """
     grader = find_grader(request.grader) if request.grader else None
     name, shots = request.questions, request.few_shot or 0
