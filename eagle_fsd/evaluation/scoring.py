@@ -44,7 +44,7 @@ def score(
 
 #: Maps full-width forms to ASCII, dashes used as minus signs to "-", and thin to no-break spaces.
 _ASCII_FORMS = {
-    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212), "-"),
     **dict.fromkeys((0x2009, 0x202F), "\u00a0"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.evaluation.judge.client import judgment_file
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.utils.chat_api import THREAD_NAME, Endpoint
+from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.files import read_jsonl
 
 #: Seconds until a wait for an event fails.
@@ -115,8 +114,3 @@ class StubJudge(StubEndpoint):
 
     def endpoint(self, **options: Any) -> Endpoint:
         return Endpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})
-
-
-def request_threads() -> list[threading.Thread]:
-    """Return the threads that wait for a reply."""
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

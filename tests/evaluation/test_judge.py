@@ -19,7 +19,6 @@ from stub_judge import (
     rate,
     read_without_times,
     records_of,
-    request_threads,
     single_file,
     write_lines,
 )
@@ -167,31 +166,6 @@ def test_judging_resumes_after_a_failure(
     assert read_without_times(single_file(out)) == read_without_times(
         single_file(tmp_path / "uninterrupted")
     )
-
-
-def test_requests_in_progress_at_a_failure_are_saved(stub: StubJudge, tmp_path: Path) -> None:
-    failed = threading.Event()
-
-    def answer(prompt: str) -> tuple[int, Any] | None:
-        if prompt == "Q first A x":
-            while len(stub.requests) < 2:
-                time.sleep(0.01)
-            failed.set()
-            return 400, {"error": {"message": "no"}}
-        failed.wait(TIMEOUT)
-        while len(request_threads()) > 1:  # until the failure has been received
-            time.sleep(0.01)
-        return None
-
-    stub.intercept = answer
-    questions = [Question(at, "w", (text,)) for at, text in enumerate(["first", "second", "third"])]
-    answers = [
-        {"question_id": at, "answer_id": str(at), "choices": [{"turns": ["x"]}]} for at in range(3)
-    ]
-    with pytest.raises(JudgeError, match="400, no"):
-        judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path, parallel=2)
-    assert [line["question_id"] for line in read_jsonl(single_file(tmp_path))] == [1]
-    assert len(stub.requests) == 2
 
 
 @pytest.mark.parametrize("mode", ["single", "pair"])

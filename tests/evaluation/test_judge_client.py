@@ -18,7 +18,6 @@ from stub_judge import (
     StubJudge,
     rate,
     records_of,
-    request_threads,
     single_file,
 )
 
@@ -98,30 +97,6 @@ def test_a_transient_failure_is_retried(
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     judge_one(stub.endpoint(), tmp_path / "again")
     assert stub.keys[2:] == ["Bearer theirs"]
-
-
-def test_an_interrupt_stops_the_requests(
-    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    """Ctrl-C in a program that continues to run."""
-    second = threading.Event()
-
-    def wait(prompt: str) -> None:
-        if len(stub.requests) > 1:
-            second.wait(TIMEOUT)
-
-    stub.intercept = wait
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, 1, interrupt)
-    second.set()
-    for thread in request_threads():
-        thread.join(TIMEOUT)
-    assert len(stub.requests) <= 2
-    assert len(read_jsonl(single_file(tmp_path))) == 1
 
 
 _PROGRAM = """

@@ -145,24 +145,14 @@ def test_invalid_and_missing_fields_are_named(tmp_path: Path) -> None:
 
 def test_errors_inside_a_commonsense_qa_question(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    questions: list[tuple[object, str]] = [
+    for question, reason in [
         ({"stem": 5, "choices": CHOICES}, '"stem" must be a string'),
-        ({"choices": CHOICES}, "'stem' is missing"),
         ({"stem": "q"}, "'choices' is missing"),
-    ]
-    for choices, reason in [
-        (None, '"choices" must be a list'),
-        ([], '"choices" must be a list'),
-        (["sea", "sky"], '"choices" must be a list'),
-        ([{"text": "sea"}] * 2, "'label' is missing"),
-        ([{"label": "A"}] * 2, "'text' is missing"),
-        ([{"label": "A", "text": 1}] * 2, '"text" must be a string'),
-        ([{"label": 1, "text": "x"}] * 2, '"label" must be a string'),
-        ([{"label": "1", "text": "x"}] * 2, "labels"),
-        ([{"label": "A", "text": "x"}] * 2, "labels"),
+        ({"stem": "q", "choices": ["sea", "sky"]}, '"choices" must be a list'),
+        ({"stem": "q", "choices": [{"label": "A"}] * 2}, "'text' is missing"),
+        ({"stem": "q", "choices": [{"label": "1", "text": "x"}] * 2}, "labels"),
+        ({"stem": "q", "choices": [{"label": "A", "text": "x"}] * 2}, "labels"),
     ]:
-        questions.append(({"stem": "q", "choices": choices}, reason))
-    for question, reason in questions:
         path.write_text(json.dumps({**COMMONSENSE, "question": question}))
         with pytest.raises(QuestionError, match=f"line 1: .*{reason}"):
             read_questions(path)
@@ -338,14 +328,6 @@ def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.Monk
     found = [item.category for item in find_questions("mmlu", 114)]
     assert {found.count(name) for name in found} == {2}
     assert len(set(found)) == 57
-    assert len({item.category for item in find_questions("mmlu", 20)}) == 20
-
-
-def test_mt_bench_is_balanced_over_categories() -> None:
-    questions = find_questions(str(published("mt_bench_question.jsonl")), 16)
-    found = [item.category for item in questions]
-    assert sorted(set(found)) == sorted(found[::2])
-    assert len(set(found)) == 8
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

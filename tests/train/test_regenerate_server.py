@@ -152,25 +152,8 @@ def test_requests_are_concurrent_and_the_order_is_restored(rewrite: Rewriting) -
     assert rewrite.lines() == rewrite.expected
 
 
-def test_transient_failures_are_retried(rewrite: Rewriting) -> None:
-    """Each request fails twice, with 429 and 503."""
-    seen: dict[str, int] = {}
-    lock = threading.Lock()
-
-    def fail(messages: Messages) -> tuple[int, str] | None:
-        key = json.dumps(messages)
-        with lock:
-            seen[key] = seen.get(key, 0) + 1
-        return {1: (429, "slow down"), 2: (503, "busy")}.get(seen[key])
-
-    rewrite.stub.intercept = fail
-    rewrite()
-    assert rewrite.lines() == rewrite.expected
-    assert set(seen.values()) == {3}
-
-
 def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
-    """The chats that were rewritten before are kept; the result is that of one run."""
+    """After a retry; the chats rewritten before are kept, and the result is that of one run."""
     rewrite.stub.intercept = lambda messages: (
         (500, "broken") if is_first_turn(messages, 5) else None
     )
@@ -180,6 +163,7 @@ def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
     kept = {line["index"] for line in rewrite.lines()}
     assert {0, 1, 2, 3} <= kept | {4}
     assert 5 not in kept
+    assert sum(is_first_turn(body["messages"], 5) for body in rewrite.stub.requests) == 2
     before = len(rewrite.stub.requests)
     rewrite.stub.intercept = lambda messages: None
     rewrite(concurrency=2, retries=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 
 #: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
+#: The text and the time of a reply, in seconds since 1970.
+Reply = tuple[str, float]
 #: Fields of a line that tell which judgment it holds, those of ratings and of comparisons.
 KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
@@ -36,7 +38,6 @@ class Task:
     prompts: tuple[Prompt, ...]
     replies: tuple[str, ...]  # names of the fields that hold the reply to each prompt
     read: Callable[[Sequence[str]], Record]  # returns the fields that follow from the replies
-    given: str | None = None  # reply to all prompts, about which the judge is not asked
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -81,33 +82,32 @@ def ask(
     path: Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
+    replies: Mapping[Prompt, Reply] | None = None,
 ) -> list[Record]:
     """Add the lines that a file lacks to it, and return the lines of all tasks.
 
     A line of the file is discarded if another one would be written now, because the answer or the
-    prompt has changed. Lines of other judgments are kept at the end. If the endpoint fails, raise
-    JudgeError; the judgments so far are saved.
+    prompt has changed. Lines of other judgments are kept at the end. Prompts that ``replies``
+    contains are not sent. If the endpoint fails, raise JudgeError; the judgments so far are saved.
     """
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []
     saved = {_key(line): line for line in lines}
     done: dict[Hashable, Record] = {}
-    known: dict[Prompt, tuple[str, float]] = {}  # replies and their times
+    known = dict(replies or {})
     for task in tasks:
         line = saved.get(task.key)
         if line is not None:
             texts, tstamp = [line[name] for name in task.replies], line["tstamp"]
             if task.line(texts, tstamp) == line:
                 done[task.key] = line
-                known.update(
-                    (p, (text, tstamp)) for p, text in zip(task.prompts, texts, strict=True)
-                )
+                for prompt, text in zip(task.prompts, texts, strict=True):
+                    known[prompt] = text, tstamp
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(task: Task) -> None:
-        found = [known[prompt] for prompt in task.prompts if task.given is None]
-        texts = [text for text, _ in found] or [task.given or ""] * len(task.prompts)
-        line = done[task.key] = task.line(texts, max((tstamp for _, tstamp in found), default=0.0))
+        texts, times = zip(*(known[prompt] for prompt in task.prompts), strict=True)
+        line = done[task.key] = task.line(texts, max(times))
         append_line(path, json.dumps(line))
         if progress is not None:
             progress(len(done), len(tasks))
@@ -115,8 +115,7 @@ def ask(
     waiting: dict[Prompt, list[Task]] = defaultdict(list)
     for task in tasks:
         if task.key not in done:
-            asked = dict.fromkeys(task.prompts) if task.given is None else ()
-            missing = [prompt for prompt in asked if prompt not in known]
+            missing = [prompt for prompt in dict.fromkeys(task.prompts) if prompt not in known]
             for prompt in missing:
                 waiting[prompt].append(task)
             if not missing:

@@ -38,7 +38,8 @@ def judge_answers(
                 "answer_id": answer_id,
             }
             tasks.append(Task(fields, (prompt,), ("judgment",), _rating))
-    return ask(endpoint, tasks, judgment_file(out, judge, "single"), parallel, progress)
+    file = judgment_file(out, judge, "single")
+    return ask(endpoint, tasks, file, parallel=parallel, progress=progress)
 
 
 def _rating(replies: Sequence[str]) -> Record:

@@ -39,7 +39,7 @@ def judge_pairs(
     ties without asking. Returns the lines, in which ``model_1`` is the method.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
-    tasks = []
+    tasks, replies = [], {}
     for model in records:
         if model == EXACT.name:
             continue
@@ -57,10 +57,12 @@ def judge_pairs(
                 "turn": turn,
                 "answer_ids": ids,
             }
-            given = IDENTICAL if own[:turn] == other[:turn] else None
-            replies = ("g1_judgment", "g2_judgment")
-            tasks.append(Task(fields, (first, second), replies, _winners, given))
-    return ask(endpoint, tasks, judgment_file(out, judge, "pair"), parallel, progress)
+            if own[:turn] == other[:turn]:
+                replies[first] = IDENTICAL, 0.0
+            names = ("g1_judgment", "g2_judgment")
+            tasks.append(Task(fields, (first, second), names, _winners))
+    file = judgment_file(out, judge, "pair")
+    return ask(endpoint, tasks, file, parallel=parallel, progress=progress, replies=replies)
 
 
 def _winners(replies: Sequence[str]) -> Record:
