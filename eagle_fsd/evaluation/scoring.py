@@ -101,6 +101,7 @@ _RUN_ON = re.compile(
     r"|\n[^\w\n]{0,10}(?:question|problem|exercise|q|human|user|instruction)\b[^\n:]{0,20}:",
     re.IGNORECASE,
 )
+_BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 
 
 def final_number(text: str) -> str | None:
@@ -116,14 +117,17 @@ def final_number(text: str) -> str | None:
     4. any number.
 
     Text from the beginning of another question is ignored once one of the first three rules
-    matches before it. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness; OpenAI's
-    grader of GSM8K applies only the first rule, to the first ``####``.
+    matches before it, and after the first rule, everything from the next blank line: base models
+    continue with another task. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness;
+    OpenAI's grader of GSM8K applies only the first rule, to the first ``####``.
     """
     text = _plain_text(text)
     rules = _stated_numbers(text)
     if ends := [end for rule in rules for end, _ in rule]:
-        run_on = _RUN_ON.search(text, min(ends))
-        limit = run_on.start() if run_on else len(text)
+        run_on = [_RUN_ON.search(text, min(ends))]
+        if rules[0]:
+            run_on.append(_BLANK_LINE.search(text, rules[0][0][0]))
+        limit = min((match.start() for match in run_on if match), default=len(text))
         kept = ([number for end, number in rule if end <= limit] for rule in rules)
         return _strip_symbols(next(rule for rule in kept if rule)[-1])
     found = _NUMBER.findall(text)

@@ -53,6 +53,8 @@ NUMBERS = {
     "#### 10\nQ: Tom has 3 pens.\nA: The answer is 3.": "10",
     "The answer is 10.\n\nProblem 2: Tom has 3 pens.\nThe answer is 3.": "10",
     "The answer is 3.\n\nIn all, that is:\n\n#### 10": "10",
+    "#### 10\n\nFind the area of a 3 by 4 rectangle.\nThe area is 12\n#### 12": "10",
+    "#### 10\r\n \t\r\nTom has 3 pens.\n#### 3": "10",
     "Question: how many?\n3 + 4 = 7\n#### 7": "7",
     # Other forms.
     "It is \\boxed{42}, as 6 * 7 says in step 3": "42",
