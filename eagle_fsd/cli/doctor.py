@@ -64,7 +64,7 @@ def doctor(
     template = None
     if pair.chat_template is not None or model.tokenizer.chat_template is not None:
         template = load_chat_template(model.tokenizer, pair.chat_template)
-    diagnosis = diagnose(
+    found = diagnose(
         model,
         _questions(config, chats, bundled=pair.target is None),
         template,
@@ -73,10 +73,10 @@ def doctor(
         progress,
     )
     if as_json:
-        print_json(diagnosis.as_dict())
+        print_json(found)
     else:
-        _print(diagnosis.as_dict())
-    if not diagnosis.healthy:
+        _print(found)
+    if not found["healthy"]:
         raise SystemExit(1)
 
 
@@ -102,12 +102,12 @@ def _training_texts(
     """Tokenize some chats, evenly spaced; return token ids and masks."""
     import torch
 
-    from eagle_fsd.evaluation.doctor.templates import RawTemplate
+    from eagle_fsd.evaluation.doctor.templates import RAW
     from eagle_fsd.train.assistant_mask import encode_chat
 
     stride = max(1, len(chats) // TRAINING_CHATS)
     encoded = [
-        encode_chat(chats[index], tokenizer, template or RawTemplate(), TRAINING_LENGTH)
+        encode_chat(chats[index], tokenizer, template or RAW, TRAINING_LENGTH)
         for index in range(0, len(chats), stride)[:TRAINING_CHATS]
     ]
     return [(torch.tensor(chat.ids), torch.tensor(chat.assistant_mask)) for chat in encoded]
@@ -128,26 +128,18 @@ def _print(found: dict[str, Any]) -> None:
         line.append(f"{finding['check']:<15} {finding['evidence']}", "")
         out.print(line, soft_wrap=True)
     out.print()
-    print_table(
-        ("context", "steps", "tau", "agreement"),
-        [
-            (
-                f"{row['first']}-{row['last']}",
-                str(row["steps"]),
-                f"{row['tau']:.2f}",
-                "" if row["agreement"] is None else f"{row['agreement']:.1%}",
-            )
-            for row in found["by_length"]
-        ],
-    )
+    lines: list[tuple[str, ...]] = []
+    for row in found["by_length"]:
+        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        span = f"{row['first']}-{row['last']}"
+        lines.append((span, str(row["steps"]), f"{row['tau']:.2f}", agreement))
+    print_table(("context", "steps", "tau", "agreement"), lines)
     out.print()
-    print_table(
-        ("depth", "steps", "accepted"),
-        [
-            (str(row["depth"]), str(row["steps"]), f"{row['accepted']:.1%}")
-            for row in found["by_depth"]
-        ],
-    )
+    lines = [
+        (str(row["depth"]), str(row["steps"]), f"{row['accepted']:.1%}")
+        for row in found["by_depth"]
+    ]
+    print_table(("depth", "steps", "accepted"), lines)
     out.print()
     step = found["next_step"]
     out.print(f"Next step: {step}." if step else "Nothing to repair.", soft_wrap=True)

@@ -41,11 +41,7 @@ CHOICE_LISTS = (
 
 
 def all_turns(record: Record) -> dict[str, list[Any]]:
-    """Return the values of all turns of all choices of a record, by field.
-
-    Args:
-        record: A record of the answer file.
-    """
+    """Return the values of all turns of all choices of a record by field."""
     first, *others = record["choices"]
     return {
         name: [*values, *(value for choice in others for value in choice[name])]
@@ -55,23 +51,14 @@ def all_turns(record: Record) -> dict[str, list[Any]]:
 
 
 class Session:
-    """One process of one run. Its provenance is saved with its first answer.
-
-    Args:
-        folder: Folder of the answers. The session's file is in its subfolder ``sessions``.
-        provenance: Machine, versions, revision and date.
-    """
+    """One process of one run. Its provenance is saved in ``sessions`` with its first answer."""
 
     def __init__(self, folder: str | Path, provenance: dict[str, Any]) -> None:
         self.folder, self.provenance = Path(folder), provenance
         self.id = uuid.uuid4().hex[:12]
 
     def begin(self) -> str:
-        """Save the session if it is not saved yet.
-
-        Returns:
-            The session's id.
-        """
+        """Save the session if it is not saved yet, and return its id."""
         path = self.folder / "sessions" / f"{self.id}.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,17 +67,9 @@ class Session:
 
 
 def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Read the provenance of sessions.
+    """Read the provenance of sessions by id, the earliest first.
 
-    Args:
-        folder: Folder of the answers.
-        ids: The sessions' ids.
-
-    Returns:
-        Provenance by id, the earliest session first.
-
-    Raises:
-        ValueError: A session's file is missing or damaged.
+    Raises ValueError if a session's file is missing or damaged.
     """
     found = []
     for name in ids:
@@ -108,15 +87,9 @@ def read_sessions(folder: str | Path, ids: Collection[str]) -> dict[str, dict[st
 class AnswerStore:
     """The answers of one method. Call :meth:`open` before anything else.
 
-    Args:
-        folder: Folder of the answer file.
-        name: Name of the method: the file's base name and FastChat's ``model_id``.
-        fingerprint_inputs: Everything all answers depend on: target, head, settings, seed. Existing
-            answers made from other values are rejected.
-        questions: A fingerprint of each question, by id and in order. Answers to other questions
-            are rejected.
-        process: Index of the process, which determines the part it writes.
-        processes: Number of processes.
+    ``fingerprint_inputs`` is everything that all answers depend on, and ``questions`` a fingerprint
+    of each question by id, in order: answers with other ones are rejected. The index of the process
+    determines the part that it writes.
     """
 
     def __init__(
@@ -139,13 +112,8 @@ class AnswerStore:
     def open(self) -> AnswerStore:
         """Read the answers that all processes of an earlier run wrote.
 
-        The first process must have opened its store before the others do.
-
-        Returns:
-            This store.
-
-        Raises:
-            ValueError: The existing answers are damaged or were made from other inputs.
+        The first process must have opened its store before the others do. Raises ValueError if the
+        answers are damaged or were made from other inputs.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_fingerprint_inputs()
@@ -208,11 +176,7 @@ class AnswerStore:
         return question_id in self.records
 
     def append(self, record: Record) -> None:
-        """Add an answer and flush it to disk.
-
-        Args:
-            record: A record of the answer file; the question's fingerprint is added.
-        """
+        """Add an answer and its question's fingerprint, and flush it to disk."""
         record = {**record, "fingerprint": self.questions[record["question_id"]]}
         self.records[record["question_id"]] = record
         append_line(self.part, json.dumps(record, ensure_ascii=False))
@@ -221,9 +185,6 @@ class AnswerStore:
         """Merge all parts into one file, in the order of the questions.
 
         Every process must have finished. A file that is already merged is not rewritten.
-
-        Returns:
-            The answers.
         """
         found = self._read()
         self.records = {key: found[key] for key in self.questions if key in found}
@@ -263,14 +224,7 @@ def _is_complete(choice: Any) -> bool:
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Lock a folder against other runs until the block or the process ends.
-
-    Args:
-        folder: The folder, created if missing.
-
-    Raises:
-        ValueError: Another run holds the lock.
-    """
+    """Lock a folder against other runs, or raise ValueError if another run holds the lock."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(folder) / ".lock", timeout=0)
     try:

@@ -40,34 +40,17 @@ MIN_GROUPS = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of an answer.
+    """A turn of an answer, timed from the step in which it joined the batch."""
 
-    Attributes:
-        prompt: ``[S]`` token ids; none if it was not answered.
-        reply: What was emitted.
-        text: The reply's text.
-        seconds: Seconds from the step in which it joined the batch to its end.
-        error: Why it was not answered.
-    """
-
-    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # [S]
     reply: Reply = field(default_factory=Reply)
     text: str = ""
     seconds: float = 0.0
-    error: str | None = None
+    error: str | None = None  # why it was not answered
 
 
 class Conversation:
-    """A sample of the answers to a question.
-
-    Args:
-        question: The question.
-        sample: Index of the sample.
-
-    Attributes:
-        chat: The messages so far.
-        turns: The turns so far.
-    """
+    """The messages and turns of one sample of the answers to a question."""
 
     def __init__(self, question: Question, sample: int) -> None:
         self.question, self.sample = question, sample
@@ -82,12 +65,7 @@ class Conversation:
         return True
 
     def answer(self, turn: Turn, content: str = "") -> None:
-        """Add the assistant's turn.
-
-        Args:
-            turn: The turn.
-            content: Its message.
-        """
+        """Add the assistant's turn, whose message is ``content``."""
         self.chat.append({"role": "assistant", "content": content})
         self.turns.append(turn)
 
@@ -96,18 +74,9 @@ class Answerer:
     """Answer questions with each of several methods.
 
     All methods answer a few questions in rotating order, then the next ones, so that changes in the
-    machine's speed affect all of them alike. Each method first decodes a batch untimed.
-
-    Args:
-        model: The pair; its tokenizer is used.
-        chat_template: How chats are formatted.
-        methods: The methods.
-        stores: One opened store per method, in the same order.
-        config: How answers are decoded. A :class:`BenchConfig` decodes every answer ``repeats``
-            times and records the seconds spent in each phase.
-        session: The session recorded in every answer.
-        process: Index of this process, which answers every ``processes``-th question.
-        processes: Number of processes.
+    machine's speed affect all of them alike. Each method first decodes a batch untimed. A
+    :class:`BenchConfig` decodes every answer ``repeats`` times and records the seconds of each
+    phase. The ``stores``, one per method, must be open.
     """
 
     def __init__(
@@ -135,12 +104,7 @@ class Answerer:
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Answer this process's share of the questions, except for those that have answers.
-
-        Args:
-            questions: All questions.
-            progress: Called with the number of answers so far and the total.
-        """
+        """Answer this process's share of the questions, except for those that have answers."""
         share = questions[self.process :: self.processes]
         size, count = self.group_size(len(share)), len(self.methods)
         work: list[tuple[int, int, list[Question]]] = []
@@ -171,11 +135,7 @@ class Answerer:
                 progress(done, total)
 
     def group_size(self, count: int) -> int:
-        """Return the number of questions after which the next method takes its turn.
-
-        Args:
-            count: Number of questions.
-        """
+        """Return the number of questions after which the next method takes its turn."""
         rows = self.config.batch
         if rows == 1:
             return 1
@@ -185,15 +145,8 @@ class Answerer:
     def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
         """Answer a group of questions, all samples and turns, in one batch.
 
-        Args:
-            questions: The questions.
-            method: The method.
-            group: Index of the group, recorded as ``batch``.
-
-        Returns:
-            A record of the answer file for each question, with a choice per sample. The time of the
-            group, ``wall_time``, is divided in proportion to the time that each turn was in the
-            batch, ``latency``.
+        The group's time, ``wall_time`` in the records, is divided in proportion to the time that
+        each turn was in the batch, ``latency``.
         """
         repeats = 1
         if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
@@ -230,8 +183,7 @@ class Answerer:
     ) -> tuple[list[list[Turn]], float]:
         """Answer questions in one batch, in which each turn takes the place of the one before.
 
-        Returns:
-            The turns of every sample of every question, and the seconds that decoding took.
+        Also returns the seconds that decoding took.
         """
         kind: type[MethodBatch] = PaddedBatch if method.decoder == "hf" else TreeBatch
         batch = kind(
@@ -290,13 +242,7 @@ class Answerer:
         return self._pairs[method.name]
 
     def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
-        """Return the values of a turn that are recorded.
-
-        Args:
-            turn: The turn.
-            share: The part of its seconds that counts as its own.
-            memory: Peak memory of the group in bytes.
-        """
+        """Return the recorded values of a turn, of whose seconds ``share`` counts as its own."""
         reply, tokens = turn.reply, turn.reply.tokens
         likelihood, regrets = self._likelihood(turn)
         values: dict[str, Any] = {
@@ -360,16 +306,7 @@ def answer_seed(seed: int, question_id: int | str, sample: int, turn: int) -> in
     """Return the seed with which a turn of an answer is sampled.
 
     It depends neither on the other questions of a run nor on their order, so that a larger run
-    draws the same answers.
-
-    Args:
-        seed: The run's seed.
-        question_id: The question's id.
-        sample: Index of the sample.
-        turn: Index of the turn.
-
-    Returns:
-        A non-negative integer below 2**56.
+    draws the same answers. It is below 2**56.
     """
     key = json.dumps([seed, question_id, sample, turn])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
@@ -385,14 +322,8 @@ def _truncate_at_stop(text: str, stop: Sequence[str]) -> str:
 def answer_log_probs(target: Target, prompt: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the target's log-probabilities along an answer, in one pass over it.
 
-    Args:
-        target: The target.
-        prompt: ``[S]`` token ids.
-        answer: ``[A]`` token ids.
-
-    Returns:
-        ``[A]`` log-probabilities of the answer's tokens, and ``[A]`` of the likeliest token at each
-        position; float64, in nats. What a token gives up, its *regret*, is their difference.
+    Returns those of the answer's tokens and of the likeliest tokens, ``[A]`` each, in float64. What
+    a token gives up, its *regret*, is their difference.
     """
     if not len(answer):
         return torch.zeros(0, dtype=torch.double), torch.zeros(0, dtype=torch.double)

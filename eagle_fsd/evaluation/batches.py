@@ -23,34 +23,18 @@ from eagle_fsd.model.pipeline import EagleFSD
 
 @dataclass(frozen=True)
 class Reply:
-    """What a method emitted for a prompt.
+    """What a method emitted for a prompt; empty fields are not reported."""
 
-    Attributes:
-        tokens: The new tokens, up to and including the end token.
-        passes: Number of target passes; None if the method does not report it.
-        accepted: Number of tokens that each target pass emitted; empty if not reported.
-        origins: The :class:`~eagle_fsd.model.verify.Origin` of each token; empty if not reported.
-        phases: Seconds by phase during which it was decoded; empty if not reported.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    passes: int | None = 0
-    accepted: list[int] = field(default_factory=list)
-    origins: list[int] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)  # including the end token
+    passes: int | None = 0  # of the target; None if the method does not report it
+    accepted: list[int] = field(default_factory=list)  # tokens that each pass emitted
+    origins: list[int] = field(default_factory=list)  # Origin of each token
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
 
 
 @dataclass(eq=False)
 class MethodBatch(ABC):
-    """Prompts that a method decodes together.
-
-    Attributes:
-        model: The pair.
-        method: The method.
-        config: How answers are decoded, and the size of the batch.
-        eos_token_ids: Tokens that end an answer.
-        criteria: Hugging Face stopping criteria.
-    """
+    """Prompts that a method decodes together."""
 
     model: EagleFSD
     method: Method
@@ -65,16 +49,7 @@ class MethodBatch(ABC):
 
     @abstractmethod
     def add(self, prompt: Tensor, max_new_tokens: int, seed: int) -> Hashable:
-        """Add a prompt.
-
-        Args:
-            prompt: ``[S]`` token ids.
-            max_new_tokens: Maximum number of new tokens, which fit the context.
-            seed: Seed of sampling.
-
-        Returns:
-            A key that identifies the reply.
-        """
+        """Add a prompt, ``[S]`` token ids, and return a key that identifies its reply."""
 
     @abstractmethod
     def step(self) -> list[tuple[Hashable, Reply]]:
@@ -113,12 +88,7 @@ class TreeBatch(MethodBatch):
         )
 
     def step(self) -> list[tuple[Hashable, Reply]]:
-        """Take a step; see :meth:`MethodBatch.step`.
-
-        Raises:
-            FloatingPointError: The target produced NaN or infinite logits.
-            MemoryError: There is not enough memory for a prompt.
-        """
+        """Take a step, or raise the error of a prompt that cannot be decoded."""
         replies: list[tuple[Hashable, Reply]] = []
         for answer, chunk in self._batch.step():
             if answer.error is not None:

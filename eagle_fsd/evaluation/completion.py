@@ -15,9 +15,6 @@ class CompletionTemplate:
     With worked examples, a chat reads ``Question: ...``, ``Answer: ...`` and so on, and an answer
     ends where the next question would begin. Without, the messages follow each other line by line,
     and a single prompt is continued as it is.
-
-    Args:
-        few_shot: Number of worked examples.
     """
 
     adds_special_tokens = True
@@ -39,16 +36,9 @@ class CompletionTemplate:
 def evaluation_template(
     tokenizer: PreTrainedTokenizerBase, name: str | None = None, few_shot: int | None = None
 ) -> ChatTemplate:
-    """Return how an evaluation formats chats.
+    """Return how an evaluation formats chats: by a FastChat template, or the tokenizer's own.
 
-    Args:
-        tokenizer: The target's tokenizer.
-        name: A FastChat template; default: the tokenizer's own template.
-        few_shot: Number of worked examples; with a number and without any template, prompts are
-            formatted by :class:`CompletionTemplate`.
-
-    Raises:
-        ValueError: FastChat has no such template, or there is neither a template nor a number.
+    Without any template, ``few_shot`` selects :class:`CompletionTemplate`.
     """
     if name is None and tokenizer.chat_template is None:
         if few_shot is None:

@@ -106,11 +106,7 @@ class EvaluationRequest(PairOptions):
         return self
 
     def output_folder(self, command: str) -> Path:
-        """Return the folder for results.
-
-        Args:
-            command: Name of the command; part of the default path.
-        """
+        """Return the folder for results."""
         return self.out or Path("runs") / command / Path(self.questions).name.split(".")[0]
 
 
@@ -144,11 +140,7 @@ class EvaluationConfig(SamplingConfig):
         return self
 
     def sampling(self, seed: int) -> SamplingConfig:
-        """Return the sampling options of one call.
-
-        Args:
-            seed: The seed of the call, which replaces :attr:`seed`.
-        """
+        """Return the sampling options of one call."""
         names = set(SamplingConfig.model_fields)
         return SamplingConfig.from_dict({**self.model_dump(include=names), "seed": seed})
 

@@ -45,24 +45,15 @@ class GraderError(ValueError):
 
 @dataclass(frozen=True)
 class Grader:
-    """How the answers to all questions are scored.
-
-    Attributes:
-        kind: A name in :data:`GRADERS`, or ``"function"``.
-        grade: For ``"function"``, scores an answer to a question.
-    """
+    """How the answers to all questions are scored: by a built-in grader or by ``grade``."""
 
     kind: ScoredBy
     grade: Callable[[str, Question], bool | None] | None = None
 
     def apply(self, question: Question) -> Question:
-        """Return a question that this grader scores.
+        """Return a question that this grader scores, or raise ValueError if its answer is unfit.
 
-        Args:
-            question: The question. Without an answer, a built-in grader gives it no score.
-
-        Raises:
-            ValueError: The question's answer does not suit the grader.
+        A built-in grader gives no score to a question without an answer.
         """
         if self.kind == "function":
             return replace(question, scored_by=self.kind, grade=self.grade)
@@ -86,14 +77,7 @@ class Grader:
 
 
 def default_grader(answer: str) -> Grader:
-    """Return the grader of a user's question if none is selected.
-
-    Args:
-        answer: The correct answer.
-
-    Returns:
-        ``number`` if the answer is a number, otherwise ``exact``.
-    """
+    """Return the grader of a user's question if none is selected: ``number`` or ``exact``."""
     try:
         number_value(answer)
     except ValueError:
@@ -102,14 +86,7 @@ def default_grader(answer: str) -> Grader:
 
 
 def find_grader(name: str) -> Grader:
-    """Return a grader by name.
-
-    Args:
-        name: A name in :data:`GRADERS`, or a function as for :func:`load_function`.
-
-    Raises:
-        OptionsError: There is no such grader.
-    """
+    """Return a grader by a name in :data:`GRADERS`, or as for :func:`load_function`."""
     for kind in GRADERS:
         if name == kind:
             return Grader(kind)
@@ -144,14 +121,7 @@ def find_grader(name: str) -> Grader:
 
 
 def load_function(name: str) -> GraderFunction:
-    """Load a user's grader function.
-
-    Args:
-        name: ``FILE.py:FUNCTION``, or ``MODULE:FUNCTION`` for an installed module.
-
-    Raises:
-        OptionsError: The file or module cannot be imported, or has no such function.
-    """
+    """Load a grader function from ``FILE.py:FUNCTION`` or from ``MODULE:FUNCTION``."""
     place, _, attribute = name.rpartition(":")
     try:
         if place.endswith(".py"):

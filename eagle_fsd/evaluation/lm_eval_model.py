@@ -58,11 +58,6 @@ class StopAtStrings(StoppingCriteria):
     """End an answer at the token that completes one of several strings.
 
     Unlike Hugging Face's ``StopStringCriteria``, a string that begins in the prompt does not count.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        strings: The strings.
-        prompt_length: Number of tokens before the answer, padding included.
     """
 
     def __init__(
@@ -71,13 +66,7 @@ class StopAtStrings(StoppingCriteria):
         self.tokenizer, self.strings, self.prompt_length = tokenizer, strings, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
-        """Return whether each row has ended: ``[B]`` bool.
-
-        Args:
-            input_ids: ``[B, S]`` tokens so far.
-            scores: Not used.
-            **kwargs: Not used.
-        """
+        """Return whether each row of ``input_ids``, ``[B, S]``, has ended: ``[B]`` bool."""
         texts = self.tokenizer.batch_decode(
             input_ids[:, self.prompt_length :], skip_special_tokens=True
         )
@@ -90,28 +79,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
     """A target and a drafter as a model of lm-evaluation-harness.
 
     Log-likelihoods are computed by the harness's model ``hf``, from which this class inherits.
-    Answers are decoded with draft trees.
-
-    Args:
-        batch_size: Requests that are decoded at once, or ``auto``.
-        max_batch_size: Maximum number of requests that ``auto`` stands for.
-        max_length: Maximum number of tokens of a prompt and its answer. Default: the target's
-            context length.
-        method: ``"fsd"``, or ``"ar"`` for plain decoding.
-        settings: An ``fsd.json`` file. Default: ``fsd.json`` beside the drafter.
-        pretrained: Another name of ``target``, after which the harness names a folder of results.
-        **options: Fields of :class:`PairOptions`, of :class:`TreeConfig` (with ``tree_top_k`` for
-            its ``top_k``) and of :class:`AcceptanceConfig`; and of ``hf``:
-            :data:`HARNESS_OPTIONS`. The end tokens and stop strings of a ``chat_template`` from
-            FastChat end every answer.
-
-    Raises:
-        OptionsError: An option is unknown, of the wrong type, or out of its bounds.
-        ValueError: See :meth:`EagleFSD.from_pretrained`.
-
-    Attributes:
-        pair: The target and the drafter.
-        stats: Statistics of all answers so far.
+    Answers are decoded with draft trees. The options are the fields of :class:`PairOptions`
+    (``pretrained`` is another name of ``target``, after which the harness names a folder of
+    results), of :class:`TreeConfig` (with ``tree_top_k`` for its ``top_k``) and of
+    :class:`AcceptanceConfig`, and :data:`HARNESS_OPTIONS`. ``settings`` names an ``fsd.json`` file.
     """
 
     def __init__(
@@ -163,19 +134,10 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         self.pretrained = loaded.target or str(BUNDLED_TARGET)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer prompts.
+        """Return the answer to each prompt, up to its first stop string.
 
-        Args:
-            requests: Prompts with generation arguments: ``until`` (stop strings), ``max_gen_toks``,
-                ``do_sample``, fields of :class:`SamplingConfig`, and ``fsd``, a dictionary of
-                acceptance options that override the model's.
-            disable_tqdm: Whether to hide the progress bar.
-
-        Returns:
-            The answers, each up to its first stop string.
-
-        Raises:
-            OptionsError: A generation argument is not supported.
+        Generation arguments are ``until``, ``max_gen_toks``, ``do_sample``, fields of
+        :class:`SamplingConfig`, and ``fsd``, a dictionary of acceptance options.
         """
         found = [self._prompt(*request.args) for request in requests]
         answers = [""] * len(requests)
@@ -240,11 +202,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
         return cut
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template, which the harness writes to its results.
-
-        Args:
-            chat_template: Name of one of the tokenizer's templates; True selects its default.
-        """
+        """Return the chat template, which the harness writes to its results."""
         if self._template is None:
             template: str | None = super().chat_template(chat_template)
             return template
@@ -253,13 +211,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Format a chat.
-
-        Args:
-            chat_history: The messages.
-            add_generation_prompt: Whether to end with the beginning of an assistant message;
-                otherwise, the text ends within the last message, which the target continues.
-        """
+        """Format a chat; without a generation prompt, the target continues the last message."""
         if self._template is None:
             text: str = super().apply_chat_template(chat_history, add_generation_prompt)
             return text
@@ -278,15 +230,7 @@ class EagleFSDModel(HFLM):  # type: ignore[misc]
 
 
 def run_harness(arguments: Sequence[str]) -> None:
-    """Run the harness's command line with the model :data:`NAME`.
-
-    Args:
-        arguments: Its arguments. ``--model eagle-fsd`` is added, except to its commands ``ls`` and
-            ``validate``.
-
-    Raises:
-        SystemExit: The arguments are invalid.
-    """
+    """Run the harness's command line, with ``--model eagle-fsd`` where the command takes it."""
     logging.getLogger("lm_eval.models.huggingface").addFilter(_is_relevant)
     words = list(arguments)
     if words[:1] == ["run"]:
@@ -311,11 +255,7 @@ def _take(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _sampling(arguments: dict[str, Any]) -> SamplingConfig:
-    """Convert Hugging Face's generation arguments.
-
-    Raises:
-        OptionsError: An argument is not supported.
-    """
+    """Convert Hugging Face's generation arguments."""
     values = dict(arguments)
     if (beams := values.pop("num_beams", 1)) != 1:
         raise OptionsError(

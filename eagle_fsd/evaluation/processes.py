@@ -35,8 +35,7 @@ def start_processes() -> PartialState:
 def join_processes() -> bool:
     """Let each process do all of the work, to decode together with the others.
 
-    Returns:
-        Whether this is the first process.
+    Returns whether this is the first process.
     """
     state = start_processes()
     is_first = state.is_main_process
@@ -48,11 +47,7 @@ def join_processes() -> bool:
 def placement(device: str | None) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` that select the target's devices.
 
-    Args:
-        device: The option ``device``.
-
-    Raises:
-        OptionsError: The target is to be split over processes that have not joined.
+    Raises OptionsError if the target is to be split over processes that have not joined.
     """
     if device != TENSOR_PARALLEL:
         return {"device_map": device}
@@ -67,12 +62,7 @@ def placement(device: str | None) -> dict[str, Any]:
 def from_first(target: Target, function: Callable[[], T]) -> T:
     """Call a function in the first of the processes that the target is split over.
 
-    Args:
-        target: The target.
-        function: Does not run the target.
-
-    Returns:
-        The result, in all of these processes.
+    The function must not run the target. All processes receive its result.
     """
     if target.group is None:
         return function()

@@ -32,10 +32,10 @@ from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sand
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
+from eagle_fsd.evaluation.judge.client import judgment_file
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
-from eagle_fsd.evaluation.judge.scores import judge_summary
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import (
     EXACT,
@@ -86,19 +86,6 @@ class Evaluation:
 
     Every process calls :meth:`open` (the first one before the others) and :meth:`answer`. When all
     have finished, the first one calls :meth:`report` and :meth:`write`.
-
-    Args:
-        model: The pair.
-        questions: The questions.
-        methods: The methods.
-        request: The names of questions, target, head and chat template, and whether to run code.
-        config: How answers are decoded.
-        folder: Folder of the answers (a file per method) and of the report.
-        process: Index of this process, which answers every ``processes``-th question.
-        processes: Number of processes.
-
-    Raises:
-        ValueError: The chat template does not exist.
     """
 
     def __init__(
@@ -142,12 +129,7 @@ class Evaluation:
         self.scores: dict[str, dict[int | str, bool]] = {}
 
     def open(self) -> None:
-        """Read the answers of an earlier run.
-
-        Raises:
-            ValueError: The folder holds damaged answers, or answers with other settings; or the
-                chat template rejects a question.
-        """
+        """Read the answers of an earlier run."""
         model = self.model
         for question in self.questions:
             try:
@@ -189,11 +171,7 @@ class Evaluation:
         }
 
     def answer(self, progress: Progress | None = None) -> None:
-        """Answer this process's share of the questions, except for those that have answers.
-
-        Args:
-            progress: Called with the number of answers so far and the total.
-        """
+        """Answer this process's share of the questions, except for those that have answers."""
         answerer = Answerer(
             self.model,
             self.chat_template,
@@ -207,22 +185,11 @@ class Evaluation:
         answerer.run(self.questions, progress)
 
     def merge(self) -> dict[str, list[Record]]:
-        """Merge the answers of all processes.
-
-        Returns:
-            The answers by method.
-        """
+        """Merge the answers of all processes."""
         return {name: store.merge() for name, store in self.stores.items()}
 
     def report(self, progress: Progress | None = None) -> Report:
-        """Score the answers and summarize them.
-
-        Args:
-            progress: Called with the number of answers processed so far and the total.
-
-        Returns:
-            The report as JSON values, with a row per method.
-        """
+        """Score the answers and summarize them in a row per method."""
         records = self.merge()
         count = self.config.samples * self.config.seeds
         total, done = count * sum(map(len, records.values())), 0
@@ -282,11 +249,7 @@ class Evaluation:
         return None
 
     def compare(self, report: Report) -> None:
-        """Add the changed answers of a report's main method to it, as ``comparison``.
-
-        Args:
-            report: The scored report.
-        """
+        """Add the changed answers of a report's main method to it, as ``comparison``."""
         row = main_row(report)
         method = next((item for item in self.methods if row and item.name == row["method"]), None)
         if method is not None:
@@ -301,11 +264,7 @@ class Evaluation:
             )
 
     def write(self, report: Report) -> None:
-        """Write a report as JSON, HTML and Markdown, and its rows as CSV.
-
-        Args:
-            report: The report.
-        """
+        """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
         atomic_write(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
         atomic_write(self.folder / PAGE_FILE, html_text(report))
         atomic_write(self.folder / TABLE_FILE, report_text(report))
@@ -318,28 +277,16 @@ def ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that :func:`run_evaluation` calls; by default they do nothing.
-
-    Attributes:
-        progress: Reports progress.
-        on_report: Called on the first process with the evaluation and the scored report, which it
-            may extend.
-        on_finish: Called on the first process with the final report, even if the judge failed.
-    """
+    """Functions that :func:`run_evaluation` calls; by default they do nothing."""
 
     progress: ProgressFactory = no_progress
-    on_report: Callable[[Evaluation, Report], None] = ignore
-    on_finish: Callable[[Report], None] = ignore
+    on_report: Callable[[Evaluation, Report], None] = ignore  # may extend the scored report
+    on_finish: Callable[[Report], None] = ignore  # also if the judge failed
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pair and questions, for several evaluations.
-
-    Attributes:
-        model: The pair.
-        questions: The questions.
-    """
+    """A pair and questions, for several evaluations."""
 
     model: EagleFSD
     questions: Sequence[Question]
@@ -398,19 +345,9 @@ def run_evaluation(
     hooks: Hooks,
     loaded: Loaded | None = None,
 ) -> Report | None:
-    """Run an evaluation; see :func:`evaluate` for what it raises.
+    """Run an evaluation in ``folder``; see :func:`evaluate` for what it returns and raises.
 
-    Args:
-        request: What to evaluate; its output folder is ignored.
-        config: How answers are decoded.
-        methods: The methods, to which the request's baseline is added.
-        folder: Folder of the answers and the report.
-        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
-        hooks: Functions to call.
-        loaded: The pair and the questions, in place of those that the request names.
-
-    Returns:
-        The report on the first process, None on the others.
+    ``loaded`` replaces the pair and the questions that the request names.
     """
     state = start_processes()
     is_first = state.is_main_process
@@ -479,17 +416,6 @@ def check_request(
 
     Checks options that contradict each other, the grader (on an empty answer), the judge's prompts,
     which are downloaded if necessary, and the sandbox.
-
-    Args:
-        request: What to evaluate.
-        config: How answers are decoded.
-        methods: The methods, without the request's baseline.
-        questions: The questions.
-
-    Raises:
-        OptionsError: Options contradict each other, or there is no sandbox.
-        GraderError: The user's grader failed.
-        QuestionSetError, JudgeError: The judge's prompts are missing or invalid.
     """
     if request.assistant and config.batch > 1:
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
@@ -505,11 +431,7 @@ def check_request(
 
 
 def on_first_process(function: Callable[[], T]) -> T:
-    """Call a function on the first process, and return its result on all of them.
-
-    Args:
-        function: The function.
-    """
+    """Call a function on the first process, and return its result on all of them."""
     found: list[Any] = [None]
     if start_processes().is_main_process:
         found[0] = function()
@@ -519,12 +441,7 @@ def on_first_process(function: Callable[[], T]) -> T:
 
 
 def load_share(request: PairOptions, settings: Settings | None = None) -> EagleFSD:
-    """Load the pair on the device of this process.
-
-    Args:
-        request: The names of the pair; its device comes first.
-        settings: As for :func:`load_pair`.
-    """
+    """Load the pair on the device of this process."""
     state = start_processes()
     device = request.device or (str(state.device) if state.num_processes > 1 else None)
     return load_pair(request, device, settings)
@@ -533,13 +450,7 @@ def load_share(request: PairOptions, settings: Settings | None = None) -> EagleF
 def load_pair(
     request: PairOptions, device: str | None = None, settings: Settings | None = None
 ) -> EagleFSD:
-    """Load the pair that a request names.
-
-    Args:
-        request: The request.
-        device: The target's device; default: the GPU if there is one.
-        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
-    """
+    """Load the pair that a request names."""
     model = EagleFSD.from_pretrained(
         request.target,
         request.drafter,
@@ -557,20 +468,24 @@ def load_pair(
 def _add_judgments(
     request: EvaluationRequest, evaluation: Evaluation, report: Report, factory: ProgressFactory
 ) -> None:
-    """Have the answers rated, and add the ratings to the report."""
+    """Have the answers judged, and add the outcomes of comparisons to the report."""
     endpoint = Endpoint(request.judge_base_url or "", request.judge_model)
-    records, folder = evaluation.merge(), evaluation.folder
+    folder = evaluation.folder
     with factory("judging") as progress:
-        arguments = endpoint, evaluation.questions, records, folder, request.judge_parallel
-        found: dict[str, dict[str, Any]]
+        arguments = endpoint, evaluation.questions, evaluation.merge(), folder
+        options: dict[str, Any] = {"parallel": request.judge_parallel, "progress": progress}
         if request.judge_mode == "pair":
-            pairs = pair_summary(judge_pairs(*arguments, progress), report["limit_confidence"])
-            found = {name: {"pairs": values} for name, values in pairs.items()}
+            comparisons = judge_pairs(*arguments, **options)
+            pairs = pair_summary(comparisons, report["limit_confidence"])
+            for row in report["rows"]:
+                found = pairs.get(row["method"])
+                row["judge"] = found and {"pairs": found}
         else:
-            found = judge_summary(judge_answers(*arguments, progress))
+            judge_answers(*arguments, **options)
+            file = judgment_file(folder, endpoint.model, "single")
+            show = f"python -m fastchat.llm_judge.show_result --input-file '{file}'"
+            log.warning("the ratings are in %s; tables of them: %s", file, show)
     report["judge"] = {"model": endpoint.model, "base_url": endpoint.redacted_url}
-    for row in report["rows"]:
-        row["judge"] = found.get(row["method"])
 
 
 def _digest(content: bytes) -> str:

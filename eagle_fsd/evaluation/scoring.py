@@ -1,7 +1,6 @@
 """Score answers by their final number, their final letter, their text, or by running their code.
 
-If an answer states several results, the last one counts, because models correct themselves. A
-result after ``####`` ends the answer at the next blank line or task.
+If an answer states several results, the last one counts, because models correct themselves.
 Reasoning that ends with ``</think>`` is ignored.
 """
 
@@ -21,20 +20,10 @@ def score(
     answer: str,
     run: Callable[[Program], RunResult] | None = None,
 ) -> bool | None:
-    """Decide whether an answer is correct.
+    """Decide whether an answer to the last turn is correct; None if it has no score.
 
-    Args:
-        question: The question.
-        answer: The model's answer to its last turn.
-        run: Function that runs the code in answers to ``code`` questions, for instance a
-            :class:`~eagle_fsd.evaluation.code_execution.execution.CachedRunner`. This requires the
-            user's consent; without it, these questions have no score.
-
-    Returns:
-        Whether the answer is correct; None if it has no score.
-
-    Raises:
-        GraderError: The user's grader failed.
+    ``run`` runs the code in answers, which requires the user's consent; without it, questions about
+    code have no score. Raises GraderError if the user's grader fails.
     """
     if question.grade is not None:
         return question.grade(answer, question)
@@ -55,33 +44,18 @@ def score(
 
 #: Maps full-width forms to ASCII, dashes used as minus signs to "-", and thin to no-break spaces.
 _ASCII_FORMS = {
-    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
-    **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-"),
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
+    **dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212), "-"),
     **dict.fromkeys((0x2009, 0x202F), "\u00a0"),
-    0xFFE5: "\u00a5",
-    0x2019: "'",
 }
-# Numerator or denominator: digits with an optional sign in braces, or a digit without them.
-_ARGUMENT = r"(?:\{\s*(-?)\s?(\d+)\s*\}|(\d))"
-
-
-def _plain_fraction(match: re.Match[str]) -> str:
-    """Return a fraction as ``a/b``, joined to a minus sign before it but not to a number."""
-    before, sign, top, top_digit, other_sign, bottom, bottom_digit = match.groups(default="")
-    if sign != other_sign:  # one of the two numbers is negative
-        before = "" if before else "-"
-    return f"{before or ' '}{top or top_digit}/{bottom or bottom_digit}"
-
-
+# Numerator or denominator: digits in braces, or a digit without them.
+_ARGUMENT = r"(?:\{\s*(-?\d+)\s*\}|(\d))"
 #: Markdown and LaTeX inside an answer, and the replacement.
-_MARKUP: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+_MARKUP = [
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\\(?:left|right)\b"), ""),
-    (re.compile(rf"(-\$?)?\\[cdt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}"), _plain_fraction),
-    # A minus sign that stands apart, not a bullet or an operator, and one before parentheses.
-    (re.compile(r"([{(\[=#$][ \t]*-)[ \t]+(?=[$(]?[\d.])"), r"\1"),
-    (re.compile(r"-\(\s*([\d.,/]+)\s*\)"), r"-\1"),
+    (re.compile(r"(?<=\d)(?=\\[cdt]?frac)"), " "),
+    (re.compile(rf"\\[cdt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}"), r"\1\2/\3\4"),
     (re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\u00a0)(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\([$%#])"), r"\1"),
 ]
@@ -109,39 +83,29 @@ _NUMBER = re.compile(_NUMBER_PATTERN)
 _MARKED_NUMBER = re.compile(
     rf"####[ \t:=(\\]*\n?[ \t(\\]*(?:boxed\s*\{{\s*)?(?P<number>{_NUMBER_PATTERN})"
 )
-# Continuations that make "#### 1. First" a heading and "the answer is 3 + 4" an expression.
+# Continuations that make "#### 1. First" a heading, "#### 18 - 3 = 15" an equation and "the answer
+# is 3 + 4" an expression.
 _HEADING = re.compile(r"[.):][ \t]+\S")
+_EQUATION = re.compile(r"\s*[A-Za-z%]*\s*[-+*/\u00d7\u00f7^]\s*[$(.]?\d[^\n]*=(?P<result>[^\n=]*)")
 _EXPRESSION = re.compile("\\s*[-+*/\u00d7\u00f7^]\\s*[\\d$(.\\\\]|[^\\n]*=")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _NAMED_NUMBER = re.compile(
-    r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|equals|would be|will be|comes to)\b"
+    r"(?i:\banswer\b(?:[^.:=\n]{0,60}?\b(?:is|was|be|equals)\b"
     r"|[\s\"']*(?:\([^()\n]{0,40}\)\s*)?[:=])"
-    r"[\s:=]*(?:(?:about|approximately|exactly|therefore|thus|now|only|just)\s+)?)"
+    r"[\s:=]*(?:(?:about|approximately|exactly|therefore|thus|only)\s+)?)"
     rf"[(\\]*(?P<number>{_NUMBER_PATTERN})"
 )
-
-
-#: A marked number that begins an equation, as in "#### 18 - 3 = 15".
-_EQUATION = re.compile(r"\s*[A-Za-z%]*\s*[-+*/\u00d7\u00f7^]\s*[$(.]?\d[^\n]*=(?P<result>[^\n=]*)")
 #: The beginning of another question, with which base models continue after their answer.
 _RUN_ON = re.compile(
     r"question\s*:"
-    r"|\n[^\w\n]{0,10}(?:question|problem|exercise|q|human|user|instruction)\b[^\n:]{0,20}:"
-    r"|\n[^\n?]{0,400}?\b(?:how\s+(?:many|much|long|far|old|often|tall|fast)"
-    r"|what\s+(?:is|was|are))\b[^\n?]{0,200}\?",
+    r"|\n[^\w\n]{0,10}(?:question|problem|exercise|q|human|user|instruction)\b[^\n:]{0,20}:",
     re.IGNORECASE,
 )
-#: The end of an answer after ``####``: a blank line, or a task without a question mark.
-_MARKED_END = re.compile(
-    r"\n[ \t\r]*\n"
-    r"|\n[^\w\n]{0,10}(?:calculate|compute|count|determine|estimate|evaluate|express|find|give"
-    r"|simplify|solve|write)\s+\w",
-    re.IGNORECASE,
-)
+_BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 
 
 def final_number(text: str) -> str | None:
-    """Return the final number of an answer.
+    """Return the final number of an answer, without separators and currency; None without one.
 
     The first of these rules that matches applies, to its last match:
 
@@ -153,24 +117,16 @@ def final_number(text: str) -> str | None:
     4. any number.
 
     Text from the beginning of another question is ignored once one of the first three rules
-    matches before it. After the first rule, so is everything from the next blank line, or from a
-    line such as "Find the area of ...". :data:`HARNESS_FILTERS` are the rules of
-    lm-evaluation-harness; OpenAI's grader of GSM8K applies only the first rule, to the first
-    ``####``. "20-30" ends in 30 and "1,2,3" in 3; "1,234" and "2 1/2" are one number each; ``cm^2``
-    contains none.
-
-    Args:
-        text: The answer.
-
-    Returns:
-        The number without separators and currency, or None if the answer contains none.
+    matches before it, and after the first rule, everything from the next blank line: base models
+    continue with another task. :data:`HARNESS_FILTERS` are the rules of lm-evaluation-harness;
+    OpenAI's grader of GSM8K applies only the first rule, to the first ``####``.
     """
     text = _plain_text(text)
     rules = _stated_numbers(text)
     if ends := [end for rule in rules for end, _ in rule]:
         run_on = [_RUN_ON.search(text, min(ends))]
         if rules[0]:
-            run_on.append(_MARKED_END.search(text, rules[0][0][0]))
+            run_on.append(_BLANK_LINE.search(text, rules[0][0][0]))
         limit = min((match.start() for match in run_on if match), default=len(text))
         kept = ([number for end, number in rule if end <= limit] for rule in rules)
         return _strip_symbols(next(rule for rule in kept if rule)[-1])
@@ -210,15 +166,10 @@ _HARNESS_STOP = re.compile(r"Question:|</s>|<\|im_end\|>")
 
 
 def harness_match(text: str, answer: str, name: str) -> bool:
-    """Score an answer to a GSM8K question as lm-evaluation-harness does.
+    """Score an answer by one of :data:`HARNESS_FILTERS`, as lm-evaluation-harness does.
 
     The harness compares strings, after it has removed commas, dollar signs and a final period, so
     that "18.00" is not 18. It ends an answer at "Question:", "</s>" or "<|im_end|>".
-
-    Args:
-        text: The model's answer.
-        answer: The correct number.
-        name: A name in :data:`HARNESS_FILTERS`.
     """
     found = HARNESS_FILTERS[name].findall(_HARNESS_STOP.split(text, maxsplit=1)[0])
     if not found:
@@ -238,14 +189,9 @@ def _strip_symbols(number: str) -> str:
 
 
 def number_value(text: str) -> Fraction:
-    """Return the exact value of a number in an answer.
+    """Return the value of a decimal number or a fraction, possibly mixed, or raise ValueError.
 
-    Args:
-        text: A decimal number or a fraction, possibly mixed, with or without separators, currency
-            or percent sign.
-
-    Raises:
-        ValueError: The text is not a number.
+    Separators, currency and a percent sign are ignored.
     """
     plain = _strip_symbols(text)
     sign = -1 if plain.startswith("-") else 1
@@ -257,15 +203,7 @@ def number_value(text: str) -> Fraction:
 
 
 def same_number(first: str | None, second: str | None) -> bool:
-    """Compare two numbers by value, within a relative tolerance of 1e-9.
-
-    Args:
-        first: A number, see :func:`number_value`, or None.
-        second: The number to compare with, or None.
-
-    Returns:
-        Whether both are numbers and equal; ``18.00`` equals ``18``, and ``1/2`` equals ``0.5``.
-    """
+    """Return whether both are numbers, see :func:`number_value`, and equal within 1e-9."""
     if first is None or second is None:
         return False
     try:
@@ -282,32 +220,18 @@ _OPENING = r"[\s(\[{$\"'<>*_\\]*"
 _CHOICE = rf"(?P<letter>[{LETTERS}]|[b-e]|a(?=\s*(?:[)\].:,;}}\"'$*\\]|\n|\Z))){_ALONE}"
 _ANSWER = r"(?i:\b(?:answers?|(?:correct|right|best)\s+(?:choice|option|letter))\b)"
 _NAMED_LETTERS = [
-    # "The answer to this is most likely option (B)"
+    # "The answer to this is most likely option (B)", "Answer: B"
     re.compile(
-        rf"{_ANSWER}[^.:=>\n]{{0,80}}?"
-        r"(?i:\s(?:is|are|was|(?:would|should|must|will|has to|seems to)\s+be)\b|[:=>]|\s-\s)"
-        r"(?i:[\s:]*\b(?:most|probably|likely|definitely|clearly|therefore|thus|simply|surely"
-        r"|actually|indeed|the|choice|option|letter|answer)\b)*:?"
+        rf"{_ANSWER}[^.:=>\n]{{0,80}}?(?i:\s(?:is|are|was|be)\b|[:=>])"
+        r"(?i:[\s:]*\b(?:most|probably|likely|the|choice|option|letter|answer)\b)*:?"
         rf"{_OPENING}{_CHOICE}"
     ),
     # "Answer (B)", "Answer B"
-    re.compile(
-        rf"{_ANSWER}\s*(?=[(\[][{LETTERS}{LETTERS.lower()}][)\]]|[B-E]|A\s*(?:[.,;:]|\n|\Z|is\b))"
-        rf"[(\[]?(?P<letter>[{LETTERS}{LETTERS.lower()}]){_ALONE}"
-        r"(?![)\]]?\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)"
-    ),
+    re.compile(rf"{_ANSWER}\s*[(\[]?(?P<letter>[B-E]|(?<=[(\[])[Aa-e](?=[)\]])){_ALONE}"),
     # "B is the correct answer"
     re.compile(
-        rf"(?<![\w'])(?P<letter>[{LETTERS}])[)\]]?\s+(?i:(?:is|seems|must\s+be|would\s+be)\s+"
-        r"(?:\w+ly\s+)?(?:the\s+)?(?:most\s+|only\s+)?(?:correct|right|best|answer)\b)"
-    ),
-    # "I think it's B because", "it is (b)", "I choose C"
-    re.compile(
-        r"(?i:\b(?:i(?:'d|'ll| would| will| am| can)?\s+"
-        r"(?:choose|chose|pick|select|go(?:ing)?\s+with|vote\s+for|say)|my\s+(?:choice|pick|guess)\s+(?:is|would\s+be)|it(?:'s|\s+is|\s+must\s+be"
-        r"|\s+has\s+to\s+be|\s+should\s+be))\b)"
-        r"(?i:\s+(?:most\s+likely|probably|likely|definitely|clearly|the|choice|option|letter|answer))*"
-        rf"{_OPENING}{_CHOICE}"
+        rf"(?<![\w'])(?P<letter>[{LETTERS}])[)\]]?\s+(?i:is\s+(?:the\s+)?(?:correct|right|best"
+        r"|answer)\b)"
     ),
 ]
 # A letter that is followed by another choice, as in "A and B" or "A, B or C".
@@ -315,53 +239,35 @@ _AMONG_OTHERS = re.compile(
     rf"[)\]}}$]*\s*(?:,\s*(?:and|or)?|/|&|\+|\band\b|\bor\b)\s*[(\[]?(?P<other>[{LETTERS}]){_ALONE}"
     r"(?![)\]]?\s+[a-z'])"
 )
-# A letter that is rejected, as in "A is wrong" or "A and B are wrong".
-_REJECTED = re.compile(
-    rf"(?:(?:[)\]]?[\s,/&]+(?:(?:and|or)\s+)?[(\[]?[{LETTERS}](?!\w)){{1,{len(LETTERS)}}}"
-    r"(?=[)\]]?\s+(?:are|were|do|can)))?"
-    r"[)\]]?\s+(?:(?:is|are|was|were|seems|would\s+be)\s+(?:\w+ly\s+)?(?:both\s+)?"
-    r"(?:not|wrong|incorrect|false|out|ruled|irrelevant)\b|(?:isn|aren|doesn|don|can|won)'t\b"
-    r"|(?:do|does|can|cannot|is)\s*not\b)"
-)
 _BOXED_LETTER = re.compile(rf"\\boxed\s*\{{{_OPENING}{_CHOICE}")
 _SINGLE_LETTER = re.compile(
     rf"[\s(\[{{$\"'*\\]*([{LETTERS}{LETTERS.lower()}])[\s)\]}}$\"'.:,;*\\]*"
 )
-_LABELED_LINE = re.compile(rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)", re.MULTILINE)
-_PREDICATE = re.compile(r"\s*(?:is|are|was|has|does|can)(?:\b|n't)")
-# An uppercase "A" that is followed by a word is an article, unless the word continues a statement
-# about a choice.
+_LABELED_LINE = re.compile(
+    rf"^[ \t]*[(\[]?([{LETTERS}])[)\].:](?=\s|\Z)(?!\s+(?:and|or)\b)", re.MULTILINE
+)
+# An uppercase "A" that is followed by a word is an article.
 _LONE_LETTER = re.compile(
-    rf"(?<![\w'+.-])(?<!\bnot )([{LETTERS}]){_ALONE}"
-    r"(?<!A(?=\s+(?!(?:is|are|because|since|as|and|or|but|fits|seems|would|has|for|which|over)\b)"
-    r"[\w\"']))"
+    rf"(?<![\w'+.-])(?<!\bnot )(A(?!\s+(?!(?:and|or|is)\b)[\w\"'])|[{LETTERS[1:]}]"
+    rf"|(?<=\()[a-e](?=\))){_ALONE}"
 )
 
 
 def final_letter(text: str) -> str | None:
-    """Return the letter that an answer chooses.
+    """Return the letter that an answer chooses, in uppercase; None if it chooses none.
 
     The first of these rules that matches applies, to its last match:
 
     1. a letter in ``\\boxed{}``;
     2. a letter named as the answer: "Answer: B", the format that the prompts request, "the answer
-       is (b)", "B is the correct choice", "I think it's B";
+       is (b)", "B is the correct choice", unless another choice follows, as in "A and B";
     3. a letter that is the whole answer or a whole line;
     4. a label at the beginning of the answer, as in "B) bank", if no line has another label;
-    5. the only uppercase letter that stands alone and is not rejected, as A is in "not A", "A is
-       wrong" and "A and B are wrong".
-
-    An answer that names several letters at once, such as "A and B", chooses none.
+    5. the only uppercase letter that stands alone.
 
     Articles do not match: "the answer is a model" chooses nothing. OpenAI's simple-evals reads only
     "Answer: B"; the filters of lm-evaluation-harness read "answer is (B)", otherwise any letter in
     parentheses.
-
-    Args:
-        text: The answer.
-
-    Returns:
-        The letter in uppercase, or None if the answer chooses none.
     """
     text = _plain_text(text)
     if boxed := [match["letter"] for match in _BOXED_LETTER.finditer(text)]:
@@ -374,16 +280,7 @@ def final_letter(text: str) -> str | None:
         if single := _SINGLE_LETTER.fullmatch(part):
             return single[1].upper()
     labels = list(_LABELED_LINE.finditer(text))
-    if len({label[1] for label in labels}) == 1:
-        first = labels[0]
-        if (
-            not text[: first.start()].strip()
-            and not _PREDICATE.match(text, first.end())
-            and not _AMONG_OTHERS.match(text, first.end(1))
-            and not _REJECTED.match(text, first.end(1))
-        ):
-            return first[1]
-    alone = {
-        match[1] for match in _LONE_LETTER.finditer(text) if not _REJECTED.match(text, match.end())
-    }
+    if len({label[1] for label in labels}) == 1 and not text[: labels[0].start()].strip():
+        return labels[0][1]
+    alone = {letter.upper() for letter in _LONE_LETTER.findall(text)}
     return alone.pop() if len(alone) == 1 else None

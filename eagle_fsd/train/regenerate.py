@@ -178,24 +178,9 @@ def request_chats(
 
     A chat ends before a turn that the server rejects, for example because its context is full.
     Until all chats are rewritten, the lines of ``out`` are in the order of their completion. The
-    first SIGINT or SIGTERM stops after the chats in progress, the second one at once.
-
-    Args:
-        server: The server.
-        chats: The chats.
-        out: As for :func:`rewrite_chats`.
-        config: How turns are generated; default: sampled from the target's distribution.
-        progress: Called with the chats rewritten and the number of chats.
-
-    Returns:
-        The rewritten chats.
-
-    Raises:
-        OptionsError: The environment variable with the key is not set.
-        ValueError: The server fails or rejects the first :data:`TRIAL_CHATS` chats, or ``out`` was
-            written from other chats or options.
-        OSError: A file cannot be written.
-        KeyboardInterrupt: A signal stopped the requests.
+    first SIGINT or SIGTERM stops after the chats in progress, the second one at once; both raise
+    KeyboardInterrupt. Raises ValueError if the server fails or rejects the first
+    :data:`TRIAL_CHATS` chats, or if ``out`` was written from other chats or options.
     """
     config = config or RegenerateConfig()
     out = Path(out)

@@ -27,22 +27,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible endpoint and the model to use there.
+    """An OpenAI-compatible endpoint and the model to use there."""
 
-    Attributes:
-        base_url: The URL up to and including ``/v1``.
-        model: The model's name at the endpoint.
-        api_key: The API key. Default: ``$OPENAI_API_KEY``; local servers need none.
-        timeout: Seconds to wait for a reply.
-        retries: Maximum number of retries after transient failures: no connection, no reply, or
-            status 408, 409, 429 or 5xx.
-    """
-
-    base_url: str
+    base_url: str  # up to and including "/v1"
     model: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 120
-    retries: int = 3
+    api_key: str | None = field(default=None, repr=False)  # default: $OPENAI_API_KEY, if set
+    timeout: float = 120  # seconds to wait for a reply
+    retries: int = 3  # after transient failures, as the package ``openai`` defines them
 
     @property
     def redacted_url(self) -> str:
@@ -54,9 +45,7 @@ class Endpoint:
 class EndpointError(ValueError):
     """A request failed; the message is one line without the API key.
 
-    Args:
-        message: What failed.
-        status: HTTP status of the reply; None if there was none.
+    ``status`` is the HTTP status of the reply; None if there was none.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -65,23 +54,13 @@ class EndpointError(ValueError):
 
 
 class ChatClient:
-    """A client of one endpoint. It is thread-safe.
-
-    Args:
-        endpoint: The endpoint.
-
-    Raises:
-        EndpointError: The package ``openai`` is not installed, or the URL is invalid.
-    """
+    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise EndpointError("this requires the package openai: install it") from error
+        import openai  # takes a second
+
         self.endpoint = endpoint
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
-        self._openai = openai
         try:
             self._client = openai.OpenAI(
                 base_url=endpoint.base_url,
@@ -93,19 +72,13 @@ class ChatClient:
             raise self._failure(str(error)) from error
 
     def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Request the assistant's next message.
+        """Request the assistant's next message; "" if it has no content.
 
-        Args:
-            messages: The chat so far, in OpenAI's layout.
-            **options: Further parameters of the request, such as ``temperature``.
-
-        Returns:
-            The message; "" if it has no content.
-
-        Raises:
-            EndpointError: The endpoint cannot be reached or rejects the request.
+        Options are further parameters of the request, such as ``temperature``. Raises EndpointError
+        if the endpoint cannot be reached or rejects the request.
         """
-        openai = self._openai
+        import openai
+
         create: Any = self._client.chat.completions.create
         try:
             reply = create(
@@ -127,7 +100,6 @@ class ChatClient:
             raise self._failure("the reply is not a chat completion; check the URL") from error
 
     def _failure(self, message: str, status: int | None = None) -> EndpointError:
-        """Build the error for a failed request, without the API key."""
         if self._key != NO_KEY:
             message = message.replace(self._key, "...")
         return EndpointError(one_line(message)[:MAX_MESSAGE_LENGTH], status)
@@ -136,19 +108,11 @@ class ChatClient:
 def map_concurrently(
     function: Callable[[Item], Result], items: Iterable[Item], concurrency: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Apply a function to items in several threads.
+    """Yield each item with the function's result, computed in threads, in order of completion.
 
-    After an exception, no further calls are started; the results of the calls in progress are still
-    yielded before it is raised. Closing the iterator, as Ctrl-C does, does not wait for calls in
-    progress.
-
-    Args:
-        function: The function to call.
-        items: Its arguments. An item is requested when a thread is free, by one thread at a time.
-        concurrency: Maximum number of concurrent calls.
-
-    Yields:
-        Each item with its result, in order of completion.
+    An item is requested when a thread is free, by one thread at a time. After an exception, no
+    further calls are started; the results of the calls in progress are still yielded before it is
+    raised. Closing the iterator, as Ctrl-C does, does not wait for calls in progress.
     """
     # Daemon threads instead of an executor, for whose threads the interpreter would wait at exit:
     # after Ctrl-C, until the slowest reply arrives.

@@ -47,8 +47,7 @@ def records() -> dict[str, list[Record]]:
 def stub() -> Iterator[StubJudge]:
     judge = StubJudge()
     yield judge
-    judge.server.shutdown()
-    judge.server.server_close()
+    judge.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from stub_endpoint import Reply, StubEndpoint, completion
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.evaluation.judge.client import judgment_file
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.utils.chat_api import THREAD_NAME, Endpoint
+from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.files import read_jsonl
 
 #: Seconds until a wait for an event fails.
@@ -80,13 +80,6 @@ def rate(prompt: str) -> int:
     return 1 + zlib.crc32(prompt.encode()) % 10
 
 
-def completion(text: str | None) -> dict[str, Any]:
-    """Return the body of a reply with a text."""
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    return {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
-
-
 def pairwise_request(stub: StubJudge, count: int, out: Path) -> EvaluationRequest:
     """Return a request whose answers a judge compares with exact decoding's."""
     return EvaluationRequest(
@@ -94,65 +87,30 @@ def pairwise_request(stub: StubJudge, count: int, out: Path) -> EvaluationReques
     )
 
 
-class StubJudge:
-    """An OpenAI-compatible endpoint.
+class StubJudge(StubEndpoint):
+    """An endpoint that rates.
 
     Attributes:
-        requests: The bodies of all requests in order of arrival.
-        keys: Their Authorization headers.
         answered: The user messages that were answered.
-        intercept: Called with the user message before the reply; it may wait, or return the status
-            and body of another reply.
+        intercept: Called with the user message before the reply; it may wait, or return another
+            reply.
     """
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str] = []
         self.answered: list[str] = []
-        self.intercept: Callable[[str], tuple[int, Any] | None] = lambda prompt: None
-        stub = self
+        self.intercept: Callable[[str], Reply | None] = lambda prompt: None
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                prompt = body["messages"][-1]["content"]
-                stub.requests.append(body)
-                stub.keys.append(self.headers["Authorization"])
-                status, reply = 404, {"error": {"message": f"no such path {self.path}"}}
-                if self.path == "/v1/chat/completions":
-                    override = stub.intercept(prompt)
-                    status, reply = override or (
-                        200,
-                        completion(f"Good. Rating: [[{rate(prompt)}]]"),
-                    )
-                    if override is None:
-                        stub.answered.append(prompt)
-                data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-                kind = "text/html" if isinstance(reply, str) else "application/json"
-                try:
-                    self.send_response(status)
-                    self.send_header("Content-Type", kind)
-                    self.send_header("Content-Length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-                except OSError:
-                    pass  # the client has disconnected
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+    def reply(self, body: dict[str, Any]) -> Reply:
+        prompt = body["messages"][-1]["content"]
+        if (override := self.intercept(prompt)) is not None:
+            return override
+        self.answered.append(prompt)
+        return completion(f"Good. Rating: [[{rate(prompt)}]]")
 
     def reply_with(self, text: Callable[[str], str | None]) -> None:
         """Let the judge answer every user message with a text."""
-        self.intercept = lambda prompt: (200, completion(text(prompt)))
+        self.intercept = lambda prompt: completion(text(prompt))
 
     def endpoint(self, **options: Any) -> Endpoint:
         return Endpoint(**{"base_url": self.url, "model": "a/b", "retries": 0, **options})
-
-
-def request_threads() -> list[threading.Thread]:
-    """Return the threads that wait for a reply."""
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

@@ -42,15 +42,20 @@ from eagle_fsd.evaluation.doctor.checks import (
     check_tree,
 )
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
-from eagle_fsd.evaluation.doctor.measurements import Answer, LengthRow, Measurements
-from eagle_fsd.evaluation.doctor.templates import candidate_templates, turn_template
+from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements
+from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.loading import load_drafter
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.eagle3_checkpoint import LAYER_IDS
-from eagle_fsd.utils.chat_templates import ChatTemplate, FastChatTemplate, TokenizerTemplate
+from eagle_fsd.utils.chat_templates import (
+    ChatTemplate,
+    FastChatTemplate,
+    TokenizerTemplate,
+    encode_prompt,
+)
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,14 +128,14 @@ def permuted(model: LlamaForCausalLM) -> LlamaForCausalLM:
 # -- healthy pairs and planted faults ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", BUNDLED_DRAFTERS.values(), ids=BUNDLED_DRAFTERS)
 @pytest.mark.usefixtures("no_templates")
-def test_healthy_drafters(healthy: Measurements, folder: Path) -> None:
-    drafter = loaded(healthy, folder)
-    found = findings(with_drafter(healthy, drafter))
-    assert {finding.level for finding in found.values()} == {"ok"}
-    of_heads = ["hidden states", "input order"] if drafter.reads else []
-    assert list(found) == ["dtype", *of_heads, "vocabulary", "RoPE", "chat template", "target"]
+def test_healthy_drafters(healthy: Measurements) -> None:
+    for folder in BUNDLED_DRAFTERS.values():
+        drafter = loaded(healthy, folder)
+        found = findings(with_drafter(healthy, drafter))
+        assert {finding.level for finding in found.values()} == {"ok"}
+        of_heads = ["hidden states", "input order"] if drafter.reads else []
+        assert list(found) == ["dtype", *of_heads, "vocabulary", "RoPE", "chat template", "target"]
 
 
 Weights = dict[str, Tensor]
@@ -214,19 +219,19 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.usefixtures("no_templates")
-def test_planted_fault(healthy: Measurements, fault: Fault, tmp_path: Path) -> None:
-    copied = tmp_path / "head"
-    shutil.copytree(fault.folder, copied)
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, **fault.config}))
-    weights = load_file(copied / "model.safetensors")
-    fault.edit(weights)
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    found = the_problem(with_drafter(healthy, loaded(healthy, copied)))
-    assert found.check == fault.check
-    assert fault.step in str(found.step)
+def test_planted_faults(healthy: Measurements, tmp_path: Path) -> None:
+    for fault in FAULTS:
+        copied = tmp_path / fault.name
+        shutil.copytree(fault.folder, copied)
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps({**config, **fault.config}))
+        weights = load_file(copied / "model.safetensors")
+        fault.edit(weights)
+        save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+        found = the_problem(with_drafter(healthy, loaded(healthy, copied)))
+        assert found.check == fault.check, fault.name
+        assert fault.step in str(found.step), fault.name
 
 
 @pytest.mark.usefixtures("no_templates")
@@ -267,9 +272,11 @@ def test_wrong_template(healthy: Measurements, monkeypatch: pytest.MonkeyPatch) 
     tokenizer = healthy.model.tokenizer
     own, *others = candidate_templates(tokenizer)
     assert isinstance(own[1], TokenizerTemplate)
-    kept = [item for item in others if item[0].startswith("role tokens")]
-    monkeypatch.setattr(checks, "candidate_templates", lambda tokenizer: kept)
-    chatml = turn_template(tokenizer, "<|im_start|>{role}\n{content}<|im_end|>\n")
+    (kept,) = [item for item in others if item[0].startswith("role tokens")]
+    chat = [{"role": "user", "content": QUESTIONS[0]}]
+    assert encode_prompt(chat, tokenizer, kept[1]).equal(encode_prompt(chat, tokenizer, own[1]))
+    monkeypatch.setattr(checks, "candidate_templates", lambda tokenizer: [kept])
+    chatml = TurnTemplate("<|im_start|>{role}\n{content}<|im_end|>\n", start=tokenizer.bos_token)
     found = check_template(measured_with(healthy.model, chatml))
     assert found.level == "problem"
     assert "<|im_start|>, <|im_end|> not in the target's vocabulary" in found.evidence
@@ -303,17 +310,17 @@ def test_infinite_weights_in_a_small_dtype_may_be_an_overflow(healthy: Measureme
     assert str(found.step).startswith("pass --dtype float32 or bfloat16; if that does not help, ")
 
 
-@pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_DRAFT_MODEL], ids=["head", "draft model"])
 @pytest.mark.usefixtures("no_templates")
-def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements, folder: Path) -> None:
-    drafter = loaded(healthy, folder)
-    network = drafter.network.bfloat16()
-    before = [(item.dtype, item.data_ptr()) for item in network.parameters()]
-    found = findings(with_drafter(healthy, drafter))["dtype"]
-    assert found.level == "ok"
-    assert found.evidence.startswith("bfloat16; target float32; agreement ")
-    assert found.evidence.endswith(" with float32")
-    assert [(item.dtype, item.data_ptr()) for item in network.parameters()] == before
+def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements) -> None:
+    for folder in (BUNDLED_HEAD, BUNDLED_DRAFT_MODEL):
+        drafter = loaded(healthy, folder)
+        network = drafter.network.bfloat16()
+        before = [(item.dtype, item.data_ptr()) for item in network.parameters()]
+        found = findings(with_drafter(healthy, drafter))["dtype"]
+        assert found.level == "ok"
+        assert found.evidence.startswith("bfloat16; target float32; agreement ")
+        assert found.evidence.endswith(" with float32")
+        assert [(item.dtype, item.data_ptr()) for item in network.parameters()] == before
 
 
 def text_of(answers: Sequence[Answer]) -> list[tuple[Tensor, Tensor]]:
@@ -340,57 +347,55 @@ def test_training_text(healthy: Measurements) -> None:
     assert (empty.level, empty.evidence) == ("note", "no answer tokens")
 
 
-class Rows:
-    """Measurements that consist of their tables."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        by_length: Sequence[LengthRow] = (),
-        by_depth: Sequence[tuple[int, float]] = (),
-        accepted: Sequence[int] = (),
-    ) -> None:
-        self.model = SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4))
-        self.by_length, self.by_depth = by_length, by_depth
-        self.short = [Answer(torch.arange(9), 1, [*accepted, 1])]
+def measured_rows(drafter: Drafter, **tables: Any) -> Any:
+    """Return measurements that consist of their tables."""
+    return SimpleNamespace(
+        model=SimpleNamespace(drafter=drafter, tree=TreeConfig(depth=4)), **tables
+    )
 
 
 def test_depth(healthy: Measurements) -> None:
-    rows = [(200, 0.8), (100, 0.7), (66, 0.5)]
-    found = check_depth(Rows(healthy.model.drafter, by_depth=rows))
-    assert found == Finding(
+    def check(drafter: Drafter, *shares: float) -> Finding:
+        pairs = zip((200, 100, 66), shares, strict=False)
+        rows = [{"steps": steps, "accepted": share} for steps, share in pairs]
+        return check_depth(measured_rows(drafter, by_depth=rows))
+
+    drafter = healthy.model.drafter
+    assert check(drafter, 0.8, 0.7, 0.5) == Finding(
         "depth",
         "note",
         "accepted 80.0% at depth 1, 50.0% from depth 3 on",
         "train the head on its own outputs: eagle-fsd train --unroll 3",
     )
-    assert check_depth(Rows(NGramDrafter(), by_depth=rows)).level == "ok"
-    rows[2] = (66, 0.7)
-    assert check_depth(Rows(healthy.model.drafter, by_depth=rows)).level == "ok"
-    assert check_depth(Rows(healthy.model.drafter, by_depth=rows[:2])).level == "ok"
+    others = check(NGramDrafter(), 0.8, 0.7, 0.5), check(drafter, 0.8, 0.7, 0.7)
+    assert {item.level for item in (*others, check(drafter, 0.8, 0.7))} == {"ok"}
 
 
 def test_context_length(healthy: Measurements) -> None:
-    drafter = healthy.model.drafter
+    def check(share: float, tokens: int) -> Finding:
+        short = {"first": 0, "last": 127, "tokens": 128, "agreement": 0.9}
+        long = {"first": 128, "last": 255, "tokens": tokens, "agreement": share}
+        return check_length(measured_rows(healthy.model.drafter, by_length=[short, long]))
+
     for share, tokens, level in ((0.4, 128, "note"), (0.85, 128, "ok"), (0.7, 50, "ok")):
-        short = LengthRow(0, 127, 9, 4.0, tokens, 0.9)
-        found = check_length(Rows(drafter, [short, LengthRow(128, 255, 9, 2.0, tokens, share)]))
+        found = check(share, tokens)
         assert found.level == level
         assert found.evidence == f"agreement 90.0% at 0-127 tokens, {share:.1%} at 128-255 tokens"
-    few = LengthRow(128, 255, 9, 2.0, 49, 0.4)
-    found = check_length(Rows(drafter, [short, few]))
-    assert found.evidence == "all contexts are of similar length"
+    assert check(0.4, 49).evidence == "all contexts are of similar length"
 
 
 def test_tree(healthy: Measurements) -> None:
-    found = check_tree(Rows(healthy.model.drafter, accepted=[6, 6, 3, 1]))
-    assert found == Finding(
+    def check(*accepted: int) -> Finding:
+        short = [Answer(torch.arange(9), 1, [*accepted, 1])]
+        return check_tree(measured_rows(healthy.model.drafter, short=short))
+
+    assert check(6, 6, 3, 1) == Finding(
         "tree",
         "note",
         "50% of the steps accept the longest path, 5 tokens",
         "try trees deeper than --depth 4",
     )
-    assert check_tree(Rows(healthy.model.drafter, accepted=[6, 3, 3, 1])).level == "ok"
+    assert check(6, 3, 3, 1).level == "ok"
 
 
 # -- the whole diagnosis and the command ---------------------------------------------------------
@@ -401,7 +406,7 @@ def test_tree_of_exact_decoding_is_used_and_reported(healthy: Measurements) -> N
     model = EagleFSD(old.model, NGramDrafter(), fuzzy, tokenizer=old.tokenizer)
     model.exact_tree = TreeConfig(total_tokens=4, depth=2, top_k=1)
     model.batch_trees = {2: TreeConfig(total_tokens=9, depth=7, top_k=1)}
-    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=8).as_dict()
+    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=8)
     assert found["tree"] == model.exact_tree.model_dump()
     assert found["findings"][-1]["evidence"].endswith("accept the longest path, 3 tokens")
     assert len(found["by_depth"]) <= 3
@@ -411,9 +416,9 @@ def test_tree_of_exact_decoding_is_used_and_reported(healthy: Measurements) -> N
 def test_drafter_without_a_network_gets_tables(healthy: Measurements) -> None:
     old = healthy.model
     model = EagleFSD(old.model, NGramDrafter(), old.tree, tokenizer=old.tokenizer)
-    diagnosis = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=16)
-    assert diagnosis.healthy
-    found = json.loads(json.dumps(diagnosis.as_dict()))
+    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=16)
+    assert found["healthy"]
+    assert json.loads(json.dumps(found)) == found
     assert found["agreement"] is None
     assert [finding["check"] for finding in found["findings"]] == ["tree"]
     assert found["tau"] >= 1.0
@@ -467,10 +472,6 @@ def test_command_prints_a_wrong_template(run: Run, tmp_path: Path) -> None:
     assert problem["check"] == "chat template"
     assert problem["step"] == found["next_step"]
     assert "'<|{role}|>{content}<|end|>'" in problem["step"]
-
-
-@pytest.mark.slow
-def test_command_finds_an_overridden_template(run: Run) -> None:
     status, found = report(run, "--conv-template", "vicuna_v1.1", "--count", 12)
     assert status == 1
     assert found["next_step"] == "do not pass --conv-template"

@@ -47,35 +47,25 @@ def fail(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_sandbox_is_found_early(
+def test_what_fails_later_is_found_early(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "problems.jsonl"
+    """A missing sandbox, missing prompts of the judge, and a grader that fails."""
+    run, file = COMMANDS[command], tmp_path / "problems.jsonl"
     rows = [{**PROBLEM, "task_id": f"T/{at}", "prompt": f"# {at}\ndef f():\n"} for at in range(8)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(runner, "use_sandbox", fail)
-    request = EvaluationRequest(questions=str(file), out=tmp_path / "out", execute_code=True)
-    with pytest.raises(OptionsError, match="this does not work"):
-        COMMANDS[command](request)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_missing_judge_prompts_are_found_early(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(runner.JudgePrompts, "load", fail)
-    request = EvaluationRequest(count=8, out=tmp_path, judge_base_url="http://127.0.0.1:9/v1")
-    with pytest.raises(OptionsError, match="this does not work"):
-        COMMANDS[command](request)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_failing_grader_is_found_early(command: str, tmp_path: Path) -> None:
+    for options in (
+        {"questions": str(file), "execute_code": True},
+        {"judge_base_url": "http://127.0.0.1:9/v1"},
+    ):
+        with pytest.raises(OptionsError, match="this does not work"):
+            run(EvaluationRequest(count=8, out=tmp_path / "out", **options))
     (tmp_path / "own.py").write_text("def grade(answer):\n    return True\n")
     grader = f"{tmp_path / 'own.py'}:grade"
-    request = EvaluationRequest(count=8, out=tmp_path / "out", grader=grader)
     with pytest.raises(ValueError, match="failed on question 0: TypeError"):
-        COMMANDS[command](request)
+        run(EvaluationRequest(count=8, out=tmp_path / "out", grader=grader))
 
 
 def test_assisted_generation_without_batches_is_found_early(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from stub_judge import QUESTIONS, StubJudge, records_of
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import Reply, judgment_file
-from eagle_fsd.evaluation.judge.pairwise import Comparison, judge_pairs, pair_summary
-from eagle_fsd.evaluation.judge.prompts import JudgePrompts, Prompt, parse_winner
+from eagle_fsd.evaluation.judge.client import judgment_file
+from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.files import read_jsonl
@@ -40,36 +39,6 @@ def answers() -> dict[str, list[Record]]:
     return {"plain": plain, "exact": records_of("exact"), "fsd": records_of("fsd")}
 
 
-@pytest.mark.parametrize(
-    ("reply", "winner"),
-    [
-        ("A is better. [[A]]", "A"),
-        ("[[B]]", "B"),
-        ("[[C]]", "tie"),
-        ("[A]", "error"),
-        ("", "error"),
-    ],
-)
-def test_parse_winner(reply: str, winner: str) -> None:
-    assert parse_winner(reply) == winner
-
-
-def test_prompts_of_pairs() -> None:
-    prompts = JudgePrompts.load(QUESTIONS)
-    first, second = ["one {x}", "two"], ["three", "four"]
-    filled = [prompts.fill(QUESTIONS[0], turn, first, second) for turn in (1, 2)]
-    filled += [prompts.fill(QUESTIONS[1], turn, first, second) for turn in (1, 2)]
-    assert [(prompt.name, prompt.user) for prompt in filled] == [
-        ("pair-v2", "Q write A one {x} B three"),
-        ("pair-v2-multi-turn", "Q write A one {x} B three Q again A two B four"),
-        ("pair-math-v1", "Q add R right {1} A one {x} B three"),
-        (
-            "pair-math-v1-multi-turn",
-            "R right {1} R right 2 Q add A one {x} B three Q subtract A two B four",
-        ),
-    ]
-
-
 def test_every_answer_is_compared_in_both_orders(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
@@ -81,7 +50,7 @@ def test_every_answer_is_compared_in_both_orders(
     assert seen == [(done, 2 * TURNS) for done in range(1, 2 * TURNS + 1)]
     assert len(stub.requests) == 2 * TURNS  # identical answers need none
     lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
-    assert lines == [item.as_record() for item in found]
+    assert lines == found
     assert [line["model_1"] for line in lines] == ["plain"] * TURNS + ["fsd"] * TURNS
     first = lines[TURNS]
     assert first["model_2"] == "exact"
@@ -96,21 +65,26 @@ def test_every_answer_is_compared_in_both_orders(
     assert summary["fsd"]["loss_limit"] == loss_bound(0, 4, 4)
 
 
-def test_a_judge_that_prefers_the_first_answer_gives_ties(
+def test_outcomes_of_replies(
     stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    stub.reply_with(lambda _: "[[A]]")
-    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert {item.winners for item in found if item.model == "fsd"} == {("model_1", "model_2")}
-    assert {item.outcome for item in found} == {0}
-
-
-def test_unclear_replies_count_as_losses_in_the_limit(
-    stub: StubJudge, answers: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    stub.reply_with(lambda _: "Both are fine.")
-    found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert {item.outcome for item in found if item.model == "fsd"} == {None}
+    """A judge that prefers the first answer gives ties; a reply must have double brackets."""
+    for at, (reply, winners) in enumerate(
+        [
+            ("A is better. [[A]]", ("model_1", "model_2")),
+            ("[[B]]", ("model_2", "model_1")),
+            ("[[C]]", ("tie", "tie")),
+            ("[A]", ("error", "error")),
+            ("", ("error", "error")),
+        ]
+    ):
+        stub.reply_with(lambda _, reply=reply: reply)
+        found = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path / str(at))
+        lines = [line for line in found if line["model_1"] == "fsd"]
+        assert {(line["g1_winner"], line["g2_winner"]) for line in lines} == {winners}
+        tied, unclear = (pair_summary(lines, 0.95)["fsd"][name] for name in ("tied", "unclear"))
+        assert (tied, unclear) == ((0, 4) if "error" in winners else (4, 0))
+    # Unclear replies count as losses in the limit.
     summary = pair_summary(found, 0.95)["fsd"]
     expected = {"questions": 4, "won": 0, "tied": 0, "lost": 0, "unclear": 4}
     assert summary == {**expected, "loss_limit": loss_bound(4, 0, 4)}
@@ -124,30 +98,30 @@ def test_comparisons_are_resumed_and_discarded_where_an_answer_changed(
     asked = len(stub.requests)
     lines = read_jsonl(judgment_file(tmp_path, "a/b", "pair"))
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
-    assert [item.as_record() for item in again] == lines
+    assert again == lines
     assert len(stub.requests) == asked
     answers["fsd"][3]["choices"][0]["turns"] = ["hello"]
     again = judge_pairs(stub.endpoint(), QUESTIONS, answers, tmp_path)
     assert len(stub.requests) == asked + 2
     assert read_jsonl(judgment_file(tmp_path, "a/b", "pair"))[:-1] == lines[:-1]
-    assert again[-1].prompts[0].user == "Q greet A hello B exact greet"
+    assert again[-1]["g1_user_prompt"] == "Q greet A hello B exact greet"
 
 
-def comparison(question: int, turn: int, *replies: str) -> Comparison:
-    both = (Prompt("pair-v2", "", "a"), Prompt("pair-v2", "", "b"))
-    found = tuple(Reply(f"[[{text}]]", 0.0) for text in replies)
-    return Comparison(question, "w", "fsd", turn, "m", ("1", "2"), both, found)
+def comparison(question: int, turn: int, first: str, second: str) -> Record:
+    winners = {"g1_winner": first, "g2_winner": second}
+    return {"question_id": question, "model_1": "fsd", "turn": turn, **winners}
 
 
 def test_the_turns_of_a_question_count_as_one() -> None:
+    won, lost, tied = ("model_1",) * 2, ("model_2",) * 2, ("tie", "tie")
     found = [
-        *(comparison(1, turn, "A", "B") for turn in (1, 2)),  # won twice
-        comparison(2, 1, "A", "B"),  # won, then lost
-        comparison(2, 2, "B", "A"),
-        comparison(3, 1, "C", "C"),  # tied, then lost
-        comparison(3, 2, "B", "A"),
-        comparison(4, 1, "A", "B"),  # won, then unclear
-        comparison(4, 2, "A", "?"),
+        *(comparison(1, turn, *won) for turn in (1, 2)),
+        comparison(2, 1, *won),
+        comparison(2, 2, *lost),
+        comparison(3, 1, *tied),
+        comparison(3, 2, *lost),
+        comparison(4, 1, *won),
+        comparison(4, 2, "model_1", "error"),
     ]
     summary = pair_summary(found, 0.95)["fsd"]
     names = ("questions", "won", "tied", "lost", "unclear")

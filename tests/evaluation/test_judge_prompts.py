@@ -19,7 +19,7 @@ from eagle_fsd.evaluation.judge.prompts import (
 )
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import SETS, QuestionSetError
+from eagle_fsd.evaluation.questions.sets import QuestionSetError
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -43,6 +43,21 @@ def test_prompts_depend_on_category_and_turn() -> None:
         ),
         ("single-v1-multi-turn", "Both.", "Q multiply A one {x} Q divide A two"),
     ]
+    other = ["three", "four"]
+    pairs = [
+        prompts.fill(question, turn, answers, other)
+        for question in QUESTIONS[:2]
+        for turn in (1, 2)
+    ]
+    assert [(prompt.name, prompt.user) for prompt in pairs] == [
+        ("pair-v2", "Q write A one {x} B three"),
+        ("pair-v2-multi-turn", "Q write A one {x} B three Q again A two B four"),
+        ("pair-math-v1", "Q add R right {1} A one {x} B three"),
+        (
+            "pair-math-v1-multi-turn",
+            "R right {1} R right 2 Q add A one {x} B three Q subtract A two B four",
+        ),
+    ]
 
 
 def test_messages_before_the_first_turn_precede_the_prompt() -> None:
@@ -62,40 +77,26 @@ def test_messages_before_the_first_turn_precede_the_prompt() -> None:
         )
 
 
-@pytest.mark.parametrize("category", ["math", "reasoning", "coding", "arena-hard-200", "stem"])
-def test_categories_with_a_reference(category: str) -> None:
-    question = Question(101, category, ("add",))
-    expected = "single-v1" if category == "stem" else "single-math-v1"
-    assert JudgePrompts.load([question]).fill(question, 1, ["2"]).name == expected
-
-
-def test_references_are_loaded_only_if_needed(judge_data: Path) -> None:
+def test_references_are_used_by_category_and_read_only_if_needed(judge_data: Path) -> None:
+    for category in ("math", "reasoning", "coding", "arena-hard-200", "stem"):
+        question = Question(101, category, ("add",))
+        expected = "single-v1" if category == "stem" else "single-math-v1"
+        assert JudgePrompts.load([question]).fill(question, 1, ["2"]).name == expected
     (judge_data / "mt_bench_reference_gpt4.jsonl").unlink()
     assert JudgePrompts.load([QUESTIONS[0]]).references == {}
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "message"),
-    [
-        ("judge_prompts.jsonl", "{", "judge_prompts.jsonl, line 1: not a JSON object with 'name'"),
-        (
-            "judge_prompts.jsonl",
-            '{"name": "x"}',
-            "prompt single-v1 of judge_prompts.jsonl",
-        ),
-        ("mt_bench_reference_gpt4.jsonl", '{"question_id": 1}', "not a FastChat answer"),
-    ],
-)
-def test_invalid_files_are_named(file: str, line: str, message: str, judge_data: Path) -> None:
-    (judge_data / file).write_text(line + "\n")
-    with pytest.raises(JudgeError, match=message):
-        JudgePrompts.load(QUESTIONS).fill(QUESTIONS[0], 1, ["x"])
-
-
-def test_prompts_are_not_question_sets() -> None:
-    assert not {"judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl"} & {
-        source.file for source in SETS.values()
-    }
+def test_invalid_files_are_named(judge_data: Path) -> None:
+    prompts, references = "judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl"
+    for file, line, message in [
+        (references, '{"question_id": 1}', "not a FastChat answer"),
+        (prompts, "{", f"{prompts}, line 1: not a JSON object with 'name'"),
+        (prompts, '{"name": "x"}', f"prompt single-v1 of {prompts}"),
+    ]:
+        (judge_data / file).write_text(line + "\n")
+        questions = QUESTIONS if file == references else QUESTIONS[:1]
+        with pytest.raises(JudgeError, match=message):
+            JudgePrompts.load(questions).fill(questions[0], 1, ["x"])
 
 
 def test_a_failed_download_is_reported(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,25 +151,25 @@ def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize(
-    ("judgment", "score"),
-    [
-        ("Rating: [[7]]", 7),
-        ("Rating: [[7.5]]", 7.5),
-        ("[8]", 8),
-        ("see [1]; Rating: [[9]]", 9),
-        ("[[10]]", 10),
-        ("[[3]], no, [[4]]", 3),
-        ("[[11]]", -1),
-        ("[[0]]", -1),
-        ("[[0.5]]", -1),
-        ("[[-3]]", -1),
-        ("[[8/10]]", -1),
-        (f"[[{'9' * 5000}]]", -1),
-        ("It is an eight.", -1),
-        ("", -1),
-    ],
-)
-def test_parse_rating(judgment: str, score: float) -> None:
-    assert parse_rating(judgment) == score
-    assert isinstance(parse_rating(judgment), type(score))
+def test_parse_rating() -> None:
+    ratings: dict[str, float] = {
+        "Rating: [[7]]": 7,
+        "Rating: [[7.5]]": 7.5,
+        "[8]": 8,
+        "see [1]; Rating: [[9]]": 9,
+        "[[10]]": 10,
+        "[[3]], no, [[4]]": 3,
+    }
+    unrated = [
+        "[[11]]",
+        "[[0]]",
+        "[[0.5]]",
+        "[[-3]]",
+        "[[8/10]]",
+        f"[[{'9' * 5000}]]",
+        "Eight.",
+        "",
+    ]
+    for judgment, score in (ratings | dict.fromkeys(unrated, -1)).items():
+        assert parse_rating(judgment) == score
+        assert isinstance(parse_rating(judgment), type(score))

@@ -16,7 +16,7 @@ from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
 from eagle_fsd.evaluation.answering import Answerer
 from eagle_fsd.evaluation.completion import CompletionTemplate, evaluation_template
-from eagle_fsd.evaluation.graders import GRADERS, GraderError, default_grader, find_grader
+from eagle_fsd.evaluation.graders import GRADERS, GraderError, find_grader
 from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.formats import FORMATS, QuestionError, read_questions
 from eagle_fsd.evaluation.questions.question import Question
@@ -75,46 +75,41 @@ def test_the_last_message_is_answered(tmp_path: Path) -> None:
     assert found.scored_by == "exact"
 
 
-@pytest.mark.parametrize("name", ["q.txt", "q.txt.gz"])
-def test_every_line_of_a_text_file_is_a_prompt(name: str, tmp_path: Path) -> None:
+def test_every_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
     content = b"Name a river.\n\n[1] is a list. \r\n{x} is not JSON"
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    found = read_questions(tmp_path / name)
-    assert [item.turns for item in found] == [
-        ("Name a river.",),
-        ("[1] is a list. ",),
-        ("{x} is not JSON",),
-    ]
+    (tmp_path / "q.txt").write_bytes(content)
+    (tmp_path / "q.txt.gz").write_bytes(gzip.compress(content))
+    for name in ("q.txt", "q.txt.gz"):
+        found = read_questions(tmp_path / name)
+        assert [item.turns for item in found] == [
+            ("Name a river.",),
+            ("[1] is a list. ",),
+            ("{x} is not JSON",),
+        ]
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_an_array_is_read_like_json_lines(indent: int | None, tmp_path: Path) -> None:
+def test_an_array_is_read_like_json_lines(tmp_path: Path) -> None:
     rows = [{"prompt": 'two\n "lines], [', "answer": 4}, {"prompt": "q"}]
-    (tmp_path / "q.json").write_text("\n" + json.dumps(rows, indent=indent))
-    assert read_questions(tmp_path / "q.json") == read_questions(write(tmp_path / "q", *rows))
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ('[\n {"prompt": "p"},\n {"prompt": ""}\n]', 'line 3: "prompt" must not be blank'),
-        ('[\n {\n"prompt":\n"p"},\n 5]', "line 5: not a JSON object"),
+    lines = write(tmp_path / "q", *rows)
+    for indent in (None, 2):
+        (tmp_path / "q.json").write_text("\n" + json.dumps(rows, indent=indent))
+        assert read_questions(tmp_path / "q.json") == read_questions(lines)
+    for content, reason in [
+        ('[\n {"prompt": "p"},\n {"prompt": ""}\n]', 'item 2: "prompt" must not be blank'),
+        ('[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
         ('[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ',' delimiter)"),
         ('[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
         ("[]", "contains no questions"),
         ("[" * 100_000, "line 1: not JSON"),
-    ],
-)
-def test_errors_in_an_array_name_the_line(content: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "q.json").write_text(content)
-    with pytest.raises(QuestionError) as error:
-        read_questions(tmp_path / "q.json")
-    assert reason in str(error.value)
+    ]:
+        (tmp_path / "q.json").write_text(content)
+        with pytest.raises(QuestionError) as error:
+            read_questions(tmp_path / "q.json")
+        assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
+def test_an_invalid_row_is_named(tmp_path: Path) -> None:
+    for row, reason in [
         ({"prompt": " "}, '"prompt" must not be blank'),
         ({"prompt": 5}, '"prompt" must be a string'),
         ({"prompt": "p", "answer": ["4"]}, '"answer" must be a number or a string'),
@@ -132,38 +127,35 @@ def test_errors_in_an_array_name_the_line(content: str, reason: str, tmp_path: P
         ({"messages": [{"role": "tool", "content": "x"}]}, 'must have a "role"'),
         ({"messages": [{"role": "user", "content": ["x"]}]}, 'a string "content"'),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
-    ],
-)
-def test_an_invalid_row_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", row)
-    with pytest.raises(QuestionError) as error:
-        read_questions(path)
-    assert str(error.value).startswith(f"{path}, line 1: ")
-    assert reason in str(error.value)
+    ]:
+        path = write(tmp_path / "q.jsonl", row)
+        with pytest.raises(QuestionError) as error:
+            read_questions(path)
+        assert str(error.value).startswith(f"{path}, line 1: ")
+        assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "lines", "reason"),
-    [
-        ("q.jsonl", ['{"prompt": "p"}', "Name a river."], "not JSON; if every line is a prompt"),
-        ("q.txt", ["Name a river.", '{"prompt": "p"}'], "a JSON object; rename the file to"),
+def test_mixed_lines_are_rejected(tmp_path: Path) -> None:
+    for name, first, second, reason in [
+        ("q.jsonl", '{"prompt": "p"}', "Name a river.", "not JSON; if every line is a prompt"),
+        ("q.txt", "Name a river.", '{"prompt": "p"}', "a JSON object; rename the file to"),
         (
             "q.jsonl",
-            ['{"prompt": "p"}', json.dumps({"messages": CHAT})],
+            '{"prompt": "p"}',
+            json.dumps({"messages": CHAT}),
             "the row has the format 'messages', but the rows before it have 'prompt'",
         ),
         (
             "q.jsonl",
-            ['{"question": "q", "answer": "4"}', '{"question": "q", "answer": "#### 4"}'],
+            '{"question": "q", "answer": "4"}',
+            '{"question": "q", "answer": "#### 4"}',
             "the row has the format 'GSM8K', but the rows before it have 'question'",
         ),
-        ("q.jsonl", ['{"prompt": "p", "id": 1}', '{"prompt": "p", "id": 1}'], "duplicate"),
-    ],
-)
-def test_mixed_lines_are_rejected(name: str, lines: list[str], reason: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("\n".join(lines))
-    with pytest.raises(QuestionError, match=f"{name}, line 2: {reason}"):
-        read_questions(tmp_path / name)
+        ("q.jsonl", '{"prompt": "p", "id": 1}', '{"prompt": "p", "id": 1}', "duplicate"),
+    ]:
+        (tmp_path / name).write_text(f"{first}\n{second}")
+        with pytest.raises(QuestionError, match=f"{name}, line 2: {reason}"):
+            read_questions(tmp_path / name)
 
 
 def test_every_format_reads_its_own_example(tmp_path: Path) -> None:
@@ -185,21 +177,18 @@ def test_formats_are_listed(run: Callable[..., tuple[int, str, str]]) -> None:
 # -- graders ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("grader", "answer", "right", "wrong"),
-    [
+def test_built_in_graders() -> None:
+    for grader, answer, right, wrong in [
         ("exact", "Lima", ["Lima", " Lima\n", "<think>Rome</think>\nLima"], ["lima", "Lima.", ""]),
         ("exact", "4", ["4"], ["The answer is 4.", "4.0"]),
         ("regex", r"(?i)\blima\b", ["It is LIMA.", "lima"], ["limas", "", "lima</think>Rome"]),
         ("number", "1/2", ["The answer is 0.5.", "#### 1/2"], ["It is 2.", ""]),
         ("strict-match", "1,234", ["#### 1234.\n5"], ["####1234", "The answer is 1234.", ""]),
         ("flexible-extract", "7", ["It is $7.", "#### 8\n#### 7"], ["#### 7\nin 2 steps", ""]),
-    ],
-)
-def test_built_in_graders(grader: str, answer: str, right: list[str], wrong: list[str]) -> None:
-    question = find_grader(grader).apply(Question(0, "c", ("q",), answer=answer))
-    assert [score(question, text) for text in right] == [True] * len(right)
-    assert [score(question, text) for text in wrong] == [False] * len(wrong)
+    ]:
+        question = find_grader(grader).apply(Question(0, "c", ("q",), answer=answer))
+        assert [score(question, text) for text in right] == [True] * len(right)
+        assert [score(question, text) for text in wrong] == [False] * len(wrong)
 
 
 def test_a_grader_replaces_the_default_one(tmp_path: Path) -> None:
@@ -207,31 +196,18 @@ def test_a_grader_replaces_the_default_one(tmp_path: Path) -> None:
     for name in GRADERS:
         found = requested_questions(request(path, grader=name))
         assert [item.scored_by for item in found] == [name, ""]
-    assert default_grader("4").kind == "number"
-    assert default_grader("four").kind == "exact"
     (bundled,) = requested_questions(request("bundled", count=1, grader="exact"))
     assert bundled.scored_by == "exact"
-
-
-@pytest.mark.parametrize(
-    ("grader", "row", "reason"),
-    [
-        ("regex", {"prompt": "p", "answer": "("}, 'line 1: "answer" is not a regular expression'),
-        ("number", {"prompt": "p", "answer": "four"}, 'line 1: "answer" must be a number; got'),
-        ("strict-match", {"prompt": "p", "answer": "B"}, 'line 1: "answer" must be a number; got'),
-        (
-            "exact",
-            {"task_id": "t", "prompt": "def f():", "entry_point": "f", "test": "x"},
-            "line 1: answers with code cannot be graded by exact",
-        ),
-    ],
-)
-def test_answers_that_do_not_suit_the_grader_are_named(
-    grader: str, row: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "q.jsonl", row)
-    with pytest.raises(QuestionError, match=reason):
-        requested_questions(request(path, grader=grader))
+    code = {"task_id": "t", "prompt": "def f():", "entry_point": "f", "test": "x"}
+    for grader, row, reason in [
+        ("regex", {"prompt": "p", "answer": "("}, '"answer" is not a regular expression'),
+        ("number", {"prompt": "p", "answer": "four"}, '"answer" must be a number; got'),
+        ("strict-match", {"prompt": "p", "answer": "B"}, '"answer" must be a number; got'),
+        ("exact", code, "answers with code cannot be graded by exact"),
+    ]:
+        path = write(tmp_path / "q.jsonl", row)
+        with pytest.raises(QuestionError, match=f"line 1: {reason}"):
+            requested_questions(request(path, grader=grader))
 
 
 GRADER = """
@@ -281,14 +257,12 @@ def test_a_grader_function_gets_the_answer_and_the_row(tmp_path: Path) -> None:
         score(second, "")
 
 
-def test_a_grader_may_be_in_an_installed_module() -> None:
+def test_a_grader_is_a_function_of_a_file_or_a_module(tmp_path: Path) -> None:
     question = find_grader("operator:eq").apply(Question(0, "c", ("q",)))
     assert score(question, "a") is False
-
-
-@pytest.mark.parametrize(
-    ("grader", "reason"),
-    [
+    (tmp_path / "mine.py").write_text(GRADER)
+    (tmp_path / "broken.py").write_text("def f(:")
+    for grader, reason in [
         (
             "nonsense",
             "--grader must be one of exact, regex, number, strict-match, flexible-extract, or"
@@ -296,16 +270,12 @@ def test_a_grader_may_be_in_an_installed_module() -> None:
         ),
         ("missing.py:f", "cannot import 'missing.py'"),
         ("no_such_module:f", "cannot import 'no_such_module' .ModuleNotFoundError"),
-        ("{folder}/mine.py:other", "mine.py has no function 'other'"),
-        ("{folder}/mine.py:number", "mine.py has no function 'number'"),
-        ("{folder}/broken.py:f", "cannot import .*broken.py' .SyntaxError"),
-    ],
-)
-def test_unusable_graders_are_named(grader: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(GRADER)
-    (tmp_path / "broken.py").write_text("def f(:")
-    with pytest.raises(OptionsError, match=reason):
-        find_grader(grader.format(folder=tmp_path))
+        (f"{tmp_path}/mine.py:other", "mine.py has no function 'other'"),
+        (f"{tmp_path}/mine.py:number", "mine.py has no function 'number'"),
+        (f"{tmp_path}/broken.py:f", "cannot import .*broken.py' .SyntaxError"),
+    ]:
+        with pytest.raises(OptionsError, match=reason):
+            find_grader(grader)
 
 
 # -- system prompt and worked examples -------------------------------------------------------------
@@ -355,20 +325,16 @@ def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
     assert few[0].opening()[1]["content"] == solution.answer
 
 
-@pytest.mark.parametrize(
-    ("rows", "few_shot", "words"),
-    [
+def test_too_few_examples_are_rejected(tmp_path: Path) -> None:
+    cases: list[tuple[list[dict[str, Any]], int, str]] = [
         ([{"prompt": "p", "answer": 1}] * 3, 3, "requires 4 questions, 3 of them .* has 3"),
         ([{"prompt": "p"}] * 3, 1, "requires 2 questions, 1 of them .* has 0"),
         ([{"question_id": 0, "turns": ["a", "b"]}], 1, "has 0"),
-    ],
-)
-def test_too_few_examples_are_rejected(
-    rows: list[dict[str, Any]], few_shot: int, words: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "q.jsonl", *rows)
-    with pytest.raises(QuestionSetError, match=words):
-        requested_questions(request(path, few_shot=few_shot))
+    ]
+    for rows, few_shot, words in cases:
+        path = write(tmp_path / "q.jsonl", *rows)
+        with pytest.raises(QuestionSetError, match=words):
+            requested_questions(request(path, few_shot=few_shot))
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -415,12 +381,9 @@ def test_another_grader_scores_the_same_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_failures_are_found_before_decoding(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def short(answer):\n    return True\n")
+def test_chats_that_the_template_rejects_are_found_before_decoding(tmp_path: Path) -> None:
     late = [CHAT[1], CHAT[2], CHAT[0], CHAT[3]]  # FastChat's templates begin with the system turn
     path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": late})
-    with pytest.raises(GraderError, match="short failed on question 0: TypeError"):
-        run_own(path, tmp_path / "out", grader=f"{tmp_path}/mine.py:short")
     with pytest.raises(ValueError, match="question 1: a FastChat template has no place for"):
         run_own(path, tmp_path / "out", chat_template="vicuna_v1.1")
     assert not list((tmp_path / "out").glob("*.jsonl"))

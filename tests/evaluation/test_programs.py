@@ -129,20 +129,18 @@ WRONG_ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT_ANSWERS)
-def test_correct_code_passes_in_every_form(name: str) -> None:
-    program = build_program(TWICE, RIGHT_ANSWERS[name])
-    result = run_trusted(program)
-    assert result.passed, (result.reason, program)
-
-
-@pytest.mark.parametrize("name", WRONG_ANSWERS)
-def test_wrong_code_fails(name: str) -> None:
-    assert is_correct(TWICE, WRONG_ANSWERS[name]) is False
+def test_code_is_found_in_every_form() -> None:
+    for name, answer in RIGHT_ANSWERS.items():
+        program = build_program(TWICE, answer)
+        result = run_trusted(program)
+        assert result.passed, (name, result.reason, program)
+    for name, answer in WRONG_ANSWERS.items():
+        assert is_correct(TWICE, answer) is False, name
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_the_sandbox_runs_programs_of_answers() -> None:
+def test_code_runs_only_with_permission() -> None:
+    assert score(TWICE, WHOLE) is None
     assert score(TWICE, RIGHT_ANSWERS["a dataclass"], run=run_program) is True
     assert score(TWICE, WRONG_ANSWERS["a wrong body"], run=run_program) is False
     assert score(TWICE, WRONG_ANSWERS["an exit"], run=run_program) is False
@@ -175,15 +173,6 @@ def test_canonical_solutions_pass_in_the_sandbox(indices: Sequence[int]) -> None
         result = run_program(build_program(item, item.reference))
         assert result.passed, (item.question_id, result.reason)
         assert not run_program(build_program(item, "    return None")).passed, item.question_id
-
-
-@pytest.mark.usefixtures("sandbox")
-def test_code_runs_only_with_permission() -> None:
-    question = Question("x", "humaneval", ("",), "code", "def check(f): assert f() == 1", extra={
-        "prompt": "def one():\n", "entry_point": "one"})  # fmt: skip
-    assert score(question, "    return 1") is None
-    assert score(question, "    return 1", run=run_program) is True
-    assert score(question, "    return 2", run=run_program) is False
 
 
 @pytest.mark.usefixtures("sandbox")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import re
 import tarfile
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published import published
 
+from eagle_fsd.evaluation.questions import sets
 from eagle_fsd.evaluation.questions.formats import QuestionError, bundled_questions, read_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import (
@@ -24,22 +26,19 @@ from eagle_fsd.evaluation.questions.sets import (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "turns", "scored_by"),
-    [
+def test_published_files_are_read() -> None:
+    for name, count, turns, scored_by in [
         ("mt_bench_question.jsonl", 80, 2, ""),
         ("spec_bench_question.jsonl", 480, None, ""),
         ("alpaca_question.jsonl", 80, 1, ""),
         ("gsm8k_test.jsonl", 1319, 1, "number"),
         ("HumanEval.jsonl.gz", 164, 1, "code"),
-    ],
-)
-def test_published_files_are_read(name: str, count: int, turns: int | None, scored_by: str) -> None:
-    questions = read_questions(published(name))
-    assert len(questions) == count
-    assert len({item.question_id for item in questions}) == count
-    assert {item.scored_by for item in questions} == {scored_by}
-    assert turns is None or {len(item.turns) for item in questions} == {turns}
+    ]:
+        questions = read_questions(published(name))
+        assert len(questions) == count
+        assert len({item.question_id for item in questions}) == count
+        assert {item.scored_by for item in questions} == {scored_by}
+        assert turns is None or {len(item.turns) for item in questions} == {turns}
 
 
 def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
@@ -57,33 +56,22 @@ def test_commonsense_qa_and_mmlu_are_read(tmp_path: Path) -> None:
     assert "2 + 2, say?" in found.turns[0]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_an_invalid_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    for line, reason in [
         ("{", "not JSON; if every line is a prompt, rename the file to .txt"),
         ('{"turns": ' + "[" * 200_000, "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question_id": 1, "turns": []}', '"turns" must be a non-empty list'),
-        ('{"question_id": true, "turns": ["a"]}', '"question_id" must be an integer or a string'),
         ('{"question_id": 7, "turns": ["a"]}', "duplicate question id 7"),
         ('{"question_id": "7", "turns": ["a"]}', "question id '7' is a string, but"),
         ('{"question_id": 8, "turns": ["\\ud800"]}', "a string contains a lone surrogate"),
         ('{"question_id": 8, "category": "\\ud800", "turns": ["a"]}', "a string contains a lone"),
-        ('{"turns": ["hi"]}', "'question_id' is missing"),
-        ('{"question": "q", "answer": "#### no number"}', '"answer" must end in'),
-        (
-            '{"question": "q", "choices": ["x", "y"], "answer": "Z"}',
-            "\"answer\" must be the letter or the index of a choice; got 'Z'",
-        ),
         ('{"hello": 1}', "no known format has these fields: hello"),
-    ],
-)
-def test_an_invalid_line_is_named_by_its_number(line: str, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    path.write_text('{"question_id": 7, "turns": ["hi"]}\n' + line + "\n")
-    with pytest.raises(QuestionError) as error:
-        read_questions(path)
-    assert str(error.value).startswith(f"{path}, line 2: {reason}")
+    ]:
+        path.write_text('{"question_id": 7, "turns": ["hi"]}\n' + line + "\n")
+        with pytest.raises(QuestionError) as error:
+            read_questions(path)
+        assert str(error.value).startswith(f"{path}, line 2: {reason}")
 
 
 TURNS = {"question_id": 1, "turns": ["hi"], "category": "c", "reference": ["r"]}
@@ -120,73 +108,54 @@ FORMATS = {
         "canonical_solution": [5, []],
     }),
 }  # fmt: skip
-INVALID_FIELDS = [
-    (kind, field, value)
-    for kind, (_, fields) in FORMATS.items()
-    for field, values in fields.items()
-    for value in values
-]
 OPTIONAL = {"category", "reference", "subject", "canonical_solution"}
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_optional_fields_may_be_missing_or_null(kind: str, tmp_path: Path) -> None:
-    row, fields = FORMATS[kind]
+def test_optional_fields_may_be_missing_or_null(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps(row))
-    assert len(read_questions(path)) == 1
-    for field in OPTIONAL & fields.keys():
-        path.write_text(json.dumps({key: row[key] for key in row if key != field}))
+    for row, fields in FORMATS.values():
+        path.write_text(json.dumps(row))
         assert len(read_questions(path)) == 1
-        path.write_text(json.dumps({**row, field: None}))
-        assert len(read_questions(path)) == 1
+        for field in OPTIONAL & fields.keys():
+            for changed in (without(row, field), {**row, field: None}):
+                path.write_text(json.dumps(changed))
+                assert len(read_questions(path)) == 1
 
 
-@pytest.mark.parametrize(("kind", "field", "value"), INVALID_FIELDS)
-def test_an_invalid_field_is_named(kind: str, field: str, value: object, tmp_path: Path) -> None:
+def without(row: dict[str, object], field: str) -> dict[str, object]:
+    return {key: row[key] for key in row if key != field}
+
+
+def test_invalid_and_missing_fields_are_named(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    path.write_text("\n" + json.dumps({**FORMATS[kind][0], field: value}) + "\n")
-    with pytest.raises(QuestionError) as error:
-        read_questions(path)
-    assert f"{path}, line 2: " in str(error.value)
-    assert f'"{field}"' in str(error.value)
-    assert "\n" not in str(error.value)
+    for row, fields in FORMATS.values():
+        for field, values in fields.items():
+            for value in values:
+                path.write_text("\n" + json.dumps({**row, field: value}) + "\n")
+                with pytest.raises(QuestionError) as error:
+                    read_questions(path)
+                assert f"{path}, line 2: " in str(error.value)
+                assert f'"{field}"' in str(error.value)
+                assert "\n" not in str(error.value)
+        for field in fields.keys() - OPTIONAL - {"turns", "choices", "question", "entry_point"}:
+            path.write_text(json.dumps(without(row, field)))
+            with pytest.raises(QuestionError, match=f"line 1: '{field}' is missing"):
+                read_questions(path)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_missing_field_is_named(kind: str, tmp_path: Path) -> None:
-    row, fields = FORMATS[kind]
-    for field in fields.keys() - OPTIONAL - {"turns", "choices", "question", "entry_point"}:
-        path = tmp_path / "q.jsonl"
-        path.write_text(json.dumps({key: row[key] for key in row if key != field}))
-        with pytest.raises(QuestionError, match=f"line 1: '{field}' is missing"):
-            read_questions(path)
-
-
-@pytest.mark.parametrize(
-    ("question", "reason"),
-    [
+def test_errors_inside_a_commonsense_qa_question(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    for question, reason in [
         ({"stem": 5, "choices": CHOICES}, '"stem" must be a string'),
-        ({"choices": CHOICES}, "'stem' is missing"),
         ({"stem": "q"}, "'choices' is missing"),
-        ({"stem": "q", "choices": None}, '"choices" must be a list'),
-        ({"stem": "q", "choices": []}, '"choices" must be a list'),
         ({"stem": "q", "choices": ["sea", "sky"]}, '"choices" must be a list'),
-        ({"stem": "q", "choices": [{"text": "sea"}] * 2}, "'label' is missing"),
         ({"stem": "q", "choices": [{"label": "A"}] * 2}, "'text' is missing"),
-        ({"stem": "q", "choices": [{"label": "A", "text": 1}] * 2}, '"text" must be a string'),
-        ({"stem": "q", "choices": [{"label": 1, "text": "x"}] * 2}, '"label" must be a string'),
         ({"stem": "q", "choices": [{"label": "1", "text": "x"}] * 2}, "labels"),
         ({"stem": "q", "choices": [{"label": "A", "text": "x"}] * 2}, "labels"),
-    ],
-)
-def test_errors_inside_a_commonsense_qa_question(
-    question: object, reason: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps({**COMMONSENSE, "question": question}))
-    with pytest.raises(QuestionError, match=f"line 1: .*{reason}"):
-        read_questions(path)
+    ]:
+        path.write_text(json.dumps({**COMMONSENSE, "question": question}))
+        with pytest.raises(QuestionError, match=f"line 1: .*{reason}"):
+            read_questions(path)
 
 
 def write_archive(path: Path, files: dict[str, bytes]) -> None:
@@ -206,30 +175,21 @@ def write_file(path: Path, content: bytes) -> None:
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "math_test.csv", "q.tar"])
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_byte_order_marks_and_line_ends_are_ignored(
-    name: str, line_end: str, mark: str, tmp_path: Path
-) -> None:
-    lines = ['"2 + 2, say?",3,4,5,6,B'] * 2
-    if "jsonl" in name:
-        lines = [json.dumps({**TURNS, "question_id": key}) for key in (1, 2)]
-    content = (mark + line_end.join([*lines, ""])).encode()
-    path = tmp_path / name
-    write_file(path, content)
-    questions = read_questions(path)
-    assert [item.category for item in questions] == (["c"] if "jsonl" in name else ["math"]) * 2
-    assert "\r" not in questions[0].turns[0]
-    assert "\ufeff" not in questions[0].turns[0]
-
-
-@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.csv", "q.tar"])
-def test_a_file_without_questions_is_rejected(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    write_file(path, b"")
-    with pytest.raises(QuestionError, match=f"{name} contains no questions"):
-        read_questions(path)
+def test_byte_order_marks_and_line_ends_are_ignored(tmp_path: Path) -> None:
+    """A file without questions is rejected."""
+    names = ("q.jsonl", "q.jsonl.gz", "math_test.csv", "q.tar")
+    for name, line_end, mark in itertools.product(names, ("\n", "\r\n"), ("", "\ufeff")):
+        lines = ['"2 + 2, say?",3,4,5,6,B'] * 2
+        if "jsonl" in name:
+            lines = [json.dumps({**TURNS, "question_id": key}) for key in (1, 2)]
+        write_file(tmp_path / name, (mark + line_end.join([*lines, ""])).encode())
+        questions = read_questions(tmp_path / name)
+        assert [item.category for item in questions] == (["c"] if "jsonl" in name else ["math"]) * 2
+        assert "\r" not in questions[0].turns[0]
+        assert "\ufeff" not in questions[0].turns[0]
+        write_file(tmp_path / name, b"")
+        with pytest.raises(QuestionError, match=f"{name} contains no questions"):
+            read_questions(tmp_path / name)
 
 
 def test_csv_errors_name_the_line(tmp_path: Path) -> None:
@@ -244,17 +204,31 @@ def test_csv_errors_name_the_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_not_a_question_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the name of a set does not hide the set, which is in the data folder."""
     with pytest.raises(QuestionSetError, match="is a folder"):
         find_questions(str(tmp_path))
     with pytest.raises(IsADirectoryError):
         read_questions(tmp_path)
-    # A folder with the name of a set does not hide the set.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path / "data"))
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gsm8k_test.jsonl").write_text(json.dumps(GSM8K))
     assert len(find_questions("gsm8k")) == 1
+
+
+def test_a_failed_download_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says where to put the file instead."""
+    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path / "data"))
+    changed, missing = tmp_path / "source.jsonl", tmp_path / "missing.jsonl"
+    changed.write_text('{"question_id": 1, "turns": ["another question"]}\n')
+    for source in (changed, missing):
+        published_file = sets.PublishedFile("set.jsonl", source.as_uri(), "0" * 64)
+        monkeypatch.setitem(sets.SETS, "gsm8k", published_file)
+        with pytest.raises(QuestionSetError) as error:
+            find_questions("gsm8k")
+        assert str(tmp_path / "data" / "set.jsonl") in str(error.value)
+        assert not list((tmp_path / "data").iterdir())
 
 
 _VALUES = st.recursive(
@@ -332,21 +306,19 @@ def test_balanced_subset_takes_the_first_of_each_category() -> None:
     assert ids("abababab", 4) == [0, 1, 2, 3]
     assert balanced_subset(questions, None) == questions
     assert balanced_subset(questions, 99) == questions
-    for count in range(1, 18):
-        assert len(balanced_subset(questions, count)) == count
 
 
-@pytest.mark.parametrize("sizes", [(6, 6, 6), (1, 9, 3, 3), (2,) * 57], ids=len)
-def test_larger_subsets_hold_the_smaller_ones(sizes: tuple[int, ...]) -> None:
+def test_larger_subsets_hold_the_smaller_ones() -> None:
     """Otherwise the answers of an earlier run could not be used."""
-    names = [f"category {at}" for at, size in enumerate(sizes) for _ in range(size)]
-    questions = _questions(*names)
-    before: set[int | str] = set()
-    for count in range(1, len(questions) + 1):
-        ids = [item.question_id for item in balanced_subset(questions, count)]
-        assert (len(ids), ids) == (count, sorted(ids))
-        assert before < set(ids)
-        before = set(ids)
+    for sizes in ((6, 6, 6), (1, 9, 3, 3), (2,) * 57):
+        names = [f"category {at}" for at, size in enumerate(sizes) for _ in range(size)]
+        questions = _questions(*names)
+        before: set[int | str] = set()
+        for count in range(1, len(questions) + 1):
+            ids = [item.question_id for item in balanced_subset(questions, count)]
+            assert (len(ids), ids) == (count, sorted(ids))
+            assert before < set(ids)
+            before = set(ids)
 
 
 def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,34 +328,20 @@ def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.Monk
     found = [item.category for item in find_questions("mmlu", 114)]
     assert {found.count(name) for name in found} == {2}
     assert len(set(found)) == 57
-    assert len({item.category for item in find_questions("mmlu", 20)}) == 20
 
 
-def test_mt_bench_is_balanced_over_categories() -> None:
-    questions = find_questions(str(published("mt_bench_question.jsonl")), 16)
-    found = [item.category for item in questions]
-    assert sorted(set(found)) == sorted(found[::2])
-    assert len(set(found)) == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    compressed = gzip.compress(b'{"question_id": 1, "turns": ["a"]}\n')
+    for name, content in [
         ("q.tar", b"no archive"),
-        pytest.param("q.csv", b'"' + b"a" * 200_000 + b'",1,2,3,4,A\n', id="unterminated field"),
-        pytest.param(
-            "q.jsonl.gz",
-            gzip.compress(b'{"question_id": 1, "turns": ["a"]}\n')[:-9],
-            id="truncated",
-        ),
+        ("q.csv", b'"' + b"a" * 200_000 + b'",1,2,3,4,A\n'),
+        ("q.jsonl.gz", compressed[:-9]),
         ("q.jsonl.gz", b"not compressed"),
         ("q.jsonl", b'{"question_id": 1, "turns": ["\xff"]}\n'),
-    ],
-)
-def test_damaged_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(QuestionError, match=f"{name} is damaged"):
-        read_questions(tmp_path / name)
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(QuestionError, match=f"{name} is damaged"):
+            read_questions(tmp_path / name)
 
 
 def test_bundled_questions_are_scored_by_number() -> None:

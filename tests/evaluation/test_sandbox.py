@@ -46,9 +46,8 @@ def look(code: str) -> Any:
 
 
 @pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_right_answers_pass() -> None:
+    for code in [
         RIGHT,
         "print('x')\ndef f(x):\n    print(x)\n    return x + 1",
         # It does not run as the main program, but as an importable module.
@@ -57,11 +56,9 @@ def look(code: str) -> Any:
         "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
         f"class A:\n    x: dataclasses.InitVar[int]\nA(1)\n{RIGHT}",
         f"import ctypes, decimal, hashlib, random, re, sqlite3, ssl\n{RIGHT}",
-    ],
-)
-def test_right_answers_pass(code: str) -> None:
-    result = run(code)
-    assert result.passed, result.reason
+    ]:
+        result = run(code)
+        assert result.passed, result.reason
 
 
 FIND_SECRETS = """
@@ -170,16 +167,12 @@ def test_attacks_are_wrong_answers(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_the_number_of_threads_is_limited() -> None:
-    """For root too, which has no such limit itself."""
-    assert 0 < look(THREADS) < child.MAX_THREADS
-
-
-@pytest.mark.usefixtures("sandbox")
 def test_nothing_of_the_host_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads is limited, for root too, which has no such limit itself."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
     result = run(LOOK_AROUND, SEES_NOTHING)
     assert result.passed, result.reason
+    assert 0 < look(THREADS) < child.MAX_THREADS
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -285,20 +278,21 @@ STARTS = {
 
 
 @pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_answers_that_start_processes_are_wrong(start: str) -> None:
+def test_answers_that_start_processes_are_wrong() -> None:
     """A right function, after a process that would go on."""
     name = f"left{os.getpid()}"
-    result = run(
-        "import ctypes, multiprocessing, os, subprocess, sys, time\n"
-        "libc = ctypes.CDLL(None)\n"
-        f"libc.prctl(15, b'{name}', 0, 0, 0)\n"  # which processes inherit
-        f"{start}\n"
-        f"{RIGHT}"
-    )
-    assert not result.passed
-    assert result.reason.startswith(("PermissionError", "AssertionError", "AnswerError")), result
-    check_gone(name)
+    for start in STARTS.values():
+        result = run(
+            "import ctypes, multiprocessing, os, subprocess, sys, time\n"
+            "libc = ctypes.CDLL(None)\n"
+            f"libc.prctl(15, b'{name}', 0, 0, 0)\n"  # which processes inherit
+            f"{start}\n"
+            f"{RIGHT}"
+        )
+        assert not result.passed, start
+        raised = ("PermissionError", "AssertionError", "AnswerError")
+        assert result.reason.startswith(raised), (start, result)
+        check_gone(name)
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -392,10 +386,9 @@ class EqualToAll(list[int]):
         return True
 
 
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        pytest.param(10**5000, 10**5000, id="5001 digits"),
+def test_messages_hold_plain_values() -> None:
+    values: list[tuple[object, object]] = [
+        (10**5000, 10**5000),
         (float("inf"), float("inf")),
         (-float("inf"), -float("inf")),
         (Color.RED, 1),
@@ -408,18 +401,14 @@ class EqualToAll(list[int]):
         (Decimal("-3"), -3.0),
         ("\ud800\n\0", "\ud800\n\0"),
         (EqualToAll([1]), [1]),
-    ],
-)
-def test_messages_hold_plain_values(value: object, plain: object) -> None:
-    found = ast.literal_eval(child.encode(value))
-    assert type(found) is type(plain)
-    assert plain == found
-
-
-@pytest.mark.parametrize("value", [float("nan"), object(), [range(3)], iter([]), Fraction(1, 3)])
-def test_values_without_a_literal_have_no_message(value: object) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        child.encode(value)
+    ]
+    for value, plain in values:
+        found = ast.literal_eval(child.encode(value))
+        assert type(found) is type(plain)
+        assert plain == found
+    for value in (float("nan"), object(), [range(3)], iter([]), Fraction(1, 3)):
+        with pytest.raises((TypeError, ValueError)):
+            child.encode(value)
 
 
 _KEYS = st.none() | st.booleans() | st.integers() | st.text(st.characters(codec=None)) | st.binary()

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_server import KEY, MODEL, Messages, StubServer, answer
+from stub_endpoint import Messages, Reply, StubEndpoint, completion, failure
 from trainings import write_rounds
 
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
@@ -21,6 +22,7 @@ from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, Regenera
 from eagle_fsd.train.regenerate import regenerate, request_chats
 from eagle_fsd.utils.options import OptionsError
 
+MODEL, KEY = "org/target", "secret-key"
 COUNT = 9
 #: Seconds until a wait for an event fails.
 TIMEOUT = 100
@@ -32,6 +34,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats of one, two and three rounds, some with a system turn."""
     questions = [f"Question {number} {place}?" for number in range(COUNT) for place in range(3)]
     return write_rounds(tmp_path_factory.mktemp("chats") / "chats.jsonl", questions)
+
+
+def answer(messages: Messages) -> str:
+    """Return an answer that depends on every message of the prompt."""
+    return f"answer {zlib.crc32(json.dumps(messages).encode()) % 10_000}"
+
+
+class StubServer(StubEndpoint):
+    """A server of one model.
+
+    Attributes:
+        answer: Returns the answer to messages.
+        intercept: Called with the messages of a request; it may wait, or return the status and the
+            error message of a failure.
+    """
+
+    def __init__(self) -> None:
+        self.answer = answer
+        self.intercept: Callable[[Messages], tuple[int, str] | None] = lambda messages: None
+        super().__init__()
+
+    def reply(self, body: dict[str, Any]) -> Reply:
+        if body["model"] != MODEL:
+            return failure(404, f"the model {body['model']} does not exist")
+        if (failed := self.intercept(body["messages"])) is not None:
+            return failure(*failed)
+        return completion(f" {self.answer(body['messages'])}\n")
 
 
 class Rewriting:
@@ -87,7 +116,8 @@ def is_first_turn(messages: Messages, number: int) -> bool:
 
 def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None:
     reported: list[tuple[int, int]] = []
-    rewritten = rewrite(lambda *now: reported.append(now), top_k=5, seed=3)
+    rewritten = rewrite(lambda *now: reported.append(now), top_k=5, seed=3, concurrency=1)
+    assert rewrite.stub.peak == 1
     assert rewrite.lines() == rewrite.expected
     assert len(rewritten) == COUNT
     assert reported == [(done, COUNT) for done in range(1, COUNT + 1)]
@@ -97,22 +127,18 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None
     assert first["max_tokens"] == 7
     seeds = [body["seed"] for body in rewrite.stub.requests]
     assert len(set(seeds)) == len(seeds) == 2 * COUNT
-    assert rewrite(seed=3, top_k=5, concurrency=1).path == rewrite.out
+    assert rewrite(seed=3, top_k=5).path == rewrite.out
     assert len(rewrite.stub.requests) == 2 * COUNT  # nothing was left to do
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-def test_requests_are_concurrent_and_the_order_is_restored(
-    rewrite: Rewriting, concurrency: int
-) -> None:
+def test_requests_are_concurrent_and_the_order_is_restored(rewrite: Rewriting) -> None:
     """The first chat is the last one to be answered, but for those that wait for its thread."""
-    others = threading.Event()
-    together = threading.Barrier(concurrency)
+    others, together = threading.Event(), threading.Barrier(4)
 
     def wait(messages: Messages) -> None:
-        if concurrency > 1 and len(rewrite.stub.requests) <= concurrency:
+        if len(rewrite.stub.requests) <= 4:
             together.wait(TIMEOUT)
-        if concurrency > 1 and is_first_turn(messages, 0):
+        if is_first_turn(messages, 0):
             others.wait(TIMEOUT)
 
     rewrite.stub.intercept = wait
@@ -121,30 +147,13 @@ def test_requests_are_concurrent_and_the_order_is_restored(
         if done == total - 1:
             others.set()
 
-    rewrite(progress, concurrency=concurrency)
-    assert rewrite.stub.peak == concurrency
+    rewrite(progress, concurrency=4)
+    assert rewrite.stub.peak == 4
     assert rewrite.lines() == rewrite.expected
-
-
-def test_transient_failures_are_retried(rewrite: Rewriting) -> None:
-    """Each request fails twice, with 429 and 503."""
-    seen: dict[str, int] = {}
-    lock = threading.Lock()
-
-    def fail(messages: Messages) -> tuple[int, str] | None:
-        key = json.dumps(messages)
-        with lock:
-            seen[key] = seen.get(key, 0) + 1
-        return {1: (429, "slow down"), 2: (503, "busy")}.get(seen[key])
-
-    rewrite.stub.intercept = fail
-    rewrite()
-    assert rewrite.lines() == rewrite.expected
-    assert set(seen.values()) == {3}
 
 
 def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
-    """The chats that were rewritten before are kept; the result is that of one run."""
+    """After a retry; the chats rewritten before are kept, and the result is that of one run."""
     rewrite.stub.intercept = lambda messages: (
         (500, "broken") if is_first_turn(messages, 5) else None
     )
@@ -154,6 +163,7 @@ def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
     kept = {line["index"] for line in rewrite.lines()}
     assert {0, 1, 2, 3} <= kept | {4}
     assert 5 not in kept
+    assert sum(is_first_turn(body["messages"], 5) for body in rewrite.stub.requests) == 2
     before = len(rewrite.stub.requests)
     rewrite.stub.intercept = lambda messages: None
     rewrite(concurrency=2, retries=1)
@@ -186,14 +196,15 @@ def test_full_context_ends_a_chat_after_its_earlier_exchanges(
     assert f"400, {TOO_LONG}" in caplog.text
 
 
-@pytest.mark.parametrize("status", [400, 422])
-def test_server_that_rejects_every_chat_ends_the_run(rewrite: Rewriting, status: int) -> None:
+def test_server_that_rejects_every_chat_ends_the_run(rewrite: Rewriting) -> None:
     """For example because it does not support a parameter. Nothing is written."""
-    rewrite.stub.intercept = lambda messages: (status, "unknown parameter: seed")
-    message = rf"it rejects all chats: line \d+: {status}, unknown parameter: seed"
-    with pytest.raises(ValueError, match=message):
-        rewrite()
-    assert not rewrite.out.exists()
+    for status in (400, 422):
+        rewrite.stub.intercept = lambda messages, status=status: (status, "unknown: seed")
+        with pytest.raises(
+            ValueError, match=rf"rejects all chats: line \d+: {status}, unknown: seed"
+        ):
+            rewrite()
+        assert not rewrite.out.exists()
     rewrite.stub.intercept = lambda messages: None
     rewrite()
     assert rewrite.lines() == rewrite.expected
@@ -213,8 +224,8 @@ def test_chats_that_are_rejected_first_are_kept_in_the_file(rewrite: Rewriting) 
     assert len(rewrite.stub.requests) == before
 
 
-def test_empty_reply_ends_a_chat(rewrite: Rewriting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stub_server.answer", lambda messages: " " if len(messages) > 1 else "x")
+def test_empty_reply_ends_a_chat(rewrite: Rewriting) -> None:
+    rewrite.stub.answer = lambda messages: " " if len(messages) > 1 else "x"
     rewritten = rewrite()
     assert {tuple(item["role"] for item in chat) for chat in rewritten} == {("user", "assistant")}
 
@@ -244,16 +255,12 @@ def test_tool_calls_and_results_are_context(rewrite: Rewriting, tmp_path: Path) 
 # -- options ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}],
-    ids=lambda change: next(iter(change)),
-)
-def test_output_of_other_options_is_rejected(rewrite: Rewriting, change: dict[str, Any]) -> None:
+def test_output_of_other_options_is_rejected(rewrite: Rewriting) -> None:
     rewrite()
     before = rewrite.out.read_bytes()
-    with pytest.raises(ValueError, match="was written from other chats or options"):
-        rewrite(**change)
+    for change in ({"model": "org/other"}, {"temperature": 0.5}, {"top_k": 3}, {"seed": 9}):
+        with pytest.raises(ValueError, match="was written from other chats or options"):
+            rewrite(**change)
     assert rewrite.out.read_bytes() == before
     rewrite(concurrency=3, retries=0, batch_size=2)  # these do not matter
 
@@ -276,30 +283,21 @@ def test_key_comes_from_the_environment_and_is_not_stored(
     assert "password" not in written
 
 
-def test_url_and_model_require_each_other() -> None:
+def test_options_that_exclude_each_other(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a loaded target, and several processes, which several requests at once replace."""
     for options in ({"base_url": "http://x/v1"}, {"model": "x"}):
         with pytest.raises(ValueError, match="--base-url and --model require each other"):
             RegenerateServer(**options)
-
-
-@pytest.mark.parametrize("option", ["target", "dtype", "chat_template", "device_map"])
-def test_options_of_a_loaded_target_exclude_a_server(
-    option: str, data: Path, tmp_path: Path
-) -> None:
-    given = RegenerateRequest(data=data, out=tmp_path / "out.jsonl", **{option: "x"})
-    server = RegenerateServer(base_url="http://127.0.0.1:1/v1", model=MODEL)
-    with pytest.raises(OptionsError, match=f"takes no {option.replace('_', ' ')}"):
-        regenerate(given, server=server)
-
-
-def test_several_processes_are_rejected(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several requests at once need no processes."""
+    server, out = RegenerateServer(base_url="http://x/v1", model=MODEL), tmp_path / "out.jsonl"
+    for option in ("target", "dtype", "chat_template", "device_map"):
+        given = RegenerateRequest(data=data, out=out, **{option: "x"})
+        with pytest.raises(OptionsError, match=f"takes no {option.replace('_', ' ')}"):
+            regenerate(given, server=server)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    server = RegenerateServer(base_url="http://127.0.0.1:1/v1", model=MODEL)
     with pytest.raises(OptionsError, match="--base-url requires a single process"):
-        regenerate(RegenerateRequest(data=data, out=tmp_path / "out.jsonl"), server=server)
+        regenerate(RegenerateRequest(data=data, out=out), server=server)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -314,25 +312,19 @@ def test_command_rewrites_without_loading_a_target(
     assert rewrite.lines() == rewrite.expected
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
-        ({"--base-url": "http://127.0.0.1:1/v1"}, 1, "Connection error"),
-        ({"--model": "org/none"}, 1, "404, the model org/none does not exist"),
-        ({"--target": "x"}, 2, "--base-url uses a server's target and takes no target"),
-        ({"--concurrency": "0"}, 2, "--concurrency must be an integer in [1, 1024]"),
-    ],
-    ids=["unreachable", "unknown model", "target", "concurrency"],
-)
-def test_errors_are_one_line(
-    rewrite: Rewriting, change: dict[str, str], status: int, message: str, run: Any
-) -> None:
-    more = [word for item in change.items() for word in item]
-    found, _, errors = run(*rewrite.arguments("--retries", "0", *more))
-    assert found == status
-    assert message in errors
-    assert errors.splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in errors
+def test_errors_are_one_line(rewrite: Rewriting, run: Any) -> None:
+    for option, value, status, message in [
+        ("--base-url", "http://127.0.0.1:1/v1", 1, "Connection error"),
+        ("--model", "org/none", 1, "404, the model org/none does not exist"),
+        ("--target", "x", 2, "--base-url uses a server's target and takes no target"),
+        ("--concurrency", "0", 2, "--concurrency must be an integer in [1, 1024]"),
+    ]:
+        rewrite.out = rewrite.out.with_name(f"{message[:9]}.jsonl")
+        found, _, errors = run(*rewrite.arguments("--retries", "0", option, value))
+        assert found == status
+        assert message in errors
+        assert errors.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in errors
 
 
 def interrupt() -> None:

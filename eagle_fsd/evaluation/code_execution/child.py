@@ -32,13 +32,7 @@ class AnswerError(BaseException):
 
 
 def restrict(uid, seconds, megabytes):
-    """Drop root's rights and limit the resources of this process and its descendants.
-
-    Args:
-        uid: User and group id to change to, or 0 to keep them.
-        seconds: Maximum CPU time.
-        megabytes: Maximum address space in MiB.
-    """
+    """Change the user id unless it is 0, and limit this process and its descendants."""
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -55,11 +49,7 @@ def restrict(uid, seconds, megabytes):
 
 
 def detach_standard_streams():
-    """Redirect the standard streams to the null device.
-
-    Returns:
-        What were standard input and standard output, as text files.
-    """
+    """Redirect the standard streams to the null device, and return what were stdin and stdout."""
     source = os.fdopen(os.dup(0), encoding="ascii")
     sink = os.fdopen(os.dup(1), "w", encoding="ascii", errors="backslashreplace")
     null = os.open(os.devnull, os.O_RDWR)
@@ -71,13 +61,8 @@ def detach_standard_streams():
 def encode(value):
     """Write a value as a literal for :func:`ast.literal_eval`, in one line of ASCII.
 
-    Args:
-        value: A value built from built-in types. Instances of their subclasses become plain, and
-            other numbers become floats if these are equal.
-
-    Raises:
-        TypeError: The value, or a part of it, has another type.
-        ValueError: A part of it is not a number.
+    Instances of subclasses of built-in types become plain, and other numbers floats if these are
+    equal. Raises TypeError or ValueError for a value without a literal.
     """
     if value is None or isinstance(value, bool):
         return repr(value)
@@ -108,12 +93,7 @@ def encode(value):
 
 
 def write_line(file, line):
-    """Write a line at once.
-
-    Args:
-        file: The text file to write to.
-        line: The line without its end.
-    """
+    """Write a line and flush it."""
     file.write(line + "\n")
     file.flush()
 
@@ -121,11 +101,9 @@ def write_line(file, line):
 def run_answer(requests, replies):
     """Execute an answer, then call its function once per request.
 
-    Args:
-        requests: Text file that holds ``(code, name of the function)``, then one
-            ``(arguments, keyword arguments)`` per line.
-        replies: Text file that receives one reply per line: ``("ready", None)``, then for each
-            request ``("value", value)`` or ``("error", (class name, message))``.
+    The first request is ``(code, name of the function)``, each further one ``(arguments, keyword
+    arguments)``. Replies are ``("ready", None)``, then ``("value", value)`` or ``("error", (class
+    name, message))``.
     """
     write_line(replies, encode(("ready", None)))
     # The name is not "__main__", so that main guards do not run.
@@ -147,17 +125,7 @@ def run_answer(requests, replies):
 
 
 def receive(replies):
-    """Read a reply of the answer.
-
-    Args:
-        replies: The text file to read from.
-
-    Returns:
-        The kind of the reply and its content.
-
-    Raises:
-        AnswerError: There is no valid reply.
-    """
+    """Read the kind and the content of a reply, or raise AnswerError if it is not valid."""
     try:
         line = replies.readline(MAX_MESSAGE)
         if not line:
@@ -169,16 +137,7 @@ def receive(replies):
 
 
 def run_tests(job, replies, requests):
-    """Execute the tests of a question on an answer.
-
-    Args:
-        job: ``(code of the answer, source of the tests, name of the function)``.
-        replies: Text file to read replies from.
-        requests: Text file to write requests to.
-
-    Raises:
-        BaseException: A test failed, or the answer raised an exception.
-    """
+    """Execute the tests of a job, ``(code, tests, name)``; raises what the answer or tests do."""
     code, tests, name = job
 
     def request(*message):
@@ -205,12 +164,8 @@ def run_tests(job, replies, requests):
 def run_checker(job, verdict, replies, requests):
     """Execute the tests of a job and write the verdict.
 
-    Args:
-        job: Text file that holds the job, see :func:`run_tests`.
-        verdict: Text file to write to: a line ``started``, then a line ``passed``, ``failed`` or
-            ``no answer`` (its process did not start), then the reason.
-        replies: Text file to read the answer's replies from.
-        requests: Text file to write requests to.
+    This is a line ``started``, then a line ``passed``, ``failed`` or ``no answer`` (its process did
+    not start), then the reason.
     """
     write_line(verdict, "started")
     outcome, reason = "no answer", ""

@@ -29,31 +29,18 @@ _VERDICT_BYTES = 8192
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a program.
-
-    Attributes:
-        passed: Whether the answer passed the tests.
-        reason: Why it did not pass, in one line.
-        timed_out: Whether the limit on wall-clock time was exceeded.
-    """
+    """The outcome of a program."""
 
     passed: bool
-    reason: str = ""
-    timed_out: bool = False
+    reason: str = ""  # why it did not pass, in one line
+    timed_out: bool = False  # on wall-clock time
 
 
 @functools.cache
 def use_sandbox(unsafe: bool) -> bool:
-    """Decide whether programs run in a sandbox.
+    """Return whether there is a sandbox.
 
-    Args:
-        unsafe: Whether to run programs even if there is no sandbox.
-
-    Returns:
-        Whether there is a sandbox. If there is none, the first call logs a warning.
-
-    Raises:
-        OptionsError: There is no sandbox, and ``unsafe`` is not set.
+    Without one, raise OptionsError, or log a warning once if ``unsafe`` is set.
     """
     try:
         check_sandbox()
@@ -78,19 +65,8 @@ def run_program(program: Program, sandboxed: bool = True, seconds: float = 10.0)
     The process of the answer receives its code and the arguments of each call, which are copies,
     and sends the results. The process of the tests compares them and decides. Arguments and results
     consist of built-in types. Answers may use the standard library only, and can write no files
-    and start no processes.
-
-    Args:
-        program: The program.
-        sandboxed: Whether to use a sandbox. Without one, only the limits on time and memory apply.
-        seconds: Limit on wall-clock time and, rounded to seconds, on CPU time. When it is exceeded,
-            all processes are killed.
-
-    Returns:
-        The outcome.
-
-    Raises:
-        OSError: A process cannot be started; :class:`SandboxError` if the sandbox is the cause.
+    and start no processes. ``seconds`` limit wall-clock and CPU time. Without a sandbox, only the
+    limits on time and memory apply.
     """
     limits = max(1, round(seconds)), _MAX_MEGABYTES
     with (
@@ -143,13 +119,6 @@ class CachedRunner:
 
     A program is not run again when an evaluation resumes or another method gives the same answer.
     Timeouts are not saved, because the machine may be less busy the next time.
-
-    Args:
-        path: The JSON Lines file of outcomes; created, with its folder, if missing.
-        unsafe: Whether to run programs even if there is no sandbox.
-
-    Attributes:
-        count: The number of programs that this object has run.
     """
 
     def __init__(self, path: str | Path, unsafe: bool = False) -> None:
@@ -161,12 +130,7 @@ class CachedRunner:
                 self._results[row["program"]] = RunResult(row["passed"], row["reason"])
 
     def __call__(self, program: Program) -> RunResult:
-        """Return the outcome of ``program``, running it if it is not cached.
-
-        Raises:
-            OptionsError: There is no sandbox, and ``unsafe`` is not set.
-            SandboxError: A process of the sandbox did not start.
-        """
+        """Return the outcome of ``program``, running it if it is not cached."""
         sandboxed = use_sandbox(self.unsafe)
         parts = [program.code, program.tests, program.entry_point, sandboxed]
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -26,31 +26,17 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def strip_reasoning(answer: str) -> str:
-    """Return the part of an answer after its reasoning.
-
-    Args:
-        answer: The model's output.
-
-    Returns:
-        The text after the last ``</think>``, with line ends normalized to ``\\n``.
-    """
+    """Return an answer after its last ``</think>``, with line ends normalized to ``\\n``."""
     return answer.rsplit("</think>", 1)[-1].replace("\r\n", "\n").replace("\r", "\n")
 
 
 @dataclass(frozen=True)
 class Program:
-    """The code of an answer, and the tests that it must pass.
+    """The code of an answer, and the tests that it must pass."""
 
-    Attributes:
-        code: Source that defines the function. It may be invalid where the answer contains no code.
-        tests: Source that defines ``check``, which takes a function and raises an exception if it
-            is wrong, and the question's own helpers, which tests may call.
-        entry_point: Name of the function.
-    """
-
-    code: str
-    tests: str
-    entry_point: str
+    code: str  # defines the function; invalid where the answer contains no code
+    tests: str  # defines ``check(function)``, which raises an exception, and the question's helpers
+    entry_point: str  # name of the function
 
 
 def build_program(question: Question, answer: str) -> Program:
@@ -65,13 +51,6 @@ def build_program(question: Question, answer: str) -> Program:
 
     OpenAI's human-eval appends the answer to the question, as here if the answer is a body.
     OpenAI's simple-evals uses the first block; EvalPlus also keeps the part that parses.
-
-    Args:
-        question: A question scored by code.
-        answer: The model's answer.
-
-    Returns:
-        The program.
     """
     entry, prompt = question.extra["entry_point"], question.extra["prompt"]
     text = strip_reasoning(answer)

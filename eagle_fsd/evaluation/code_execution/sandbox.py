@@ -46,9 +46,6 @@ def bubblewrap_command() -> tuple[str, ...]:
     """Return the beginning of a command line that runs a program in a sandbox.
 
     ``--seccomp`` and the program are missing.
-
-    Raises:
-        OSError: bubblewrap is not installed, or the interpreter's libraries cannot be listed.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -72,11 +69,7 @@ def bubblewrap_command() -> tuple[str, ...]:
 
 
 def _interpreter_files() -> list[str]:
-    """Return the paths of the interpreter, its standard library and their shared libraries.
-
-    Raises:
-        OSError: The shared libraries cannot be listed.
-    """
+    """Return the paths of the interpreter, its standard library and their shared libraries."""
     # Of a virtual environment, these are the paths of the interpreter that it is based on.
     interpreter, library = _interpreter(), sysconfig.get_path("stdlib")
     # There is no display; Tk alone would add a third of all libraries.
@@ -108,21 +101,9 @@ def start_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``child.py`` in a process, and kill it and its descendants in the end.
 
-    Args:
-        role: ``answer`` or ``checker``.
-        limits: Maximum CPU time in seconds and address space in MiB.
-        sandboxed: Whether to use a sandbox. Without one, only the limits apply, and descendants
-            that have changed their process group survive.
-        stdin: Standard input.
-        stdout: Standard output.
-        stderr: Standard error.
-        descriptors: Descriptors to inherit, which are passed as the last arguments.
-
-    Yields:
-        The process.
-
-    Raises:
-        OSError: The process cannot be started, or there is no sandbox for this machine.
+    Without a sandbox, only ``limits`` apply (CPU seconds and MiB of address space), and descendants
+    that have changed their process group survive. ``descriptors`` are inherited and passed as the
+    last arguments. Raises OSError if the process cannot be started or there is no sandbox.
     """
     uid, inherited = 0, list(descriptors)
     with contextlib.ExitStack() as stack:
@@ -155,11 +136,7 @@ def start_child(
 
 @functools.cache
 def check_sandbox() -> None:
-    """Start a process in the sandbox, which shows whether it works.
-
-    Raises:
-        SandboxError: The sandbox is not available; the message is one line.
-    """
+    """Start a process in the sandbox, or raise a SandboxError of one line if it does not work."""
     pipe = subprocess.PIPE
     try:
         with start_child("answer", (10, 512), True, subprocess.DEVNULL, pipe, pipe) as process:

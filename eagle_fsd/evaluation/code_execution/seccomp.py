@@ -52,11 +52,7 @@ _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def syscall_filter() -> bytes:
-    """Return the filter for this machine, as an array of ``struct sock_filter``.
-
-    Raises:
-        OSError: The machine is neither x86-64 nor AArch64 Linux.
-    """
+    """Return the filter for this machine, as an array of ``struct sock_filter``."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(f"there is no system call filter for {machine}")

@@ -13,7 +13,6 @@ target's vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -32,14 +31,8 @@ TOP_TOKENS = 32
 class Agreement:
     """A drafter's agreement before each answer token, when it reads the target's own states.
 
-    Args:
-        drafter: The drafter.
-        target: Its target.
-        answers: For each answer, ``[S]`` token ids and the number of prompt tokens.
-
-    Attributes:
-        truth: ``[T]`` the answer tokens.
-        positions: ``[T]`` number of tokens before each of them.
+    ``answers`` are ``[S]`` token ids with the number of prompt tokens. ``truth`` holds their answer
+    tokens, ``[T]``, and ``positions`` the number of tokens before each.
     """
 
     def __init__(
@@ -99,19 +92,24 @@ class Agreement:
     def measure(self, *changes: Change) -> Tensor:
         """Return the agreement, ``[T]``, while changes apply; NaN if the draft's is not finite."""
         expected, known = self._expected
-        with _applied(changes):
+        parts, done = [], 0
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+        try:
+            for owner, name, value in changes:
+                setattr(owner, name, value)
             if (ids := self.drafter.token_ids) is not None:
                 entries = ids.new_full((self.target.vocab_size + 1,), -1)
                 entries[ids.clamp_min(-1)] = torch.arange(len(ids), device=ids.device)
                 known = entries[known]  # [T, K] the draft's entries; -1 if it lacks the token
-            drafted = torch.zeros_like(expected)
-            done = 0
             for log_probs in self._drafts():
                 wanted = known[done : done + len(log_probs)]
                 probs = log_probs.gather(-1, wanted.clamp_min(0)).exp()
-                drafted[done : done + len(log_probs)] = probs.where(wanted >= 0, 0.0)
+                parts.append(probs.where(wanted >= 0, 0.0))
                 done += len(log_probs)
-        return torch.minimum(expected, drafted).sum(-1)
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+        return torch.minimum(expected, torch.cat(parts)).sum(-1)
 
     @cached_property
     def own(self) -> Tensor:
@@ -150,16 +148,3 @@ class Agreement:
             ids = [tokens.get(entry, token) for entry, token in enumerate(before)]
             found.append(self.measure(map_change(self.drafter, best.new_tensor(ids))))
         return found[1].where(first, found[0])
-
-
-@contextmanager
-def _applied(changes: Sequence[Change]) -> Iterator[None]:
-    """Set attributes of the drafter's modules for the duration of a ``with`` block."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

@@ -25,15 +25,16 @@ from eagle_fsd.evaluation.doctor.settings import Setting, find_settings
 from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import LAST, Target
+from eagle_fsd.utils.chat_templates import encode_prompt
 
-#: A change must raise the agreement by this many standard errors.
+#: A change must raise a mean by this many standard errors.
 MIN_ERRORS = 3.0
 #: A vocabulary map estimated from the answers must reach this agreement, which drafters that know
 #: nothing but the previous token do not, and raise the agreement by this much: it also learns to
 #: repeat what the answers repeat.
 MIN_ESTIMATED, MIN_ESTIMATED_GAIN = 0.4, 0.2
-#: Another chat template must raise tau by this share and by this many standard errors.
-MIN_TAU_GAIN, MIN_TAU_ERRORS = 0.15, 3.0
+#: Another chat template must raise tau by this share.
+MIN_TAU_GAIN = 0.15
 #: Agreements up to this far above that of a constant prediction count as chance.
 CHANCE_MARGIN = 0.1
 #: Agreements below this one need further training.
@@ -58,31 +59,20 @@ MIN_COUNT = 50
 class Finding:
     """The result of a check.
 
-    Attributes:
-        check: Name of the check.
-        level: ``problem``: something does not fit and must be repaired. ``note``: explains a part
-            of a low tau, and training or other settings may help. ``ok``: neither.
-        evidence: What was found, in numbers.
-        step: The recommended next step; None if there is nothing to do.
+    A ``problem`` must be repaired. A ``note`` explains a part of a low tau, and training or other
+    settings may help.
     """
 
     check: str
     level: Literal["ok", "note", "problem"]
-    evidence: str
-    step: str | None = None
+    evidence: str  # in numbers
+    step: str | None = None  # recommended
 
 
 def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding]:
     """Check all settings, in the order in which problems should be repaired.
 
     If they are right, also check whether the drafter knows the target.
-
-    Args:
-        measured: The measurements.
-        agreement: The drafter's agreement.
-
-    Returns:
-        The findings of the checks that apply to the drafter.
     """
     settings = find_settings(agreement.drafter, agreement.target)
     if agreement.own.isnan().any():
@@ -115,11 +105,7 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
 
 
 def _compare(agreement: Agreement, setting: Setting) -> tuple[float, Finding]:
-    """Compare a setting with its alternatives.
-
-    Returns:
-        By how much the best one raises the agreement, 0.0 if that is not clear, and the finding.
-    """
+    """Return by how much the best alternative raises the agreement, 0.0 if that is not clear."""
     tried, before = {}, agreement.own
     with suppress(torch.OutOfMemoryError):  # of weights in float32
         for name, changes in setting.alternatives:
@@ -146,20 +132,17 @@ def _compare(agreement: Agreement, setting: Setting) -> tuple[float, Finding]:
 
 
 def check_template(measured: Measurements) -> Finding:
-    """Check whether another chat template raises tau.
-
-    Args:
-        measured: The measurements.
-    """
-    tokenizer, own, chat = measured.model.tokenizer, measured.chat_template, measured.chats[:1]
+    """Check whether another chat template raises tau."""
+    tokenizer, own, chat = measured.model.tokenizer, measured.chat_template, measured.chats[0]
+    own_ids = encode_prompt(chat, tokenizer, own)
     before = complete_steps(measured.short)
     evidence, best, step = f"tau {fmean(before):.2f}", [0], ""
     for name, template, selection in candidate_templates(tokenizer):
         try:
-            text = template.render(chat[0], add_generation_prompt=True)
+            ids = encode_prompt(chat, tokenizer, template)
         except ValueError:
             continue
-        if text == own.render(chat[0], add_generation_prompt=True):
+        if ids.equal(own_ids):
             continue
         answers = measured.answer(template, measured.chats)
         after = complete_steps(answers)
@@ -171,7 +154,7 @@ def check_template(measured: Measurements) -> Finding:
     if unknown := unknown_markers(own, tokenizer):
         evidence += f"; {', '.join(unknown)} not in the target's vocabulary"
     error = math.hypot(_standard_error(before), _standard_error(best))
-    if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_TAU_ERRORS * error):
+    if fmean(best) - fmean(before) > max(MIN_TAU_GAIN * fmean(before), MIN_ERRORS * error):
         return Finding("chat template", "problem", evidence, step)
     step = "check the chat_template of the target's tokenizer, or pass --conv-template"
     return _note_if(bool(unknown), "chat template", evidence, step)
@@ -189,38 +172,29 @@ def _target(agreement: Agreement) -> Finding:
 
 
 def check_length(measured: Measurements) -> Finding:
-    """Check whether the agreement falls with the context length.
-
-    Args:
-        measured: The measurements.
-    """
-    rows = [row for row in measured.by_length if row.tokens >= MIN_COUNT]
+    """Check whether the agreement falls with the context length."""
+    rows = [row for row in measured.by_length if row["tokens"] >= MIN_COUNT]
     if len(rows) < 2:
         return Finding("context length", "ok", "all contexts are of similar length")
-    short, long = rows[0], rows[-1]
-    first, last = short.agreement or 0.0, long.agreement or 0.0
-    evidence = (
-        f"agreement {first:.1%} at {short.first}-{short.last} tokens,"
-        f" {last:.1%} at {long.first}-{long.last} tokens"
+    ends = rows[0], rows[-1]
+    evidence = "agreement " + ", ".join(
+        f"{row['agreement']:.1%} at {row['first']}-{row['last']} tokens" for row in ends
     )
-    error = math.sqrt(first * (1.0 - first) / short.tokens + last * (1.0 - last) / long.tokens)
-    falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * error)
+    first, last = (row["agreement"] for row in ends)
+    variance = sum(row["agreement"] * (1.0 - row["agreement"]) / row["tokens"] for row in ends)
+    falls = first - last > max(MAX_LENGTH_DROP, MIN_ERRORS * math.sqrt(variance))
     step = "train the drafter on longer chats (--max-length)"
     return _note_if(falls, "context length", evidence, step)
 
 
 def check_depth(measured: Measurements) -> Finding:
-    """Check whether drafts after drafts are accepted less often than drafts after the target's.
-
-    Args:
-        measured: The measurements.
-    """
+    """Check whether drafts after drafts are accepted less often than drafts after the target's."""
     rows = measured.by_depth
-    deep = [row for row in rows[2:] if row[0] >= MIN_COUNT]
+    deep = [row for row in rows[2:] if row["steps"] >= MIN_COUNT]
     if not deep:
         return Finding("depth", "ok", "few chains get beyond two tokens")
-    first = rows[0][1]
-    later = sum(steps * share for steps, share in deep) / sum(steps for steps, _ in deep)
+    first, total = rows[0]["accepted"], sum(row["steps"] for row in deep)
+    later = sum(row["steps"] * row["accepted"] for row in deep) / total
     evidence = f"accepted {first:.1%} at depth 1, {later:.1%} from depth 3 on"
     falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"
@@ -228,11 +202,7 @@ def check_depth(measured: Measurements) -> Finding:
 
 
 def check_tree(measured: Measurements) -> Finding:
-    """Check whether the depth of the trees limits tau.
-
-    Args:
-        measured: The measurements.
-    """
+    """Check whether the depth of the trees limits tau."""
     depth, nodes = measured.model.tree.depth, measured.model.tree.total_tokens
     longest = min(depth + 1, nodes - 1)
     full = fmean([length == longest + 1 for length in complete_steps(measured.short)])
@@ -248,12 +218,8 @@ def check_training_text(target: Target, texts: Sequence[tuple[Tensor, Tensor]]) 
     """Check whether the answers of training text could be the target's own.
 
     If they were sampled from the target at temperature 1, their mean negative log-probability would
-    be the mean entropy of the target's distributions.
-
-    Args:
-        target: The target.
-        texts: Chats that the drafter was, or will be, trained on: ``[S]`` token ids, and ``[S]``
-            bool, which of them the loss covers.
+    be the mean entropy of the target's distributions. A text is ``[S]`` token ids and ``[S]`` bool,
+    which of them the loss covers.
     """
     found: list[Tensor] = []
     for ids, mask in texts:

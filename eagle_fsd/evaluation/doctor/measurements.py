@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,49 +31,15 @@ FIRST_LENGTHS = 128
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the target's greedy answer to it.
+    """A prompt and the target's greedy answer to it."""
 
-    Attributes:
-        ids: ``[S]`` token ids.
-        start: Number of prompt tokens.
-        accepted: Number of tokens that each step emitted.
-    """
-
-    ids: Tensor
-    start: int
-    accepted: list[int]
-
-
-@dataclass(frozen=True)
-class LengthRow:
-    """Tau and agreement at contexts of similar length.
-
-    Attributes:
-        first: Smallest number of tokens before a step or an answer token.
-        last: Largest number of tokens before it.
-        steps: Number of steps.
-        tau: Mean number of tokens that these steps emit.
-        tokens: Number of answer tokens before which the agreement is known.
-        agreement: Its mean; None if there are none.
-    """
-
-    first: int
-    last: int
-    steps: int
-    tau: float
-    tokens: int
-    agreement: float | None
+    ids: Tensor  # [S]
+    start: int  # number of prompt tokens
+    accepted: list[int]  # number of tokens that each step emitted
 
 
 class Measurements:
-    """A pair's answers to questions, decoded exactly and greedily on first use.
-
-    Args:
-        model: The pair, with a tokenizer.
-        questions: Messages of users, at least one.
-        chat_template: How chats are formatted.
-        max_new_tokens: Maximum number of tokens per answer.
-    """
+    """A pair's answers to questions, decoded exactly and greedily on first use."""
 
     def __init__(
         self,
@@ -86,11 +53,7 @@ class Measurements:
 
     @cached_property
     def chats(self) -> list[Chat]:
-        """The questions that leave room for an answer.
-
-        Raises:
-            ValueError: There are none, or the chat template rejects one.
-        """
+        """The questions that leave room for an answer; raises ValueError if none does."""
         found: list[Chat] = [[{"role": "user", "content": item}] for item in self.questions]
         found = [chat for chat in found if self._prompts([chat], self.chat_template)]
         if not found:
@@ -125,13 +88,7 @@ class Measurements:
     def answer(
         self, chat_template: ChatTemplate, chats: Sequence[Chat], tree: TreeConfig | None = None
     ) -> list[Answer]:
-        """Answer chats; those that leave no room for an answer are left out.
-
-        Args:
-            chat_template: How the chats are formatted.
-            chats: The chats.
-            tree: Shape of the draft trees; default: the model's.
-        """
+        """Answer chats, with the model's tree or another; skip those without room for an answer."""
         model = self.model
         if tree is not None:
             model = EagleFSD(model.model, model.drafter, tree, tokenizer=model.tokenizer)
@@ -169,8 +126,11 @@ class Measurements:
         return Agreement(drafter, self.model.target, answers)
 
     @cached_property
-    def by_length(self) -> list[LengthRow]:
-        """Tau and agreement by context length."""
+    def by_length(self) -> list[dict[str, Any]]:
+        """Tau and agreement at contexts of ``first`` to ``last`` tokens.
+
+        ``tokens`` is the number of answer tokens before which the agreement is known.
+        """
         steps, hits = [], []
         for answer in (*self.short, *self.long):
             position = answer.start
@@ -185,30 +145,29 @@ class Measurements:
             here = [accepted for position, accepted in steps if first <= position <= last]
             found = [hit for position, hit in hits if first <= position <= last]
             if here:
+                row = {"first": first, "last": last, "steps": len(here), "tau": fmean(here)}
                 share = fmean(found) if found else None
-                rows.append(LengthRow(first, last, len(here), fmean(here), len(found), share))
+                rows.append({**row, "tokens": len(found), "agreement": share})
             first, last = last + 1, 2 * last + 1
         return rows
 
     @cached_property
-    def by_depth(self) -> list[tuple[int, float]]:
-        """For each depth, the steps that accepted a chain up to it, and those that went on.
+    def by_depth(self) -> list[dict[str, Any]]:
+        """For each depth, the steps that drafted a token there, and the share that accepted it.
 
-        The latter is a share of the former: EAGLE's n-alpha (arXiv 2401.15077, section 4.1).
+        The latter is EAGLE's n-alpha (arXiv 2401.15077, section 4.1).
         """
         lengths, rows = complete_steps(self.chains), []
         for depth in range(1, self.model.tree.depth + 2):
             if lengths := [length for length in lengths if length >= depth]:
-                rows.append((len(lengths), fmean(length > depth for length in lengths)))
+                accepted = fmean(length > depth for length in lengths)
+                rows.append({"depth": depth, "steps": len(lengths), "accepted": accepted})
         return rows
 
 
 def complete_steps(answers: Sequence[Answer]) -> list[int]:
-    """Return accepted lengths without the last step of each answer, which may have been cut off.
+    """Return accepted lengths without the last step of each answer, unless it is the only one.
 
-    The only step of an answer counts.
-
-    Args:
-        answers: The answers.
+    The last step may have been cut off.
     """
     return [length for answer in answers for length in answer.accepted[:-1] or answer.accepted]

@@ -36,37 +36,24 @@ MAX_ORDERS = 6
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a drafter.
-
-    Attributes:
-        check: Name of the check.
-        value: Description of the setting.
-        step: What to do if an alternative fits better, with ``{}`` in its place.
-        alternatives: What it could be instead.
-        min_gain: By how much an alternative must raise the agreement.
-    """
+    """A setting of a drafter, and what it could be instead."""
 
     check: str
     value: str
-    step: str
+    step: str  # what to do if an alternative fits better, with {} in its place
     alternatives: Alternatives
-    min_gain: float = MIN_GAIN
+    min_gain: float = MIN_GAIN  # by how much an alternative must raise the agreement
 
 
 def find_settings(drafter: LevelDrafter, target: Target) -> list[Setting]:
-    """Return the settings of a drafter, in the order in which they are reported.
-
-    Args:
-        drafter: The drafter.
-        target: Its target.
-    """
+    """Return the settings of a drafter, in the order in which they are reported."""
     own, theirs = (str(item.dtype).removeprefix("torch.") for item in (drafter, target))
     step = f"pass another --dtype: {own} is not precise enough for this drafter"
     found = [Setting("dtype", f"{own}; target {theirs}", step, _float32(drafter))]
     if drafter.reads:
-        reads = [(_describe_reads(item), item) for item in other_reads(drafter, target)]
         step = "correct the layer ids in the head's config.json, so that it reads {}"
-        others = [(name, [(drafter, "reads", item)]) for name, item in reads]
+        reads = other_reads(drafter, target)
+        others = [(_describe_reads(item), [(drafter, "reads", item)]) for item in reads]
         value = _describe_reads(drafter.reads)
         found.append(Setting("hidden states", value, step, others, MIN_READS_GAIN))
     if isinstance(drafter, DraftHead):
@@ -98,24 +85,14 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[Setting]:
 
 
 def map_change(drafter: LevelDrafter, token_ids: Tensor) -> Change:
-    """Return the change that gives a drafter another vocabulary map.
-
-    Args:
-        drafter: The drafter.
-        token_ids: ``[D]`` the target's token for each of the draft's; negative if there is none.
-    """
+    """Return the change to another vocabulary map, ``[D]``, negative where there is no token."""
     if isinstance(drafter, Eagle3Head) and drafter.d2t is not None:
         return drafter, "d2t", token_ids - torch.arange(len(token_ids), device=token_ids.device)
     return drafter, "token_ids", token_ids
 
 
 def other_reads(drafter: LevelDrafter, target: Target) -> list[tuple[int, ...]]:
-    """Return the hidden states that a head could read instead of its own.
-
-    Args:
-        drafter: The drafter.
-        target: Its target.
-    """
+    """Return the hidden states that a head could read instead of its own."""
     own, layers = drafter.reads, len(target.layers)
     if isinstance(drafter, Eagle3Head):
         found = [tuple(index + shift for index in own) for shift in SHIFTS]
@@ -160,15 +137,16 @@ def _other_ropes(
     places: Sequence[tuple[nn.Module, str, Any]], own: dict[str, Any], target: dict[str, Any]
 ) -> Alternatives:
     """Try the bases of published models, and the target's RoPE."""
-    factor = "partial_rotary_factor"
-    thetas = dict.fromkeys((*THETAS, own["rope_theta"]))
-    ropes = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    ropes = [
+        {"rope_type": "default", "rope_theta": theta} for theta in (*THETAS, own["rope_theta"])
+    ]
     ropes += [target] if target else []
-    if factor in own:  # this is a property of the layers
-        ropes = [{**rope, factor: own[factor]} for rope in ropes]
     others = {_describe_rope(rope): rope for rope in ropes}
     others.pop(_describe_rope(own), None)
+    factor = "partial_rotary_factor"  # a property of the layers
+    kept = {factor: own[factor]} if factor in own else {}
     for name, rope in others.items():
+        rope = {**rope, **kept}
         yield name, [(parent, child, _with_rope(module, rope)) for parent, child, module in places]
 
 
@@ -207,12 +185,12 @@ def _rotary_embeddings(network: nn.Module | None) -> list[tuple[nn.Module, str, 
     ]
 
 
-def _with_rope(module: Any, rope: Mapping[str, Any]) -> nn.Module:
+def _with_rope(module: Any, rope: dict[str, Any]) -> nn.Module:
     """Return a rotary embedding with other parameters."""
     config = copy.deepcopy(module.config)
     if "full_attention" in config.rope_parameters:  # one for each type of layer
-        config.rope_parameters["full_attention"] = dict(rope)
+        config.rope_parameters["full_attention"] = rope
     else:
-        config.rope_parameters = dict(rope)
+        config.rope_parameters = rope
     changed: nn.Module = type(module)(config)
     return changed.to(next(module.buffers()).device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,75 +23,57 @@ FASTCHAT_NAMES = ("vicuna_v1.1", "llama-2", "zephyr")
 _MARKER = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>")
 
 
-class RawTemplate:
-    """No chat template: the contents of the messages, a line each."""
+class TurnTemplate:
+    """Format all messages as ``turn``, whose part before ``{content}`` begins an answer.
 
-    adds_special_tokens = True
+    ``start`` precedes the first message; without it, the tokenizer adds its special tokens.
+    """
+
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
 
+    def __init__(self, turn: str, assistant: str = "assistant", start: str | None = None) -> None:
+        self.turn, self.assistant, self.start = turn, assistant, start or ""
+        self.adds_special_tokens = start is None
+
     def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
         """See :meth:`~eagle_fsd.utils.chat_templates.ChatTemplate.render`."""
-        text = "\n".join(message["content"] for message in chat)
-        return f"{text}\n" if add_generation_prompt else text
+        messages = [*chat, {"role": "assistant", "content": ""}] if add_generation_prompt else chat
+        turns = [
+            self.turn.format(
+                role=self.assistant if message["role"] == "assistant" else message["role"],
+                content=message["content"],
+            )
+            for message in messages
+        ]
+        if add_generation_prompt:
+            turns[-1] = turns[-1].removesuffix(self.turn.partition("{content}")[2])
+        return "".join([self.start, *turns])
 
 
-def turn_template(
-    tokenizer: PreTrainedTokenizerBase, turn: str, assistant: str = "assistant"
-) -> TokenizerTemplate:
-    """Return a template that formats all messages in the same way.
-
-    Args:
-        tokenizer: The target's tokenizer, which is not changed.
-        turn: Format of a message, with ``{role}`` and ``{content}``. The part before ``{content}``
-            begins an answer.
-        assistant: The assistant's role.
-    """
-    role = f"{{{{ '{assistant}' if m['role'] == 'assistant' else m['role'] }}}}"
-    body = turn.replace("{role}", role).replace("{content}", "{{ m['content'] }}")
-    start = turn.partition("{content}")[0].replace("{role}", assistant)
-    changed = copy.copy(tokenizer)
-    changed.chat_template = (
-        f"{tokenizer.bos_token or ''}{{% for m in messages %}}{body}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{start}{{% endif %}}"
-    )
-    return TokenizerTemplate(changed)
+#: No chat template: the contents of the messages, a line each.
+RAW = TurnTemplate("{content}\n")
 
 
 def candidate_templates(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, ChatTemplate, str]]:
-    """Return the templates that could fit a target.
-
-    Args:
-        tokenizer: The target's tokenizer.
-
-    Returns:
-        The name of each template, for a sentence, the template, and how a user selects it.
-    """
+    """Return templates that could fit a target: names for a sentence, and how to select each."""
     found: list[tuple[str, ChatTemplate, str]] = []
     if tokenizer.chat_template is not None:
         own = TokenizerTemplate(tokenizer)
         found.append(("the tokenizer's own template", own, "do not pass --conv-template"))
     for name, (turn, assistant) in TURN_FORMATS.items():
-        template = turn_template(tokenizer, turn, assistant)
+        template = TurnTemplate(turn, assistant, tokenizer.bos_token)
         if not unknown_markers(template, tokenizer):
             step = f"the chat_template of the target's tokenizer should format turns as {turn!r}"
             found.append((f"{name} ({turn!r})", template, step))
-    with suppress(ImportError):
-        found += [
-            (f"FastChat's {name}", FastChatTemplate(name), f"pass --conv-template {name}")
-            for name in FASTCHAT_NAMES
-        ]
+    for name in FASTCHAT_NAMES:
+        found.append((f"FastChat's {name}", FastChatTemplate(name), f"pass --conv-template {name}"))
     raw = "remove the chat_template of the target's tokenizer: the drafter expects plain text"
-    return [*found, ("no template", RawTemplate(), raw)]
+    return [*found, ("no template", RAW, raw)]
 
 
 def unknown_markers(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the markers, such as ``<|im_start|>``, that a template writes but no token encodes.
-
-    Args:
-        template: The template.
-        tokenizer: The target's tokenizer.
-    """
+    """Return the markers, such as ``<|im_start|>``, that a template writes but no token encodes."""
     text = template.render([{"role": "user", "content": ""}], add_generation_prompt=True)
     vocabulary = tokenizer.get_vocab()
     markers = dict.fromkeys(_MARKER.findall(text))

@@ -3,5 +3,5 @@
 Start with ``grading.py``, whose ``judge_answers`` rates single answers, or ``pairwise.py``, whose
 ``judge_pairs`` compares answers with exact decoding's; both write FastChat's judgment files.
 ``prompts.py`` fills FastChat's prompts and reads the replies, ``client.py`` asks for the judgments
-that a file lacks, and ``scores.py`` summarizes ratings.
+that a file lacks.
 """

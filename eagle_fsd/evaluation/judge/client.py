@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgeError, Prompt
@@ -25,167 +24,102 @@ from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncat
 
 #: Maximum length of a judgment in tokens, as in FastChat.
 MAX_TOKENS = 2048
+#: The text and the time of a reply, in seconds since 1970.
+Reply = tuple[str, float]
+#: Fields of a line that tell which judgment it holds, those of ratings and of comparisons.
+KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A judge's reply.
+class Task:
+    """A turn to judge, which becomes a line of FastChat's judgment file."""
 
-    Attributes:
-        text: The reply; "" if it has no content.
-        tstamp: Seconds since 1970.
-    """
-
-    text: str
-    tstamp: float
-
-
-@dataclass(frozen=True)
-class Judged(ABC):
-    """A judgment of one turn, which a file holds as one line, with or without the judge's replies.
-
-    Attributes:
-        question_id: The question.
-        category: The question's category.
-        model: Name of the method; FastChat calls this field the model.
-        turn: The turn, from 1.
-        judge: The judge's name.
-        answer_ids: The ids of the answers that are judged.
-        prompts: The requests to the judge.
-        replies: The reply to each request; empty if the judge has not been asked.
-    """
-
-    question_id: int | str
-    category: str
-    model: str
-    turn: int
-    judge: str
-    answer_ids: tuple[str, ...]
+    fields: Record  # of the line, known before the judge is asked
     prompts: tuple[Prompt, ...]
-    replies: tuple[Reply, ...] = ()
-
-    #: Keys of a line that tell which judgment it holds.
-    KEYS: ClassVar[tuple[str, ...]]
+    replies: tuple[str, ...]  # names of the fields that hold the reply to each prompt
+    read: Callable[[Sequence[str]], Record]  # returns the fields that follow from the replies
 
     @property
-    def requests(self) -> tuple[Prompt, ...]:
-        """The requests that have no reply."""
-        return () if self.replies else self.prompts
-
-    @property
-    @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
-        """The values of :attr:`KEYS`."""
+        """The values of :data:`KEYS`."""
+        return _key(self.fields)
 
-    @abstractmethod
-    def as_record(self) -> Record:
-        """Return the line with FastChat's keys and the answers' ids."""
-
-    @abstractmethod
-    def saved_replies(self, record: Record) -> tuple[Reply, ...]:
-        """Return the replies in a line of the file.
-
-        Args:
-            record: The line.
-        """
+    def line(self, texts: Sequence[str], tstamp: float) -> Record:
+        """Return the line with the texts and the time of replies."""
+        replies = dict(zip(self.replies, texts, strict=True))
+        return {**self.fields, **replies, **self.read(texts), "tstamp": tstamp}
 
 
-Result = TypeVar("Result", bound=Judged)
+def _key(line: Record) -> tuple[Hashable, ...]:
+    return tuple(line.get(name) for name in KEYS)
 
 
 def judgment_file(out: str | Path, judge: str, mode: Literal["single", "pair"]) -> Path:
-    """Return the path of a judge's judgment file.
-
-    Args:
-        out: The folder of the evaluation.
-        judge: The judge's name.
-        mode: Whether the file holds ratings or comparisons.
-    """
+    """Return the path of a judge's judgments in the folder of an evaluation."""
     return Path(out) / "model_judgment" / f"{judge.replace('/', '_')}_{mode}.jsonl"
 
 
 def judged_turns(
     questions: Sequence[Question], *records: Sequence[Record]
-) -> Iterator[tuple[Question, int, list[list[str]], tuple[str, ...]]]:
-    """Yield the turns to judge.
+) -> Iterator[tuple[Question, int, list[list[str]], list[str]]]:
+    """Yield each turn to judge, from 1, with all turns of every method's answer, and their ids.
 
-    Args:
-        questions: The questions that were answered.
-        *records: The answers of one or several methods.
-
-    Yields:
-        The question and the turn, from 1; the turns of each method's answer, and the answers' ids.
-        Questions without an answer of every method are skipped.
+    Questions without an answer of every method are skipped.
     """
     by_id = [{record["question_id"]: record for record in found} for found in records]
     for question in questions:
         if all(question.question_id in found for found in by_id):
             same = [found[question.question_id] for found in by_id]
             answers = [record["choices"][0]["turns"] for record in same]
-            ids = tuple(record["answer_id"] for record in same)
+            ids = [record["answer_id"] for record in same]
             for turn in range(1, min(len(question.turns), MAX_TURNS, *map(len, answers)) + 1):
                 yield question, turn, answers, ids
 
 
 def ask(
     endpoint: Endpoint,
-    wanted: Sequence[Result],
+    tasks: Sequence[Task],
     path: Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Result]:
-    """Make all judgments that a file does not hold yet, and add them to it.
+    replies: Mapping[Prompt, Reply] | None = None,
+) -> list[Record]:
+    """Add the lines that a file lacks to it, and return the lines of all tasks.
 
     A line of the file is discarded if another one would be written now, because the answer or the
-    prompt has changed. Lines of other judgments are kept at the end.
-
-    Args:
-        endpoint: The judge, which decodes greedily.
-        wanted: The judgments to make, at least without replies.
-        path: The file.
-        parallel: Maximum number of concurrent requests.
-        progress: Called after each judgment with the number of judgments so far and the total.
-
-    Returns:
-        The judgments with replies; the file has the same order at the end.
-
-    Raises:
-        JudgeError: The endpoint cannot be reached or rejects a request, or the package ``openai``
-            is not installed; the judgments so far are saved.
+    prompt has changed. Lines of other judgments are kept at the end. Prompts that ``replies``
+    contains are not sent. If the endpoint fails, raise JudgeError; the judgments so far are saved.
     """
     truncate_partial_line(path)
     lines: list[Record] = read_jsonl(path) if path.exists() else []
-
-    def key_of(line: Record) -> tuple[Hashable, ...]:
-        return tuple(line[name] for name in wanted[0].KEYS) if wanted else ()
-
-    saved = {key_of(line): line for line in lines}
-    done: dict[Hashable, Result] = {}
-    known: dict[Prompt, Reply] = {}
-    for item in wanted:
-        record = saved.get(item.key)
-        if record is not None:
-            judged = replace(item, replies=item.replies or item.saved_replies(record))
-            if judged.as_record() == record:
-                done[item.key] = judged
-                known.update(zip(item.requests, judged.replies, strict=False))
+    saved = {_key(line): line for line in lines}
+    done: dict[Hashable, Record] = {}
+    known = dict(replies or {})
+    for task in tasks:
+        line = saved.get(task.key)
+        if line is not None:
+            texts, tstamp = [line[name] for name in task.replies], line["tstamp"]
+            if task.line(texts, tstamp) == line:
+                done[task.key] = line
+                for prompt, text in zip(task.prompts, texts, strict=True):
+                    known[prompt] = text, tstamp
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def finish(item: Result) -> None:
-        replies = item.replies or tuple(known[prompt] for prompt in item.prompts)
-        judged = done[item.key] = replace(item, replies=replies)
-        append_line(path, json.dumps(judged.as_record()))
+    def finish(task: Task) -> None:
+        texts, times = zip(*(known[prompt] for prompt in task.prompts), strict=True)
+        line = done[task.key] = task.line(texts, max(times))
+        append_line(path, json.dumps(line))
         if progress is not None:
-            progress(len(done), len(wanted))
+            progress(len(done), len(tasks))
 
-    waiting: dict[Prompt, list[Result]] = defaultdict(list)
-    for item in wanted:
-        if item.key not in done:
-            missing = [prompt for prompt in dict.fromkeys(item.requests) if prompt not in known]
+    waiting: dict[Prompt, list[Task]] = defaultdict(list)
+    for task in tasks:
+        if task.key not in done:
+            missing = [prompt for prompt in dict.fromkeys(task.prompts) if prompt not in known]
             for prompt in missing:
-                waiting[prompt].append(item)
+                waiting[prompt].append(task)
             if not missing:
-                finish(item)
+                finish(task)
     if waiting:
         try:
             client = ChatClient(endpoint)
@@ -195,16 +129,16 @@ def ask(
 
             with closing(map_concurrently(complete, waiting, parallel)) as found:
                 for prompt, text in found:
-                    known[prompt] = Reply(text, time.time())
-                    for item in waiting[prompt]:
-                        if all(needed in known for needed in item.prompts):
-                            finish(item)
+                    known[prompt] = text, time.time()
+                    for task in waiting[prompt]:
+                        if all(needed in known for needed in task.prompts):
+                            finish(task)
         except EndpointError as error:
             raise JudgeError(
                 f"the judge {endpoint.model} at {endpoint.redacted_url} failed ({error});"
                 " answers and judgments so far are saved: run the same command again to resume"
             ) from error
-    others = [line for line in lines if key_of(line) not in done]
-    records = [*(done[item.key].as_record() for item in wanted), *others]
-    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
-    return [done[item.key] for item in wanted]
+    records = [done[task.key] for task in tasks]
+    others = [line for line in lines if _key(line) not in done]
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in [*records, *others]))
+    return records

@@ -9,19 +9,12 @@ section 3.4).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import (
-    Judged,
-    Reply,
-    ask,
-    judged_turns,
-    judgment_file,
-)
+from eagle_fsd.evaluation.judge.client import Task, ask, judged_turns, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
 from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.question import Question
@@ -32,62 +25,6 @@ from eagle_fsd.utils.chat_api import Endpoint
 IDENTICAL = "The answers are identical. [[C]]"
 
 
-@dataclass(frozen=True)
-class Comparison(Judged):
-    """A method's answer to one turn, compared with exact decoding's in both orders.
-
-    The first request has the method's answer first, the second one exact decoding's.
-    """
-
-    KEYS = ("model_1", "model_2", "question_id", "turn")
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        """See :attr:`Judged.key`."""
-        return self.model, EXACT.name, self.question_id, self.turn
-
-    @property
-    def winners(self) -> tuple[str, str]:
-        """For each order ``"model_1"`` (the method), ``"model_2"``, ``"tie"`` or ``"error"``."""
-        first, second = (parse_winner(reply.text) for reply in self.replies)
-        return (
-            {"A": "model_1", "B": "model_2"}.get(first, first),
-            {"A": "model_2", "B": "model_1"}.get(second, second),
-        )
-
-    @property
-    def outcome(self) -> int | None:
-        """1 if the method is better, -1 if it is worse, 0 for a tie; None if a reply is unclear."""
-        if "error" in self.winners:
-            return None
-        if self.winners[0] != self.winners[1]:
-            return 0
-        return {"model_1": 1, "model_2": -1, "tie": 0}[self.winners[0]]
-
-    def as_record(self) -> Record:
-        """See :meth:`Judged.as_record`."""
-        (first, second), (own, other) = self.prompts, self.replies
-        return {
-            "question_id": self.question_id,
-            "model_1": self.model,
-            "model_2": EXACT.name,
-            "g1_winner": self.winners[0],
-            "g2_winner": self.winners[1],
-            "judge": [self.judge, first.name],
-            "g1_user_prompt": first.user,
-            "g1_judgment": own.text,
-            "g2_user_prompt": second.user,
-            "g2_judgment": other.text,
-            "turn": self.turn,
-            "tstamp": max(own.tstamp, other.tstamp),
-            "answer_ids": list(self.answer_ids),
-        }
-
-    def saved_replies(self, record: Record) -> tuple[Reply, ...]:
-        """See :meth:`Judged.saved_replies`."""
-        return tuple(Reply(record[f"g{order}_judgment"], record["tstamp"]) for order in (1, 2))
-
-
 def judge_pairs(
     endpoint: Endpoint,
     questions: Sequence[Question],
@@ -95,65 +32,67 @@ def judge_pairs(
     out: str | Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Comparison]:
-    """Compare all answers that have no comparison yet with exact decoding's, in both orders.
+) -> list[Record]:
+    """Compare the first two turns of all answers with exact decoding's, see :func:`ask`.
 
-    The first two turns of an answer are compared separately; FastChat has no prompt for further
-    turns. Identical answers are ties without asking. A saved comparison is discarded if an answer
-    or the prompt has changed since.
-
-    Args:
-        endpoint: The judge.
-        questions: The questions that were answered.
-        records: The answers of each method, as in its answer file, exact decoding's included.
-        out: The folder of the evaluation; the comparisons are in its folder ``model_judgment``.
-        parallel: Maximum number of concurrent requests.
-        progress: Called after each comparison with the number so far and the total.
-
-    Returns:
-        The comparisons by method, question and turn, in the order of the arguments.
-
-    Raises:
-        JudgeError: The endpoint cannot be reached or rejects a request; the comparisons so far are
-            saved.
-        QuestionSetError: The prompts or reference answers cannot be downloaded.
+    ``records`` holds the answers of each method, exact decoding's included. Identical answers are
+    ties without asking. Returns the lines, in which ``model_1`` is the method.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
-    wanted = []
+    tasks, replies = [], {}
     for model in records:
         if model == EXACT.name:
             continue
         pairs = judged_turns(questions, records[model], records[EXACT.name])
         for question, turn, (own, other), ids in pairs:
-            both = (
-                prompts.fill(question, turn, own, other),
-                prompts.fill(question, turn, other, own),
-            )
-            same = own[:turn] == other[:turn]
-            replies = (Reply(IDENTICAL, 0.0),) * 2 if same else ()
-            place = question.question_id, question.category, model, turn
-            wanted.append(Comparison(*place, judge, ids, both, replies))
-    return ask(endpoint, wanted, judgment_file(out, judge, "pair"), parallel, progress)
+            first = prompts.fill(question, turn, own, other)
+            second = prompts.fill(question, turn, other, own)
+            fields = {
+                "question_id": question.question_id,
+                "model_1": model,
+                "model_2": EXACT.name,
+                "judge": [judge, first.name],
+                "g1_user_prompt": first.user,
+                "g2_user_prompt": second.user,
+                "turn": turn,
+                "answer_ids": ids,
+            }
+            if own[:turn] == other[:turn]:
+                replies[first] = IDENTICAL, 0.0
+            names = ("g1_judgment", "g2_judgment")
+            tasks.append(Task(fields, (first, second), names, _winners))
+    file = judgment_file(out, judge, "pair")
+    return ask(endpoint, tasks, file, parallel=parallel, progress=progress, replies=replies)
 
 
-def pair_summary(comparisons: Sequence[Comparison], confidence: float) -> dict[str, dict[str, Any]]:
+def _winners(replies: Sequence[str]) -> Record:
+    """Return the winner for each order: ``"model_1"``, ``"model_2"``, ``"tie"`` or ``"error"``."""
+    first, second = map(parse_winner, replies)
+    return {
+        "g1_winner": {"A": "model_1", "B": "model_2"}.get(first, first),
+        "g2_winner": {"A": "model_2", "B": "model_1"}.get(second, second),
+    }
+
+
+def outcome(line: Record) -> int | None:
+    """Return 1 if the method is better, -1 if it is worse, 0 for a tie; None if it is unclear."""
+    first, second = line["g1_winner"], line["g2_winner"]
+    if "error" in (first, second):
+        return None
+    return {"model_1": 1, "model_2": -1}.get(first, 0) if first == second else 0
+
+
+def pair_summary(comparisons: Sequence[Record], confidence: float) -> dict[str, dict[str, Any]]:
     """Summarize the comparisons of each method.
 
-    The turns of a question count as one: the method wins if it wins more of them than it loses.
-
-    Args:
-        comparisons: The comparisons of all methods.
-        confidence: Confidence of each method's limit.
-
-    Returns:
-        For each method ``questions`` (their number), ``won``, ``tied``, ``lost`` and ``unclear``,
-        the number of questions of which any comparison has no outcome; and ``loss_limit``, an exact
-        upper limit on the share of questions lost minus that of questions won, in which unclear
-        questions count as lost.
+    The turns of a question count as one: the method wins if it wins more of them than it loses. A
+    question is ``unclear`` if any of its comparisons has no outcome. ``loss_limit`` is an exact
+    upper limit on the share of questions lost minus that of questions won, in which unclear
+    questions count as lost.
     """
     outcomes: dict[str, dict[int | str, list[int | None]]] = defaultdict(lambda: defaultdict(list))
-    for item in comparisons:
-        outcomes[item.model][item.question_id].append(item.outcome)
+    for line in comparisons:
+        outcomes[line["model_1"]][line["question_id"]].append(outcome(line))
     summary = {}
     for model, found in outcomes.items():
         clear = [sum(turn or 0 for turn in turns) for turns in found.values() if None not in turns]

@@ -29,7 +29,6 @@ Winner = Literal["A", "B", "tie", "error"]
 _WINNERS: dict[str, Winner] = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
 _RATINGS = (re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]"))
 
-
 #: What precedes and follows the messages before the first turn.
 CONTEXT_START = (
     "[The Start of Context]\nThese messages precede the user's first question. The assistant has"
@@ -44,31 +43,22 @@ class JudgeError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to a judge.
+    """A request to a judge."""
 
-    Attributes:
-        name: FastChat's name of the prompt template.
-        system: The system message.
-        user: The user message.
-    """
-
-    name: str
+    name: str  # of FastChat's prompt template
     system: str
     user: str
 
     def messages(self) -> list[Message]:
         """Return the messages of the request."""
-        contents = {"system": self.system, "user": self.user}
-        return [{"role": role, "content": content} for role, content in contents.items()]
+        return [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": self.user},
+        ]
 
 
 class JudgePrompts:
-    """FastChat's prompt templates and reference answers.
-
-    Args:
-        templates: Rows of FastChat's file by name, with ``system_prompt`` and ``prompt_template``.
-        references: The turns of the reference answers by question id.
-    """
+    """FastChat's prompt templates by name, and the turns of reference answers by question id."""
 
     def __init__(
         self,
@@ -81,13 +71,8 @@ class JudgePrompts:
     def load(cls, questions: Sequence[Question]) -> JudgePrompts:
         """Read the files in the data folder, downloading missing ones.
 
-        Args:
-            questions: The questions whose answers are judged. Reference answers are only read if a
-                question's category requires them.
-
-        Raises:
-            QuestionSetError: A file is missing and cannot be downloaded.
-            JudgeError: A file is invalid.
+        Reference answers are only read if a question's category requires them. Raises
+        QuestionSetError or JudgeError if a file is missing or invalid.
         """
         templates = _rows_by_key(fetch(JUDGE_PROMPTS), "name")
         if not any(question.category in REFERENCE_CATEGORIES for question in questions):
@@ -101,19 +86,11 @@ class JudgePrompts:
         return cls(templates, references)
 
     def fill(self, question: Question, turn: int, *answers: Sequence[str]) -> Prompt:
-        """Fill the prompt that rates one answer, or compares two.
+        """Fill the prompt that rates one answer, or compares those of assistants A and B.
 
-        If the category requires a reference answer but there is none, the prompt without a
-        reference is used. FastChat's prompts have no field for messages before the first turn: they
-        are put before the prompt.
-
-        Args:
-            question: The question.
-            turn: The turn to judge, 1 or 2.
-            *answers: One answer, or those of assistants A and B: all turns up to ``turn``.
-
-        Raises:
-            JudgeError: The prompt template is missing or invalid.
+        Each answer has all turns up to ``turn``, which is 1 or 2. Without a reference answer, the
+        prompt without a reference is used. FastChat's prompts have no field for messages before the
+        first turn: they are put before the prompt.
         """
         single = len(answers) == 1
         turns: dict[str, Sequence[str]] = {"question": question.turns}
@@ -148,15 +125,7 @@ def _context_text(question: Question) -> str:
 
 
 def parse_rating(judgment: str) -> int | float:
-    """Return the rating in a judge's reply.
-
-    Args:
-        judgment: The reply.
-
-    Returns:
-        The first number in double brackets, otherwise in single brackets; :data:`NO_RATING` if
-        there is none or it is not between 1 and 10.
-    """
+    """Return the rating in a judge's reply; :data:`NO_RATING` if it is not between 1 and 10."""
     for pattern in _RATINGS:
         if match := pattern.search(judgment):
             text = match.group(1)
@@ -167,14 +136,7 @@ def parse_rating(judgment: str) -> int | float:
 
 
 def parse_winner(judgment: str) -> Winner:
-    """Return the better of two answers in a judge's reply, as FastChat reads it.
-
-    Args:
-        judgment: The reply.
-
-    Returns:
-        ``"A"``, ``"B"`` or ``"tie"``; ``"error"`` if the reply names none.
-    """
+    """Return the better of two answers in a judge's reply, as FastChat reads it."""
     for mark, winner in _WINNERS.items():
         if mark in judgment:
             return winner

@@ -39,42 +39,24 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the rows of question files.
-
-    Attributes:
-        name: The format's name.
-        example: A row.
-        scored: How answers are scored if no grader is selected.
-        matches: Returns whether a row has this format.
-        parse: Converts a row and its index, which is the id of rows without one.
-    """
+    """A format of the rows of question files."""
 
     name: str
     example: str
     scored: str
     matches: Callable[[dict[str, Any]], bool]
-    parse: Callable[[dict[str, Any], int], Question]
+    parse: Callable[[dict[str, Any], int], Question]  # of a row and its index, the default id
 
 
 class QuestionError(ValueError):
-    """A question file is invalid; the message names the file and the line."""
+    """A question file is invalid; the message names the file and the line or item."""
 
 
 def read_questions(path: str | Path, grader: Grader | None = None) -> list[Question]:
-    """Read all questions of a file.
+    """Read all questions of a file, scored by ``grader`` or as their format says.
 
-    Args:
-        path: A file of JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a
-            CSV file of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
-        grader: How answers are scored; default: as the format says.
-
-    Returns:
-        The questions in the file's order.
-
-    Raises:
-        QuestionError: The file is damaged or empty, or a row is invalid, of an unknown format, or
-            of another format than the rows before it.
-        OSError: The file cannot be read.
+    A file holds JSON lines or a JSON array of objects; prompts, one per line (``.txt``); a CSV file
+    of MMLU (``.csv``) or the MMLU archive (``.tar``). ``.gz`` is compressed.
     """
     path = Path(path)
     readers = {".csv": _csv_rows, ".tar": _archive_rows, ".txt": _text_rows}
@@ -108,15 +90,7 @@ def read_questions(path: str | Path, grader: Grader | None = None) -> list[Quest
 
 
 def bundled_questions(count: int, seed: int = 0) -> list[Question]:
-    """Generate problems that the bundled pair was not trained on.
-
-    Args:
-        count: The number of problems.
-        seed: The generator's seed.
-
-    Returns:
-        The problems as questions.
-    """
+    """Generate problems that the bundled pair was not trained on."""
     return [
         Question(index, "bundled", (problem.question,), "number", str(problem.final))
         for index, problem in enumerate(problems("test", count, seed))
@@ -128,13 +102,6 @@ def bundled_edits(count: int, seed: int = 0) -> list[Question]:
 
     The problems belong to the split that the bundled pair was not trained on. The number is the
     same in all turns.
-
-    Args:
-        count: The number of chats.
-        seed: The generator's seed.
-
-    Returns:
-        The chats as questions.
     """
     return [
         Question(
@@ -179,65 +146,50 @@ def _text_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the lines of a text file as prompts."""
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         location = f"{path}, line {number}"
-        if line.lstrip().startswith("{") and _is_json(line):
-            raise QuestionError(f"{location}: a JSON object; rename the file to .jsonl")
+        if line.lstrip().startswith("{"):
+            try:
+                json.loads(line)
+            except (ValueError, RecursionError):
+                pass
+            else:
+                raise QuestionError(f"{location}: a JSON object; rename the file to .jsonl")
         if line.strip():
             yield location, {"prompt": line}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _json_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the objects of a file of JSON lines, or of a JSON array."""
     text = _read_text(path)
     values = _array_values if text.lstrip().startswith("[") else _line_values
-    for number, row in values(text, path):
-        location = f"{path}, line {number}"
+    for location, row in values(text, path):
         if not isinstance(row, dict):
             raise QuestionError(f"{location}: not a JSON object")
         yield location, row
 
 
-def _line_values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of every line that is not blank."""
+def _line_values(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the value of every line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
+            location = f"{path}, line {number}"
             try:
-                yield number, json.loads(line)
+                yield location, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise QuestionError(
-                    f"{path}, line {number}: not JSON; if every line is a prompt, rename the file"
-                    " to .txt"
+                    f"{location}: not JSON; if every line is a prompt, rename the file to .txt"
                 ) from error
 
 
-def _array_values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield every item of a JSON array and the number of the line on which it begins."""
+def _array_values(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the value of every item of a JSON array."""
     try:
-        json.loads(text)
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise QuestionError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     except RecursionError as error:
         raise QuestionError(f"{path}, line 1: not JSON") from error
-    decoder, line = json.JSONDecoder(), 1
-    start, end = 0, text.index("[") + 1
-    while True:
-        line += text.count("\n", start, end)
-        start = end
-        while text[end] in " \t\r\n,":
-            end += 1
-        line += text.count("\n", start, end)
-        if text[end] == "]":
-            return
-        start = end
-        value, end = decoder.raw_decode(text, start)
-        yield line, value
+    for number, value in enumerate(values, 1):
+        yield f"{path}, item {number}", value
 
 
 def _csv_rows(path: Path) -> Iterator[LocatedRow]:

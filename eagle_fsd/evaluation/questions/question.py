@@ -28,32 +28,17 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question."""
 
-    Attributes:
-        question_id: The id in the question file, or the row's index if it has no id.
-        category: The category in the question file, or the name of the format.
-        turns: The user's messages that are answered, one per turn.
-        scored_by: How an answer is scored, see :data:`ScoredBy`.
-        answer: The correct number, letter or string; for ``regex``, a regular expression; for
-            code, the source of the tests.
-        reference: A worked solution, if there is one.
-        extra: Further fields for scoring: ``prompt`` and ``entry_point`` for code, the whole row of
-            a user's own file.
-        context: Messages before the first turn, as pairs of role and content.
-        grade: For ``function``, scores an answer; see
-            :func:`~eagle_fsd.evaluation.graders.load_function`.
-    """
-
-    question_id: int | str
-    category: str
-    turns: tuple[str, ...]
+    question_id: int | str  # the row's index if it has no id
+    category: str  # the name of the format if the row has none
+    turns: tuple[str, ...]  # the user's messages that are answered
     scored_by: ScoredBy = ""
-    answer: str | None = None
-    reference: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    context: tuple[tuple[str, str], ...] = ()
-    grade: Callable[[str, Question], bool | None] | None = None
+    answer: str | None = None  # number, letter, string, regular expression or source of the tests
+    reference: str | None = None  # a worked solution
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields for scoring
+    context: tuple[tuple[str, str], ...] = ()  # role and content of messages before the first turn
+    grade: Callable[[str, Question], bool | None] | None = None  # of a user's grader
 
     def opening(self) -> list[Message]:
         """Return the messages before the first turn."""

@@ -36,13 +36,7 @@ DownloadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A published file.
-
-    Attributes:
-        file: Its name in the data folder.
-        url: Where it is published.
-        sha256: Checksum of the published file, hexadecimal.
-    """
+    """A published file, and its name in the data folder."""
 
     file: str
     url: str
@@ -124,23 +118,10 @@ def find_questions(
     progress: DownloadProgress | None = None,
     grader: Grader | None = None,
 ) -> list[Question]:
-    """Return the questions of a set or file.
+    """Return ``count`` questions of a set or file, see :func:`balanced_subset`.
 
-    Args:
-        name: The path of a question file, or a name in :data:`SETS` or :data:`GENERATED_SETS`.
-        count: Number of questions, see :func:`balanced_subset`. Default: all;
-            :data:`DEFAULT_BUNDLED_COUNT` of a generated set.
-        seed: The seed of generated sets; other sets ignore it.
-        progress: Reports a download.
-        grader: How answers are scored; default: as the set or the file's format says.
-
-    Returns:
-        The questions in the set's order.
-
-    Raises:
-        QuestionSetError: The set is unknown or cannot be downloaded.
-        QuestionError: The file is invalid.
-        OSError: The file cannot be read.
+    Default: all of them; :data:`DEFAULT_BUNDLED_COUNT` of a generated set, which alone uses the
+    seed.
     """
     if name in GENERATED_SETS:
         found = GENERATED_SETS[name](count or DEFAULT_BUNDLED_COUNT, seed)
@@ -163,19 +144,8 @@ def requested_questions(
     """Return the questions of a request, with its grader, system prompt and worked examples.
 
     The worked examples are the set's first questions with one turn and an answer. They precede
-    every question as a user's and an assistant's message, and are not asked themselves.
-
-    Args:
-        request: The request. The questions that it skips are those that a request without ``skip``
-            and with so large a count selects.
-        seed: As for :func:`find_questions`.
-        progress: Reports a download.
-
-    Raises:
-        OptionsError: There is no such grader.
-        QuestionSetError: The set is unknown, cannot be downloaded, or has too few questions.
-        QuestionError: The file is invalid.
-        OSError: The file cannot be read.
+    every question as a user's and an assistant's message, and are not asked themselves. ``skip``
+    leaves out the questions that a request with so large a ``count`` selects.
     """
     grader = find_grader(request.grader) if request.grader else None
     name, shots = request.questions, request.few_shot or 0
@@ -230,13 +200,6 @@ def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Qu
     left. Their order is fixed, so that a larger ``count`` selects the same questions and more, and
     spaces them out: if there are more categories than questions to select, these do not come from
     the first categories only.
-
-    Args:
-        questions: The questions to select from.
-        count: Number of questions to select; None selects all.
-
-    Returns:
-        The selected questions in their original order.
     """
     if count is None or count >= len(questions):
         return list(questions)
@@ -254,18 +217,7 @@ def balanced_subset(questions: Sequence[Question], count: int | None) -> list[Qu
 
 
 def fetch(source: PublishedFile, progress: DownloadProgress | None = None) -> Path:
-    """Return the local path of a published file, downloading it if it is missing.
-
-    Args:
-        source: The file.
-        progress: Reports a download.
-
-    Returns:
-        Its path in :func:`data_folder`.
-
-    Raises:
-        QuestionSetError: The file cannot be downloaded, or its checksum does not match.
-    """
+    """Return the path of a published file in :func:`data_folder`, downloading a missing one."""
     path = data_folder() / source.file
     if path.is_file():
         return path
