@@ -41,24 +41,13 @@ def bench(
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[BenchConfig, options("Decoding")] = BenchConfig(),
 ) -> None:
-    """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase.
-
-    Args:
-        questions: The question set.
-        output: Also write the report to this file.
-        as_json: Print the report as JSON.
-        grid: The thresholds, divergences and floors.
-        request: What is measured, and where the answers go.
-        file: An ``fsd.json`` file.
-        tree: Shape of the draft tree.
-        acceptance: The other acceptance options.
-        config: How answers are decoded.
-    """
+    """Compare plain, lossless speculative and FSD decoding: speed, accuracy, time by phase."""
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise OptionsError(f"--output must be a file in an existing folder; got {output}")
     from eagle_fsd.evaluation.bench import bench as run
 
     request = request.model_copy(update={"questions": questions})
+    settings = given_settings(file.settings, tree, acceptance)
     with joined_evaluation(request, "bench") as (own, is_first):
 
         def show(report: dict[str, Any]) -> None:
@@ -69,11 +58,4 @@ def bench(
             else:
                 print_report(report, request.out)
 
-        run(
-            own,
-            config,
-            grid,
-            settings=given_settings(file.settings, tree, acceptance),
-            progress=progress,
-            on_report=show,
-        )
+        run(own, config, grid, settings=settings, progress=progress, on_report=show)

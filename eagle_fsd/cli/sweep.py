@@ -38,18 +38,7 @@ def sweep(
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
-    """Evaluate every threshold with every divergence and floor; write a table and plots.
-
-    Args:
-        questions: The question set.
-        rules: Also measure other acceptance rules from the literature.
-        as_json: Print the report as JSON.
-        grid: The thresholds, divergences and floors.
-        request: What is evaluated, and where the results go.
-        file: An ``fsd.json`` file.
-        acceptance: The other acceptance options.
-        config: How answers are decoded.
-    """
+    """Evaluate every threshold with every divergence and floor; write a table and plots."""
     from eagle_fsd.evaluation.sweep import sweep as run
 
     request = request.model_copy(update={"questions": questions})
@@ -60,13 +49,6 @@ def sweep(
         else:
             print_report(report, request.output_folder("sweep"))
 
+    settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "sweep") as (own, _):
-        run(
-            own,
-            config,
-            grid,
-            rules=rules,
-            settings=given_settings(file.settings, TreeConfig(), acceptance),
-            progress=progress,
-            on_report=show,
-        )
+        run(own, config, grid, rules=rules, settings=settings, progress=progress, on_report=show)

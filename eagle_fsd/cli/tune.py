@@ -51,15 +51,6 @@ def tune(
 
     One tree is for lossless decoding, the other for the acceptance settings of the pair or of the
     command line. Calibrate again afterwards: a bound on the loss holds for one tree only.
-
-    Args:
-        questions: The question set that the prompts come from.
-        install: Also write ``fsd.json`` beside the drafter.
-        as_json: Print the result as JSON.
-        request: What is tuned, and where the results go.
-        file: An ``fsd.json`` file.
-        acceptance: What verification accepts.
-        config: How answers are decoded.
     """
     from eagle_fsd.evaluation.tuning.tune import tune as run
 
