@@ -23,7 +23,6 @@ from torch import Tensor
 
 from eagle_fsd import DraftModel, EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.cli.options import given_settings
-from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.model import compilation
 from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import Settings, settings_dict
@@ -474,14 +473,6 @@ def test_auto_can_be_switched_off(tmp_path: Path) -> None:
     assert pair.tree.adaptive
     pair.configure(Settings.from_dict({"adaptive": False}))
     assert (pair.tree.adaptive, pair.exact_tree.adaptive) == (False, False)
-
-
-def test_evaluations_tell_adaptive_trees_apart_where_they_matter() -> None:
-    pair = EagleFSD(aligned_pair().model, None, SMALL)
-    fixed = EagleFSD(aligned_pair().model, None, SMALL.updated(adaptive=False))
-    assert EXACT.describe(pair) == {**EXACT.describe(fixed), "adaptive": True}
-    fuzzy = Method("fsd", {"threshold": 0.3})
-    assert fuzzy.describe(pair) == fuzzy.describe(fixed)
 
 
 def test_auto_replaces_the_schedule_of_a_draft_model() -> None:
