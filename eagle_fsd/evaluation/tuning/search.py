@@ -36,8 +36,8 @@ class TreeRace:
     """The trees of one method, and how fast they are.
 
     ``predicted`` holds all trees and ``trees`` those that answered all prompts, both fastest first.
-    They are compared with the ``references``: plain decoding (``"plain"``), the best lossless tree
-    (``"exact"``), the best tree in float32 (``"float32"``).
+    They are compared with the ``references``: plain decoding (``"plain"``), and the best lossless
+    tree (``"exact"``).
     """
 
     method: Method

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from eagle_fsd.evaluation.answer_store import folder_lock
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
@@ -22,12 +18,11 @@ from eagle_fsd.evaluation.tables import Table
 from eagle_fsd.evaluation.tuning.candidates import PLAIN_TREE
 from eagle_fsd.evaluation.tuning.costs import measure_costs
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder
-from eagle_fsd.evaluation.tuning.race import Runner, race_exact
+from eagle_fsd.evaluation.tuning.race import race_exact
 from eagle_fsd.evaluation.tuning.search import TreeRace, TreeSearch, shape
 from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, TreeConfig
-from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
@@ -40,11 +35,6 @@ DEFAULT_COUNT = 32
 #: that their costs are measured; and the predicted speed-up with which a tree replaces that of
 #: fewer prompts.
 BATCHES, BATCH_ROUNDS, MIN_BATCH_GAIN = (4, 16), 3, 1.02
-#: Trees that are also measured in bfloat16.
-BFLOAT16_TREES = 3
-#: Speed-up of a matrix product in bfloat16 above which decoding in bfloat16 is measured, and the
-#: number of products that are timed.
-NATIVE_SPEEDUP, PRODUCTS = 1.2, 20
 
 
 @dataclass(frozen=True)
@@ -65,14 +55,13 @@ class Tuning:
     """The result of :func:`tune`, as far as it has got.
 
     ``about`` says what was tuned, and how. ``batch`` holds the lossless trees by the number of
-    prompts that are decoded at once, ``bfloat16`` the methods in bfloat16, if that was tried, and
-    ``settings`` the contents of ``fsd.json``, once the trees are known.
+    prompts that are decoded at once, and ``settings`` the contents of ``fsd.json``, once the trees
+    are known.
     """
 
     about: dict[str, Any]
     search: TreeSearch
     batch: dict[int, BatchTree] = field(default_factory=dict)
-    bfloat16: list[TreeRace] = field(default_factory=list)
     settings: dict[str, Any] | None = None
     complete: bool = False
 
@@ -93,7 +82,6 @@ class Tuning:
                 str(rows): {**asdict(found), "tree": found.tree.model_dump()}
                 for rows, found in self.batch.items()
             },
-            "bfloat16": {item.method.name: item.as_dict() for item in self.bfloat16},
             "settings": self.settings,
             **self.about,
         }
@@ -106,12 +94,6 @@ class Tuning:
             f" predicted to be {item.over_plain:.2f} times as fast as plain decoding."
             for rows, item in self.batch.items()
         ]
-        found += [f"In bfloat16, {item.sentence()}" for item in self.bfloat16 if item.trees]
-        if self.bfloat16:
-            found.append(
-                "Answers in bfloat16 can differ from those in float32, and no bound on the loss"
-                " covers that; --dtype bfloat16 selects it, also for calibrate."
-            )
         return found
 
     def tables(self) -> list[Table]:
@@ -124,15 +106,13 @@ class Tuning:
         parts |= {f"draft level of {k} nodes": seconds for k, seconds in costs.level.items()}
         cells = [[name, f"{1000 * seconds:.2f}"] for name, seconds in parts.items()]
         found: list[Table] = [(["part of a step", "ms"], cells)]
-        races = [(item, "") for item in self.methods]
-        races += [(item, " bfloat16") for item in self.bfloat16]
         rows = []
-        for item, dtype in races:
+        for item in self.methods:
             for row in item.as_dict()["finalists"]:
-                name, plain = row["name"], row["over"].get("plain", {})
+                plain = row["over"].get("plain", {})
                 rows.append(
                     [
-                        name + (dtype if name == item.method.name else ""),
+                        row["name"],
                         shape(TreeConfig(**row["tree"])) if row["tree"] else "",
                         f"{row['tokens_per_second']:.1f}",
                         _number(row["predicted_tokens_per_second"], ".1f"),
@@ -199,9 +179,6 @@ def tune(
             if config.batch == 1:
                 tuning.batch = batch_trees(search)
             tuning.settings = tuned_settings(tuning, request)
-            if tries_bfloat16(model):
-                bfloat16 = load_pair(request.updated(dtype="bfloat16"), request.device, settings)
-                race_bfloat16(tuning, replace(workload, model=bfloat16))
             tuning.complete = True
         finally:  # also after Ctrl-C
             atomic_write(folder / RESULT_FILE, json.dumps(tuning.as_dict(), indent=2) + "\n")
@@ -246,52 +223,6 @@ def batch_trees(search: TreeSearch) -> dict[int, BatchTree]:
             tree = best
         found[rows] = BatchTree(tree, speeds[tree], speeds[tree] / plain)
     return found
-
-
-def tries_bfloat16(model: EagleFSD) -> bool:
-    """Return whether bfloat16 may be faster: float32 on a CPU, with fast products in bfloat16.
-
-    The products that are measured are those of the target's largest matrix with one and with 16
-    tokens.
-    """
-    if model.target.device.type != "cpu" or model.target.dtype != torch.float32:
-        return False
-    matrices = [item for item in model.model.parameters() if item.ndim == 2]
-    size = max((tuple(item.shape) for item in matrices), key=math.prod)
-    return any(_product_speedup(rows, size) > NATIVE_SPEEDUP for rows in (1, 16))
-
-
-def _product_speedup(rows: int, size: tuple[int, ...]) -> float:
-    """Return how many times as fast a product with a matrix is in bfloat16 as in float32."""
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        tokens, weights = torch.ones(rows, size[1], dtype=dtype), torch.ones(size, dtype=dtype)
-        times = []
-        for _ in range(PRODUCTS):
-            begin = time.perf_counter()
-            torch.nn.functional.linear(tokens, weights)
-            times.append(time.perf_counter() - begin)
-        seconds[dtype] = min(times)
-    return seconds[torch.float32] / seconds[torch.bfloat16]
-
-
-def race_bfloat16(tuning: Tuning, workload: Workload) -> None:
-    """Race the best trees in bfloat16, the type of ``workload``, against those in float32."""
-    progress = tuning.search.progress
-    with progress("measuring steps in bfloat16") as advance:
-        costs = measure_costs(workload, advance)
-    for own in tuning.methods:
-        best = PLAIN if own.tree == PLAIN_TREE else replace(own.method, tree=own.tree)
-        item = TreeRace(own.method, references={"float32": Runner(best, tuning.search.workload)})
-        item.predicted = [
-            replace(guess, tokens_per_second=guess.tau / costs.seconds(guess.tree))
-            for guess in own.predicted
-        ]
-        item.predicted.sort(key=lambda guess: -guess.tokens_per_second)
-        trees = list(dict.fromkeys([own.tree, *(guess.tree for guess in item.predicted)]))
-        with progress(f"racing trees of {own.method.name} in bfloat16") as advance:
-            item.run(workload, trees[:BFLOAT16_TREES], advance)
-        tuning.bfloat16.append(item)
 
 
 def tuned_settings(tuning: Tuning, request: EvaluationRequest) -> dict[str, Any]:
