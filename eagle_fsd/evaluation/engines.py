@@ -31,18 +31,18 @@ Series = dict[str, list[Method]]
 
 @dataclass(frozen=True)
 class EngineRule:
-    """The acceptance rule of another engine.
+    """The acceptance rule of another engine, and how to write its settings.
 
-    Its rule is ours along chains only: in a tree, an engine follows the first sibling that it
-    accepts; we follow the longest of all accepted paths.
+    Along chains, our decoder accepts the same tokens. In a tree, SGLang follows the first sibling
+    that it accepts, and our decoder the longest of all accepted paths.
     """
 
     #: The engine's name in text.
     label: str
-    #: Whether the rule applies when sampling, else in greedy decoding, and the error otherwise.
+    #: Whether the rule applies when sampling or else in greedy decoding, and the error otherwise.
     sampled: bool
     requirement: str
-    #: Whether the engine drafts chains also for lossless decoding.
+    #: Whether the engine drafts chains only, also for lossless decoding.
     chains_only: bool
     series: Callable[[], Series]
     #: Formats a method of ``series``, or exact decoding, with its tree.

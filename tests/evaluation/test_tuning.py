@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +42,8 @@ from eagle_fsd.evaluation.tuning.costs import (
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
 from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
 from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, TreeSearch, plan_trees
-from eagle_fsd.evaluation.tuning.tune import (
-    BatchTree,
-    Tuning,
-    race_finalists,
-    tune,
-    tuned_settings,
-)
+from eagle_fsd.evaluation.tuning.settings_file import settings_values
+from eagle_fsd.evaluation.tuning.tune import race_finalists, tune
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES
@@ -370,23 +365,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [tree(12, 10, 1)])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_a_plan_is_resumed(
-    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same methods; the trees of others are found anew."""
-    prompts, file = workload(model, 2, max_new_tokens=8), tmp_path / "trees.json"
-    plan = plan_trees(prompts, [fsd_method(0.1)], file, no_progress)
-    assert set(plan.candidates) == {"exact", "T=0.1"}
-    assert plan.exact in (*candidate_trees(), PLAIN_TREE, model.exact_tree)
-    with monkeypatch.context() as patch:
-        patch.setattr(search, "measure_costs", None)
-        assert plan_trees(prompts, [fsd_method(0.1)], file, no_progress) == plan
-    other = plan_trees(prompts, [fsd_method(0.2)], file, no_progress)
-    assert set(other.candidates) == {"exact", "T=0.2"}
-
-
 def test_the_best_trees_are_chosen_by_measured_steps(
     model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,32 +393,44 @@ def test_the_best_trees_are_chosen_by_measured_steps(
     assert rounds[long] == 2 * search.TIMED_ROUNDS
 
 
+@dataclass(frozen=True, eq=False)
+class Simulated(Workload):
+    """Prompts that are answered with one step of four tokens, which takes a given time."""
+
+    seconds: Callable[[TreeConfig | None], float]
+
+    def decode(self, _: Any, method: Method, __: int, count: int) -> tuple[list[Any], float]:
+        stats = SimpleNamespace(steps=1, accepted=[[4]])
+        answers = [SimpleNamespace(tokens=[0] * 4, stats=stats)] * count
+        return answers, count * self.seconds(method.tree)
+
+
 @pytest.mark.usefixtures("quick")
 def test_exact_decoding_has_the_tree_that_won_the_last_race(
     model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With compiled passes or without; it is not raced again when the plan is resumed."""
-    first, rival, fast = tree(48, 8, 4), tree(24, 10, 2), chain(12)
-    likely = {"exact": (rival, 200.0), "a": (fast, 300.0), "b": (fast, 250.0)}
-    plan = {name: [Candidate(item, 3.0, speed)] for name, (item, speed) in likely.items()}
-    prompts, races = workload(model, 2), []
+    """It did not win the first race, which was disturbed. A plan is resumed without decoding."""
+    decoded = Counter[TreeConfig | None]()
 
-    def race_exact(_: Workload, trees: Any, others: Any, *__: Any) -> Any:
-        races.append([*(("exact", item) for item in trees), *((m.name, m.tree) for m in others)])
-        return [SimpleNamespace(method=replace(EXACT, tree=rival))], []
+    def seconds(shape: TreeConfig | None) -> float:
+        decoded[shape] += 1
+        is_disturbed = shape == chain(4) and decoded[shape] <= 3
+        return 9.0 if shape is None or is_disturbed else linear_seconds(shape)
 
-    monkeypatch.setattr(TreeSearch, "predict", lambda *_: plan)
-    monkeypatch.setattr(TreeRace, "run", lambda *_: None)
-    monkeypatch.setattr(TreeRace, "tree", first)
-    monkeypatch.setattr(search, "step_seconds", lambda *_: 0.01)
-    monkeypatch.setattr(search, "race_exact", race_exact)
-    monkeypatch.setattr(prompts.model, "compile", False)
-    arguments: Any = prompts, [Method("a"), Method("b")], tmp_path / "trees.json", no_progress
-    found = [plan_trees(*arguments, last_race=True).exact for _ in range(2)]
-    assert found == [rival, rival]
-    assert races == [[("exact", first), ("exact", rival), ("a", fast)]]
-    assert plan_trees(*arguments, compiled=True).exact == rival
-    assert prompts.model.compile is True
+    monkeypatch.setattr(search, "step_seconds", lambda _, method, __: linear_seconds(method.tree))
+    monkeypatch.setattr(model, "compile", False)
+    prompts = Simulated(**vars(workload(model, 2)), seconds=seconds)
+    file, methods = tmp_path / "trees.json", [fsd_method(0.1)]
+    plan = plan_trees(prompts, methods, file, no_progress, last_race=True)
+    assert decoded[chain(4)] > 3
+    assert set(plan.candidates) == {"exact", "T=0.1"}
+    assert (plan.exact, plan.candidates["T=0.1"][0].tree) == (chain(4), chain(4))
+    total = sum(decoded.values())
+    assert plan_trees(prompts, methods, file, no_progress, last_race=True) == plan
+    assert sum(decoded.values()) == total
+    other = plan_trees(prompts, [fsd_method(0.2)], file, no_progress, compiled=True)
+    assert set(other.candidates) == {"exact", "T=0.2"}
+    assert model.compile is True
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -499,22 +489,18 @@ def test_interrupted_tuning_keeps_what_it_measured(
     assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
 
 
-def test_a_tree_for_several_prompts_is_stored_for_that_number(model: EagleFSD) -> None:
+def test_lossless_trees_are_stored_by_the_number_of_prompts(model: EagleFSD) -> None:
     """Trees for other numbers are kept."""
     pair = copy.copy(model)
     old, new, fuzzy, other = map(chain, (8, 12, 24, 4))
     pair.tree = fuzzy
     pair.exact_tree, pair.batch_trees = old, {4: old, 8: other}
-    races: Any = [SimpleNamespace(tree=found, trees=[]) for found in (new, fuzzy)]
-    found_trees: Any = SimpleNamespace(workload=SimpleNamespace(model=pair), races=races)
-    for rows, changed in ((1, {1: new, 16: other}), (4, {4: new})):
-        config = EvaluationConfig(batch=rows).model_dump()
-        about = {"about": config, "environment": {}, "dtype": "", "device": ""}
-        batch = {16: BatchTree(other, 1.0, 1.0)} if rows == 1 else {}
-        found = tuned_settings(Tuning(about, found_trees, batch=batch), EvaluationRequest())
-        settings = Settings(**{name: found[name] for name in ("exact", "batch")})
+    for found in ({1: new, 16: other}, {4: new}):
+        values = settings_values(pair, pair, found, EvaluationRequest(), {"made_by": "a test"})
+        settings = Settings.from_dict(values)
+        assert settings.tree == fuzzy.model_dump()
         trees = {int(number): item for number, item in settings.batch.items()}
-        assert {1: settings.exact, **trees} == {1: old, 4: old, 8: other, **changed}
+        assert {1: settings.exact, **trees} == {1: old, 4: old, 8: other, **found}
 
 
 def test_options_that_tune_does_not_support_are_rejected() -> None:
