@@ -178,7 +178,7 @@ def test_measured_steps_have_full_trees(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_measured_costs_increase_with_the_tree(model: EagleFSD) -> None:
     done: list[tuple[int, int]] = []
-    costs = measure_costs(workload(model), lambda *at: done.append(at))
+    costs = measure_costs(workload(model), lambda *at: done.append(at), 2)
     assert done[-1][0] == done[-1][1] == len(done)
     assert costs.nodes[64] > costs.nodes[1]
     assert costs.seconds(tree(62, 60, 1)) > costs.seconds(tree(10, 8, 1)) > costs.nodes[1]
