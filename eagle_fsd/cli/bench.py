@@ -47,6 +47,7 @@ def bench(
     from eagle_fsd.evaluation.bench import bench as run
 
     request = request.model_copy(update={"questions": questions})
+    settings = given_settings(file.settings, tree, acceptance)
     with joined_evaluation(request, "bench") as (own, is_first):
 
         def show(report: dict[str, Any]) -> None:
@@ -57,11 +58,4 @@ def bench(
             else:
                 print_report(report, request.out)
 
-        run(
-            own,
-            config,
-            grid,
-            settings=given_settings(file.settings, tree, acceptance),
-            progress=progress,
-            on_report=show,
-        )
+        run(own, config, grid, settings=settings, progress=progress, on_report=show)

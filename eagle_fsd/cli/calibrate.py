@@ -58,11 +58,12 @@ def calibrate(
         CalibrationConfig, options("Decoding", exclude=("samples", "seeds"))
     ] = CalibrationConfig(),
 ) -> None:
-    """Find the fastest settings whose loss of accuracy is bounded; write them to fsd.json."""
+    """Find the fastest settings whose loss of accuracy is within a bound; write fsd.json."""
     from eagle_fsd.evaluation.calibration import calibrate as run
     from eagle_fsd.evaluation.tables import footnote
 
     request = request.model_copy(update={"questions": questions})
+    settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "calibrate") as (own, is_first):
         calibration = run(
             own,
@@ -72,7 +73,7 @@ def calibrate(
             engine=engine,
             rules=rules,
             install=install and is_first,
-            settings=given_settings(file.settings, TreeConfig(), acceptance),
+            settings=settings,
             progress=progress,
         )
     if calibration is None or not is_first:  # another process reports

@@ -49,13 +49,6 @@ def sweep(
         else:
             print_report(report, request.output_folder("sweep"))
 
+    settings = given_settings(file.settings, TreeConfig(), acceptance)
     with joined_evaluation(request, "sweep") as (own, _):
-        run(
-            own,
-            config,
-            grid,
-            rules=rules,
-            settings=given_settings(file.settings, TreeConfig(), acceptance),
-            progress=progress,
-            on_report=show,
-        )
+        run(own, config, grid, rules=rules, settings=settings, progress=progress, on_report=show)

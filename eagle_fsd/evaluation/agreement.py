@@ -31,21 +31,14 @@ MAX_SHOWN_ANSWERS = 20
 
 
 def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
-    """Compare a method's answers with exact decoding's, token by token.
+    """Compare a method's answers with exact decoding's to the same questions, token by token.
 
     Only greedy answers are meant to agree: sampled ones differ even if both methods are lossless.
-
-    Args:
-        exact: The answers of exact decoding.
-        other: The method's answers; answers to other questions are ignored.
-
-    Returns:
-        ``answers`` (number of compared answers) and ``identical``; ``first_difference``, the
-        quartiles over changed answers of the tokens before the first difference;
-        ``length_change``, the mean difference in tokens; ``repetition`` and ``repetition_change``,
-        see :func:`repetition`, and the mean difference. The changes also have 95% intervals,
-        ``length_change_interval`` and ``repetition_change_interval``. Values that cannot be
-        computed are None.
+    The values are the numbers of compared ``answers`` and ``identical`` ones; ``first_difference``,
+    the quartiles over changed answers of the tokens before the first difference;
+    ``length_change``, the mean difference in tokens; ``repetition`` (see :func:`repetition`) and
+    ``repetition_change``. The changes have 95% intervals, ``length_change_interval`` and
+    ``repetition_change_interval``. Values that cannot be computed are None.
     """
     by_id = {record["question_id"]: _turns(record) for record in exact}
     pairs = [
@@ -70,14 +63,9 @@ def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any
 
 
 def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
-    """Return an upper limit on the share of changed answers: Clopper and Pearson's, one-sided.
+    """Return Clopper and Pearson's upper limit on the share of changed answers.
 
-    Args:
-        found: The result of :func:`agreement`.
-        confidence: Probability that the limit holds.
-
-    Returns:
-        None if no answers were compared.
+    ``found`` is the result of :func:`agreement`. The limit is None if no answers were compared.
     """
     count = found["answers"]
     if not count:
@@ -109,14 +97,8 @@ def _first_difference(
 def repetition(turns: Sequence[Sequence[int]]) -> float:
     """Return the share of an answer's 4-grams that occurred before in the same turn.
 
-    This is ``1 - distinct / all``, as "seq-rep-4" in Welleck et al., "Neural Text Generation with
-    Unlikelihood Training" (arXiv 1908.04319).
-
-    Args:
-        turns: The token ids of each turn.
-
-    Returns:
-        The share over all turns; 0 for answers that are too short.
+    This is ``1 - distinct / all`` over all turns, as "seq-rep-4" in Welleck et al., "Neural Text
+    Generation with Unlikelihood Training" (arXiv 1908.04319), and 0 for answers that are too short.
     """
     total = distinct = 0
     for tokens in turns:
@@ -129,17 +111,11 @@ def repetition(turns: Sequence[Sequence[int]]) -> float:
 def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
     """Summarize the log-probability that fuzzy tokens give up.
 
-    The regret of a token is ``max log p - log p(x)``, with ``p`` the target's distribution before
-    sampling options.
-
-    Args:
-        records: The answers of one method.
-
-    Returns:
-        ``fuzzy_tokens`` (their number), ``mean``, ``p95`` and ``max`` over fuzzy tokens, and
-        ``per_token``, the sum of all regrets divided by the number of all tokens, with its 95%
-        interval (``per_token_interval``); in nats. None without fuzzy tokens, and if their regrets
-        were not recorded.
+    The regret of a token is ``max log p - log p(x)`` in nats, with ``p`` the target's distribution
+    before sampling options. ``fuzzy_tokens`` is the number of fuzzy tokens, ``mean``, ``p95`` and
+    ``max`` are over them, and ``per_token`` is the sum of all regrets divided by the number of all
+    tokens, with its 95% interval (``per_token_interval``). None without fuzzy tokens, and if their
+    regrets were not recorded.
     """
     choices = [choice for record in records for choice in record["choices"]]
     values = [value for choice in choices for value in chain(*choice["regrets"])]
@@ -164,30 +140,23 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
 def fuzzy_divergences(
     model: EagleFSD, method: Method, records: Sequence[Record], max_batch: int = 1
 ) -> dict[int | str, list[list[float | None]]]:
-    """Decode answers again to learn the divergence at each of their fuzzy tokens.
+    """Decode greedy answers again to learn the divergence at each of their fuzzy tokens.
 
-    Args:
-        model: The pair.
-        method: The method that gave the answers, greedily.
-        records: The answers.
-        max_batch: Maximum number of turns that are decoded at once.
-
-    Returns:
-        For each question, the divergences at the fuzzy tokens of each turn, by the divergence that
-        the method selects; None at tokens without one. Answers that are not the same again, as with
-        drafters that learn from earlier answers, are omitted.
+    The result holds, for each question, the divergences at the fuzzy tokens of each turn, by the
+    divergence that the method selects; None at tokens without one. Answers that are not the same
+    again, as with drafters that learn from earlier answers, are omitted.
     """
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
+    found: dict[int | str, list[list[float | None]]] = {
+        record["question_id"]: [[] for _ in _turns(record)] for record in records
+    }
     turns = [
         (record["question_id"], turn, record["choices"][0]["prompt_ids"][turn], tokens)
         for record in records
         for turn, tokens in enumerate(_turns(record))
         if tokens
     ]
-    found: dict[int | str, list[list[float | None]]] = {
-        record["question_id"]: [[] for _ in _turns(record)] for record in records
-    }
     for item in pair.generate_many(
         [Prompt(prompt, max_new_tokens=len(tokens)) for *_, prompt, tokens in turns],
         max_batch=max_batch,
@@ -216,79 +185,71 @@ def compare_answers(
     """Prepare the changed answers of a method for a report.
 
     Answers that became wrong come first, then those that became right, then the others, each group
-    by decreasing regret.
+    by decreasing regret. ``records`` and ``scores`` are the answers, and whether they are correct,
+    by method. If they are greedy, the first ``decoded`` of them are decoded again for the
+    divergences of their fuzzy tokens.
 
-    Args:
-        model: The pair.
-        method: The method to compare with exact decoding.
-        questions: The questions.
-        records: The answers by method.
-        scores: Whether each answer is correct, by method and question.
-        greedy: Whether the answers were decoded greedily; divergences are known only then.
-        decoded: Maximum number of answers that are decoded again for the divergences of their fuzzy
-            tokens, those shown first.
-        max_batch: Maximum number of turns that are decoded at once.
-
-    Returns:
-        JSON values: ``method`` (its name); ``changed``, the number of changed answers; ``answers``,
-        the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``, ``turns``
-        (the user's messages), ``outcome`` (``"lost"``, ``"gained"`` or ``"changed"``), and for both
-        methods, as ``exact`` and ``other``, a list of pieces for each turn; ``tokens``, the
-        divergence and regret of the fuzzy tokens of the answers that were decoded again. A piece
-        holds its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token is a piece
-        that also holds ``fuzzy``, ``regret`` (the log-probability that it gave up, in nats) and, if
-        known, ``divergence``.
+    The JSON values are ``method`` (its name); ``changed``, the number of changed answers;
+    ``answers``, the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``,
+    ``turns`` (the user's messages), ``outcome`` (``"lost"``, ``"gained"`` or ``"changed"``), and
+    for both methods, as ``exact`` and ``other``, a list of pieces for each turn; ``tokens``, the
+    divergence and regret of the fuzzy tokens of the answers that were decoded again. A piece holds
+    its ``text``, and ``changed`` if the other answer lacks it; a fuzzy token is a piece that also
+    holds ``fuzzy``, ``regret`` (the log-probability that it gave up, in nats) and, if known,
+    ``divergence``.
     """
     exact = {record["question_id"]: record for record in records["exact"]}
     by_id = {question.question_id: question for question in questions}
-    pairs = [
-        (exact[record["question_id"]], record)
-        for record in records[method.name]
-        if record["question_id"] in exact
-    ]
-    changed = [pair for pair in pairs if _turns(pair[0]) != _turns(pair[1])]
-    unchanged = [pair for pair in pairs if _turns(pair[0]) == _turns(pair[1])]
+    before, after = (scores.get(name, {}) for name in ("exact", method.name))
 
-    def outcome(record: Record) -> str:
-        key = record["question_id"]
-        before, after = (scores.get(name, {}).get(key) for name in ("exact", method.name))
-        if before is None or after is None or before == after:
+    def outcome(key: int | str) -> str:
+        was_right, is_right = before.get(key), after.get(key)
+        if was_right is None or is_right is None or was_right == is_right:
             return "changed"
-        return "gained" if after else "lost"
+        return "gained" if is_right else "lost"
 
-    def regret(record: Record) -> float:
-        return sum(value or 0.0 for value in chain(*record["choices"][0]["regrets"]))
+    def rank(record: Record) -> tuple[int, float]:
+        regret = sum(value or 0.0 for value in _regrets(record))
+        return ("lost", "gained", "changed").index(outcome(record["question_id"])), -regret
 
-    ranks = ["lost", "gained", "changed"]
-    changed.sort(key=lambda pair: (ranks.index(outcome(pair[1])), -regret(pair[1])))
-    again = [record for _, record in [*changed, *unchanged][: decoded if greedy else 0]]
+    compared = [record for record in records[method.name] if record["question_id"] in exact]
+    changed: list[Record] = []
+    unchanged: list[Record] = []
+    for record in compared:
+        same = _turns(record) == _turns(exact[record["question_id"]])
+        (unchanged if same else changed).append(record)
+    changed.sort(key=rank)
+    again = [*changed, *unchanged][: decoded if greedy else 0]
     divergences = fuzzy_divergences(model, method, again, max_batch)
     answers = []
-    for before, after in changed[:MAX_SHOWN_ANSWERS]:
-        key = after["question_id"]
-        left, right = _pieces(model.tokenizer, before, after, divergences.get(key))
+    for record in changed[:MAX_SHOWN_ANSWERS]:
+        key = record["question_id"]
+        left, right = _pieces(model.tokenizer, exact[key], record, divergences.get(key))
         answers.append(
             {
                 "question_id": key,
                 "category": by_id[key].category,
                 "turns": list(by_id[key].turns),
-                "outcome": outcome(after),
+                "outcome": outcome(key),
                 "exact": left,
                 "other": right,
             }
         )
-    tokens = []
-    for _, record in pairs:
-        known = divergences.get(record["question_id"])
-        if known is not None:
-            regrets = chain(*record["choices"][0]["regrets"])
-            tokens += list(zip(chain(*known), regrets, strict=True))
-    return {
-        "method": method.name,
-        "changed": len(changed),
-        "answers": answers,
-        "tokens": [list(item) for item in tokens if None not in item],
-    }
+    tokens = [
+        [divergence, regret]
+        for record in compared
+        if record["question_id"] in divergences
+        for divergence, regret in zip(
+            chain(*divergences[record["question_id"]]), _regrets(record), strict=True
+        )
+        if divergence is not None and regret is not None
+    ]
+    return {"method": method.name, "changed": len(changed), "answers": answers, "tokens": tokens}
+
+
+def _regrets(record: Record) -> list[float | None]:
+    """Return the regrets of an answer's fuzzy tokens, over all turns."""
+    return list(chain(*record["choices"][0]["regrets"]))
 
 
 def _pieces(
@@ -308,26 +269,20 @@ def _pieces(
         is_changed = [[True] * len(own), [True] * len(other)]
         for a, b, size in SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks():
             is_changed[0][a : a + size] = is_changed[1][b : b + size] = [False] * size
-        left.append(_answer_pieces(tokenizer, own, is_changed[0], {}))
-        right.append(_answer_pieces(tokenizer, other, is_changed[1], fuzzy))
+        left.append(_turn_pieces(tokenizer, own, is_changed[0], {}))
+        right.append(_turn_pieces(tokenizer, other, is_changed[1], fuzzy))
     return left, right
 
 
-def _answer_pieces(
+def _turn_pieces(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     is_changed: Sequence[bool],
     fuzzy: Mapping[int, tuple[float | None, float | None]],
 ) -> list[dict[str, Any]]:
-    """Return the pieces of a turn, see :func:`compare_answers`.
+    """Return the pieces of a turn; ``fuzzy`` holds regret and divergence by position.
 
     Special tokens have no text unless they are changed or fuzzy.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        tokens: Token ids.
-        is_changed: Whether the other answer lacks each token.
-        fuzzy: Regret and divergence of the fuzzy tokens, by position.
     """
     detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.is_fast else None
     special = set(tokenizer.all_special_ids)
@@ -344,11 +299,8 @@ def _answer_pieces(
             piece["changed"] = True
         if at in fuzzy:
             regret, divergence = fuzzy[at]
-            piece["fuzzy"] = True
-            if regret is not None:
-                piece["regret"] = regret
-            if divergence is not None:
-                piece["divergence"] = divergence
+            values = {"fuzzy": True, "regret": regret, "divergence": divergence}
+            piece |= {name: value for name, value in values.items() if value is not None}
         elif pieces and pieces[-1].keys() == piece.keys():
             pieces[-1]["text"] += text
             continue

@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StopStringCriteria
 
-from eagle_fsd.evaluation.config import EvaluationConfig
-from eagle_fsd.evaluation.methods import BASELINES
-from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import balanced_subset
+from eagle_fsd.evaluation.methods import BASELINES, EXACT
 from eagle_fsd.evaluation.statistics import confidence_per_test, loss_bound
 from eagle_fsd.evaluation.tables import Row, points_text
-from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.probe import DivergenceProbe
-from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
 
 #: Maximum number of questions whose divergences are recorded.
 MAX_PROBED_QUESTIONS = 50
@@ -28,21 +23,13 @@ MARGINS = (0.01, 0.02)
 
 
 def quality(row: Row) -> float:
-    """Return a method's accuracy, or its log-probability if it has none; NaN without either.
-
-    Args:
-        row: The method's row of a report.
-    """
+    """Return a method's accuracy, or its log-probability if it has none; NaN without either."""
     value = row["accuracy"] if row["accuracy"] is not None else row["log_likelihood"]
     return math.nan if value is None else float(value)
 
 
 def comparable_rows(rows: Sequence[Row]) -> list[Row]:
-    """Select the methods with a quality and a speed relative to exact decoding.
-
-    Args:
-        rows: Rows of a report.
-    """
+    """Select the methods with a quality and a speed relative to exact decoding."""
     return [row for row in rows if row["speed_over_exact"] and not math.isnan(quality(row))]
 
 
@@ -56,18 +43,10 @@ def conclusions(
 
     A method is not inferior if an exact upper confidence bound on its loss of accuracy is at most
     the margin. The fastest of many methods may pass by chance, so that the error probability is
-    divided among the methods that are compared (Bonferroni): with the stated confidence, the bounds
-    of all of them hold. Too few questions therefore recommend no method rather than a worse one.
-
-    Args:
-        rows: Rows of a report.
-        margins: The margins, as fractions.
-        confidence: Confidence that all bounds hold.
-        dropped: Number of methods that were dropped after comparing them on the same questions.
-
-    Returns:
-        A sentence for each margin, which states the bound; an empty list without exact decoding or
-        without accuracies.
+    divided among the methods that are compared (Bonferroni), including those that were ``dropped``
+    after comparing them on the same questions: with the stated confidence, the bounds of all of
+    them hold. Too few questions therefore recommend no method rather than a worse one. Without
+    exact decoding or without accuracies, there is no conclusion.
     """
     rows = comparable_rows(rows)
     compared = [
@@ -75,7 +54,7 @@ def conclusions(
         for row in rows
         if "accuracy_change" in row.get("against_exact", {}) and row["method"] not in BASELINES
     ]
-    if not compared or all(row["method"] != "exact" for row in rows):
+    if not compared or all(row["method"] != EXACT.name for row in rows):
         return []
     count = len(compared) + dropped
     level = confidence_per_test(confidence, count)
@@ -118,11 +97,7 @@ def _describe(row: Row, bound: float) -> str:
 
 
 def is_faster(row: Row) -> bool:
-    """Return whether a method is significantly faster than exact decoding.
-
-    Args:
-        row: The method's row of a report.
-    """
+    """Return whether a method is significantly faster than exact decoding."""
     interval = row["speed_over_exact_interval"]
     return interval is not None and interval[0] > 1.0
 
@@ -131,10 +106,8 @@ def is_faster(row: Row) -> bool:
 class NodeDivergences:
     """Divergences at the ``K`` tree nodes with children that exact decoding visits.
 
-    Attributes:
-        drafted: ``[K]``; whether the target's choice is among the node's children.
-        values: ``[K]`` values for each divergence.
-        questions: Number of questions that were selected for recording.
+    ``drafted`` tells, ``[K]``, whether the target's choice is among the node's children;
+    ``values`` holds ``[K]`` values of each divergence, and ``questions`` the number of questions.
     """
 
     drafted: Tensor
@@ -157,41 +130,11 @@ class NodeDivergences:
         return found
 
 
-def probe_divergences(
-    model: EagleFSD,
-    questions: Sequence[Question],
-    chat_template: ChatTemplate,
-    names: Sequence[str],
-    config: EvaluationConfig,
-) -> NodeDivergences:
-    """Record divergences while decoding the first turns of some questions exactly.
-
-    Args:
-        model: The pair.
-        questions: The questions; at most :data:`MAX_PROBED_QUESTIONS` are selected, and those whose
-            prompt fills the context are skipped.
-        chat_template: How chats are formatted.
-        names: Divergences to record.
-        config: How answers are decoded.
-    """
+def probe_divergences(workload: Workload, names: Sequence[str]) -> NodeDivergences:
+    """Record divergences while decoding the prompts of a workload exactly."""
     probe = DivergenceProbe(names)
-    stop = chat_template.stop
-    criteria = [StopStringCriteria(model.tokenizer, list(stop))] if stop else []
-    encoded = [
-        encode_prompt(question.first_chat(), model.tokenizer, chat_template)[0]
-        for question in balanced_subset(questions, MAX_PROBED_QUESTIONS)
-    ]
-    prompts = [prompt for prompt in encoded if len(prompt) < model.target.context_length]
-    for _ in model.generate_many(
-        prompts,
-        config.max_new_tokens,
-        max_batch=config.batch,
-        sampling=config.sampling(config.seed),
-        rule=probe,
-        eos_token_id=[*model.eos_token_ids, *chat_template.stop_token_ids],
-        stopping_criteria=criteria,
-    ):
-        pass  # the probe has recorded it
+    seed, batch = workload.config.seed, workload.config.batch
+    workload.generate(workload.model, workload.prompts, seed, max_batch=batch, rule=probe)
     empty = torch.zeros(0)
     return NodeDivergences(
         torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)]),
@@ -199,5 +142,5 @@ def probe_divergences(
             name: torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
             for name in names
         },
-        len(prompts),
+        len(workload.prompts),
     )

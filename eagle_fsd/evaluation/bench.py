@@ -30,24 +30,10 @@ def bench(
 ) -> Report | None:
     """Time plain decoding, exact decoding and FSD, and each phase of their steps.
 
-    Args:
-        request: What to evaluate. Without an output folder, answers are not kept and nothing is
-            resumed; without a count, :data:`DEFAULT_COUNT` of the bundled questions are answered.
-        config: How answers are decoded, and how many times; default: ``BenchConfig()``.
-        grid: FSD's settings; default: ``BenchGrid()``.
-        settings: Tree and acceptance options that override the head's ``fsd.json``.
-        progress: Reports progress.
-        on_report: Called with the report as soon as it is complete, or when the judge has failed.
-
-    Returns:
-        The report on the first process, None on the others. In addition to the values of
-        :func:`~eagle_fsd.evaluation.runner.evaluate`, each row holds ``phase_shares`` (fractions of
-        the decoding time), ``seconds_per_step`` and ``step_over_exact``.
-
-    Raises:
-        OptionsError: There are several processes but no output folder.
-        LoadError, QuestionSetError, JudgeError, ValueError: As in
-            :func:`~eagle_fsd.evaluation.runner.evaluate`.
+    Without an output folder, answers are not kept and nothing is resumed; without a count,
+    :data:`DEFAULT_COUNT` of the bundled questions are answered. Each row of the report also holds
+    ``phase_shares`` (fractions of the decoding time), ``seconds_per_step`` and
+    ``step_over_exact``; see :func:`~eagle_fsd.evaluation.runner.evaluate` for the rest.
     """
     if request.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionsError("--out is required when several processes share the benchmark")

@@ -1,20 +1,14 @@
 """Acceptance rules that other engines offer, and their settings in the form that each one takes.
 
-Calibration tests an engine's :func:`series` as it tests FSD's, with our decoder; :func:`settings`
-prints the chosen method for the engine, for whose own answers nothing is certified.
-
-============  ==============================================  =====================================
-engine        rule                                            applies
-============  ==============================================  =====================================
-SGLang        :class:`~eagle_fsd.model.acceptance.TargetRule`  when sampling; greedy requests ignore
-                                                              the thresholds; as here along chains
-TensorRT-LLM  :class:`~eagle_fsd.model.acceptance.TopKRule`   in greedy decoding, between
-                                                              ``<think>`` and ``</think>``, along
-                                                              chains
-============  ==============================================  =====================================
+:data:`ENGINES` has an entry for each engine. Calibration tests an engine's :func:`series` as it
+tests FSD's, with our decoder; :func:`settings` prints the chosen method for the engine, for whose
+own answers nothing is certified.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,58 +24,61 @@ THRESHOLDS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)
 TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
 #: Markers of TensorRT-LLM's thinking phase.
 THINKING = ("<think>", "</think>")
-#: Engines whose rule is ours along chains only. In a tree, SGLang follows the first sibling that it
-#: accepts; we follow the longest of all accepted paths.
-CHAIN_RULES: tuple[EngineName, ...] = ("sglang", "tensorrt-llm")
-#: Engines that draft chains only, also for lossless decoding.
-CHAINS_ONLY: tuple[EngineName, ...] = ("tensorrt-llm",)
+
+#: Series of methods that accept more and more, by name.
+Series = dict[str, list[Method]]
 
 
-def caveat(engine: EngineName) -> str:
-    """Return a sentence on what a calibration says about an engine's own answers.
+@dataclass(frozen=True)
+class EngineRule:
+    """The acceptance rule of another engine, and how to write its settings.
 
-    Args:
-        engine: The engine.
+    Along chains, our decoder accepts the same tokens. In a tree, SGLang follows the first sibling
+    that it accepts, and our decoder the longest of all accepted paths.
     """
-    name = {"sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}[engine]
-    return (
-        f"Answers and speeds are eagle-fsd's with {name}'s rule: {name} itself did not run, so the"
-        " bound does not hold for its answers. Evaluate them before you rely on them."
-    )
+
+    #: The engine's name in text.
+    label: str
+    #: Whether the rule applies when sampling or else in greedy decoding, and the error otherwise.
+    sampled: bool
+    requirement: str
+    #: Whether the engine drafts chains only, also for lossless decoding.
+    chains_only: bool
+    series: Callable[[], Series]
+    #: Formats a method of ``series``, or exact decoding, with its tree.
+    flags: Callable[[Method, TreeConfig, PreTrainedTokenizerBase], str]
+    #: Raises an OptionsError where the target's tokenizer makes the rule useless.
+    check: Callable[[PreTrainedTokenizerBase], object] = lambda _: None
 
 
-def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:
-    """Return the settings of an engine's rule as series of methods that accept more and more.
+def _sglang_series() -> Series:
+    rules = {
+        "single": [TargetRule(single=value) for value in THRESHOLDS],
+        "acc": [TargetRule(acc=value) for value in THRESHOLDS],
+    }
+    return {
+        name: [
+            Method(f"{name} {value:g}", EAGLE_ACCEPTANCE, rule)
+            for value, rule in zip(THRESHOLDS, group, strict=True)
+        ]
+        for name, group in rules.items()
+    }
 
-    Args:
-        engine: The engine.
-        temperature: Temperature of the answers.
 
-    Raises:
-        OptionsError: The engine does not apply its rule at this temperature.
-    """
-    if engine == "sglang":
-        if temperature == 0.0:
-            raise OptionsError(
-                "SGLang applies its thresholds to sampled requests only: set a --temperature above"
-                " 0; got 0"
-            )
-        rules = {
-            "single": [TargetRule(single=value) for value in THRESHOLDS],
-            "acc": [TargetRule(acc=value) for value in THRESHOLDS],
-        }
-        return {
-            name: [
-                Method(f"{name} {value:g}", EAGLE_ACCEPTANCE, rule)
-                for value, rule in zip(THRESHOLDS, group, strict=True)
-            ]
-            for name, group in rules.items()
-        }
-    if temperature > 0.0:
-        raise OptionsError(
-            "TensorRT-LLM relaxes greedy decoding only: set --temperature to 0; got"
-            f" {temperature:g}"
-        )
+def _sglang_flags(method: Method, tree: TreeConfig, _: PreTrainedTokenizerBase) -> str:
+    """Return command-line flags of ``sglang.launch_server``."""
+    thresholds = method.rule if isinstance(method.rule, TargetRule) else TargetRule()
+    flags = {
+        "num-steps": tree.depth + 1,  # SGLang counts the first level as a step
+        "eagle-topk": tree.top_k,
+        "num-draft-tokens": tree.total_tokens,
+        "accept-threshold-single": f"{thresholds.single:g}",
+        "accept-threshold-acc": f"{thresholds.acc:g}",
+    }
+    return " ".join(f"--speculative-{name} {value}" for name, value in flags.items())
+
+
+def _tensorrt_series() -> Series:
     return {
         f"top {top}": [
             Method(f"top {top} gap {gap:g}", EAGLE_ACCEPTANCE, TopKRule(top, gap), phase=THINKING)
@@ -91,64 +88,8 @@ def series(engine: EngineName, temperature: float) -> dict[str, list[Method]]:
     }
 
 
-def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return the tokens between which TensorRT-LLM relaxes its acceptance.
-
-    Args:
-        tokenizer: The target's tokenizer.
-
-    Returns:
-        The ids of the two markers of :data:`THINKING`, at the beginning of a line.
-
-    Raises:
-        OptionsError: A marker is not a single token, so that the engine's rule never applies.
-    """
-    found = []
-    for marker in THINKING:
-        token = tokenizer.encode(f"\n{marker}", add_special_tokens=False)[-1]
-        if str(tokenizer.decode([token])).strip() != marker:
-            raise OptionsError(
-                f"TensorRT-LLM relaxes its acceptance between {' and '.join(THINKING)} only, and"
-                f" the target's tokenizer has no token {marker}"
-            )
-        found.append(token)
-    begin, end = found
-    return begin, end
-
-
-def settings(
-    engine: EngineName, method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Return the chosen settings in the form that the engine takes.
-
-    Args:
-        engine: The engine.
-        method: A method of :func:`series`, or exact decoding.
-        tree: The draft tree that the method was measured with: a chain for engines of
-            :data:`CHAINS_ONLY`.
-        tokenizer: The target's tokenizer.
-
-    Returns:
-        Command-line flags of ``sglang.launch_server``, or the ``speculative_config`` of a YAML file
-        of TensorRT-LLM's options (``--extra_llm_api_options``). For plain decoding, a tree of one
-        node, a comment that there is nothing to pass.
-
-    Raises:
-        OptionsError: See :func:`thinking_tokens`.
-    """
-    if tree.total_tokens == 1:
-        return "# Plain decoding is the fastest: start the engine without speculative decoding."
-    if engine == "sglang":
-        thresholds = method.rule if isinstance(method.rule, TargetRule) else TargetRule()
-        flags = {
-            # SGLang counts the first level as a step.
-            "num-steps": tree.depth + 1,
-            "eagle-topk": tree.top_k,
-            "num-draft-tokens": tree.total_tokens,
-            "accept-threshold-single": f"{thresholds.single:g}",
-            "accept-threshold-acc": f"{thresholds.acc:g}",
-        }
-        return " ".join(f"--speculative-{name} {value}" for name, value in flags.items())
+def _tensorrt_flags(method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the ``speculative_config`` of a YAML file of options (``--extra_llm_api_options``)."""
     lines = ["speculative_config:", "  decoding_type: MTP", f"  max_draft_len: {tree.depth + 1}"]
     if isinstance(method.rule, TopKRule):
         begin, end = thinking_tokens(tokenizer)
@@ -161,3 +102,75 @@ def settings(
             f"  end_thinking_phase_token: {end}",
         ]
     return "\n".join(lines)
+
+
+def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens between which TensorRT-LLM relaxes its acceptance, at a line's beginning.
+
+    An OptionsError is raised if a marker is not a single token, so that the rule never applies.
+    """
+    found = []
+    for marker in THINKING:
+        token = tokenizer.encode(f"\n{marker}", add_special_tokens=False)[-1]
+        if str(tokenizer.decode([token])).strip() != marker:
+            raise OptionsError(
+                f"TensorRT-LLM relaxes its acceptance between {' and '.join(THINKING)} only, and"
+                f" the target's tokenizer has no token {marker}"
+            )
+        found.append(token)
+    return found
+
+
+ENGINES: dict[EngineName, EngineRule] = {
+    "sglang": EngineRule(
+        label="SGLang",
+        sampled=True,
+        requirement="SGLang applies its thresholds to sampled requests only: set a --temperature"
+        " above 0",
+        chains_only=False,
+        series=_sglang_series,
+        flags=_sglang_flags,
+    ),
+    "tensorrt-llm": EngineRule(
+        label="TensorRT-LLM",
+        sampled=False,
+        requirement="TensorRT-LLM relaxes greedy decoding only: set --temperature to 0",
+        chains_only=True,
+        series=_tensorrt_series,
+        flags=_tensorrt_flags,
+        check=thinking_tokens,
+    ),
+}
+
+
+def caveat(engine: EngineName) -> str:
+    """Return a sentence on what a calibration says about an engine's own answers."""
+    name = ENGINES[engine].label
+    return (
+        f"Answers and speeds are eagle-fsd's with {name}'s rule: {name} itself did not run, so the"
+        " bound does not hold for its answers. Evaluate them before you rely on them."
+    )
+
+
+def series(engine: EngineName, temperature: float) -> Series:
+    """Return the settings of an engine's rule.
+
+    An OptionsError is raised if the engine does not apply its rule at this temperature.
+    """
+    rule = ENGINES[engine]
+    if rule.sampled != (temperature > 0.0):
+        raise OptionsError(f"{rule.requirement}; got {temperature:g}")
+    return rule.series()
+
+
+def settings(
+    engine: EngineName, method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return the chosen settings in the form that the engine takes.
+
+    ``tree`` is that with which the method was measured. For plain decoding, a tree of one node, the
+    result is a comment that there is nothing to pass.
+    """
+    if tree.total_tokens == 1:
+        return "# Plain decoding is the fastest: start the engine without speculative decoding."
+    return ENGINES[engine].flags(method, tree, tokenizer)

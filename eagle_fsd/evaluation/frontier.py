@@ -21,17 +21,11 @@ VISIBLE_LOSS = (0.1, 6.0)
 
 @dataclass(frozen=True)
 class Point:
-    """Speed and quality of a method.
+    """Speed in tokens per second, and quality of a method with a row of a report.
 
-    The intervals (95%) compare with exact decoding on the same questions, so that the difficulty of
-    the questions is no part of them. Exact decoding itself has none.
-
-    Attributes:
-        row: The method's row of the report.
-        speed: Tokens per second.
-        speed_interval: Interval of the speed.
-        quality: Accuracy in percent, or log-probability under the target in nats per token.
-        quality_interval: Interval of the quality.
+    Quality is accuracy in percent, or log-probability under the target in nats per token. The
+    intervals (95%) compare with exact decoding on the same questions, so that the difficulty of the
+    questions is no part of them. Exact decoding itself has none.
     """
 
     row: Row
@@ -49,9 +43,6 @@ class Point:
         """Return whether this method is clearly better than another one.
 
         It must be at least as fast and as good, and faster or better beyond both intervals.
-
-        Args:
-            other: The other method.
         """
         return (
             self.speed >= other.speed
@@ -67,13 +58,7 @@ def points(rows: Sequence[Row]) -> list[Point]:
     """Return the methods whose speed and quality can be compared with exact decoding's.
 
     Speeds are comparable within a session only: a method's ratio to exact decoding is multiplied
-    by exact decoding's overall speed.
-
-    Args:
-        rows: Rows of a report.
-
-    Returns:
-        A point per method, in the order of the rows; none without exact decoding.
+    by exact decoding's overall speed. Without exact decoding, there are no points.
     """
     known = comparable_rows(rows)
     exact = next((row for row in known if row["method"] == "exact"), None)
@@ -113,14 +98,7 @@ def _quality(row: Row, exact: Row) -> tuple[float, Interval]:
 
 
 def pareto_front(candidates: Sequence[Point]) -> list[Point]:
-    """Select the methods that no other method clearly beats.
-
-    Args:
-        candidates: The methods.
-
-    Returns:
-        The methods that no other one dominates, see :meth:`Point.dominates`; slowest first.
-    """
+    """Select the methods that no other one dominates (:meth:`Point.dominates`), slowest first."""
     front = [item for item in candidates if not any(other.dominates(item) for other in candidates)]
     return sorted(front, key=lambda item: (item.speed, -item.quality))
 
@@ -128,9 +106,8 @@ def pareto_front(candidates: Sequence[Point]) -> list[Point]:
 def speed_range(found: Sequence[Point]) -> Interval:
     """Return the range of speeds that a plot shows.
 
-    Args:
-        found: The methods, at least one. Their intervals are shown as far as they extend the range
-            of the speeds by at most :data:`MAX_EXTENSION`.
+    Intervals are shown as far as they extend the range of the speeds by at most
+    :data:`MAX_EXTENSION`.
     """
     low, high = (limit(point.speed for point in found) for limit in (min, max))
     room = MAX_EXTENSION * ((high - low) or high)
@@ -146,9 +123,6 @@ def quality_range(found: Sequence[Point]) -> Interval:
 
     A few settings may be so bad that they would compress the rest: the range reaches down to
     :data:`VISIBLE_LOSS` below the best method, or to the median method if that is worse.
-
-    Args:
-        found: The methods, at least one.
     """
     scored = found[0].row["accuracy"] is not None
     best = max(point.quality for point in found)

@@ -19,9 +19,6 @@ class PeakMemory:
 
     Resident memory is measured on Linux only, because other systems cannot reset the peak. Garbage
     is not collected first, which would take a quarter of a second for every answer.
-
-    Args:
-        device: The target's device.
     """
 
     def __init__(self, device: torch.device) -> None:

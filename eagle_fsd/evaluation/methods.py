@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.evaluation.config import METHOD_NAMES, GridConfig
 from eagle_fsd.model.acceptance import RULES, FuzzyRule, PhaseRule
-from eagle_fsd.model.config import AcceptanceConfig, Settings, TreeConfig, settings_dict
+from eagle_fsd.model.config import AcceptanceConfig, Settings, TreeConfig
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.verify import AcceptanceRule
@@ -29,35 +29,25 @@ EAGLE_ACCEPTANCE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method.
-
-    Attributes:
-        name: Name in tables and files.
-        acceptance: Fields of :class:`AcceptanceConfig` that override the model's.
-        rule: Acceptance rule to use instead of the one that ``acceptance`` selects.
-        decoder: ``"fsd"`` or ``"ar"``, the ``method`` of :meth:`EagleFSD.generate`; or ``"hf"`` for
-            Hugging Face's ``generate``.
-        assistant: Draft model for Hugging Face's assisted generation.
-        tree: Shape of the draft tree; default: the model's, which may depend on the batch.
-        phase: Markers at the beginning of a line between which ``rule`` applies; without the first
-            one, it applies from the beginning of the answer. Of a marker of several tokens, the
-            last one counts.
-    """
+    """A decoding method, under the name that it has in tables and files."""
 
     name: str
+    #: Fields of :class:`AcceptanceConfig` that override the model's.
     acceptance: dict[str, Any] = field(default_factory=dict)
+    #: Acceptance rule to use instead of the one that ``acceptance`` selects.
     rule: AcceptanceRule | None = None
+    #: The ``method`` of :meth:`EagleFSD.generate`, or ``"hf"`` for Hugging Face's ``generate``.
     decoder: Literal["fsd", "ar", "hf"] = "fsd"
+    #: Draft model for Hugging Face's assisted generation.
     assistant: PreTrainedModel | None = None
+    #: Markers at the beginning of a line between which ``rule`` applies; without the first one, it
+    #: applies from the beginning of the answer. Of a marker of several tokens, the last one counts.
     phase: tuple[str | None, str] | None = None
+    #: Shape of the draft tree; default: the model's, which may depend on the batch.
     tree: TreeConfig | None = None
 
     def pair_for(self, model: EagleFSD) -> EagleFSD:
-        """Return the pair with this method's acceptance settings and tree.
-
-        Args:
-            model: The pair, which is not changed.
-        """
+        """Return a copy of the pair with this method's acceptance settings and tree."""
         pair = copy.copy(model)
         pair.acceptance = model.acceptance.overridden(self.acceptance)
         pair.tree = self.tree or model.tree_for(pair.acceptance)
@@ -66,11 +56,7 @@ class Method:
         return pair
 
     def rule_for(self, model: EagleFSD) -> AcceptanceRule | None:
-        """Return the rule, restricted to the phase if there is one.
-
-        Args:
-            model: The pair, whose tokenizer knows the markers.
-        """
+        """Return the rule, restricted to the phase if there is one."""
         if self.rule is None or self.phase is None:
             return self.rule
         encode = model.tokenizer.encode
@@ -84,9 +70,7 @@ class Method:
     def describe(self, model: EagleFSD, rows: int = 1) -> dict[str, Any]:
         """Return the settings that this method's answers depend on, as JSON values.
 
-        Args:
-            model: The pair, whose settings the method's override.
-            rows: Number of prompts that are decoded at once, for the shape of the tree.
+        The shape of the tree may depend on ``rows``, the number of prompts decoded at once.
         """
         if self.decoder == "hf":
             assistant = self.assistant.config._name_or_path if self.assistant else None
@@ -94,24 +78,30 @@ class Method:
         if self.decoder == "ar":
             return {"method": "plain"}
         pair = self.pair_for(model)
-        values = settings_dict(pair.tree, pair.acceptance)
-        values["tree_top_k"] = values.pop("top_k")  # "top_k" is sampling's
-        shape = {name: values[name] for name in ("total_tokens", "depth", "tree_top_k")}
-        if self.rule is not None or pair.acceptance.rule != "fsd":
+        acceptance, shape = pair.acceptance, _shape(pair.tree)
+        if self.rule is not None or acceptance.rule != "fsd":
             phase = {"phase": list(self.phase)} if self.phase else {}
-            rule = self.rule or RULES[pair.acceptance.rule]
-            others = pair.acceptance.model_dump(
+            rule = self.rule or RULES[acceptance.rule]
+            others = acceptance.model_dump(
                 include={"fallback", "selection", "price", "max_fuzzy_nats"}, exclude_defaults=True
             )
             return {"method": repr(rule), **phase, **shape, **others}
-        if pair.acceptance == pair.acceptance.overridden(EAGLE_ACCEPTANCE):
+        if acceptance == acceptance.overridden(EAGLE_ACCEPTANCE):
             used = [least for least in sorted(pair.batch_trees) if least <= rows]
-            tree = pair.batch_trees[used[-1]] if used else pair.tree
-            shape = dict(zip(shape, (tree.total_tokens, tree.depth, tree.top_k), strict=True))
+            if used:
+                shape = _shape(pair.batch_trees[used[-1]])
             trees = {str(least): item.model_dump() for least, item in pair.batch_trees.items()}
-            batch = {"batch_trees": trees} if trees else {}
-            return {"method": "exact", **shape, **batch}
-        return {"method": "fsd", **values}
+            return {"method": "exact", **shape, **({"batch_trees": trees} if trees else {})}
+        return {"method": "fsd", **acceptance.model_dump(), **shape}
+
+
+def _shape(tree: TreeConfig) -> dict[str, int]:
+    """Return the shape of a tree under the names of reports, where ``top_k`` is sampling's."""
+    return {
+        "total_tokens": tree.total_tokens,
+        "depth": tree.depth,
+        "tree_top_k": tree.top_k,
+    }
 
 
 PLAIN = Method("plain", decoder="ar")
@@ -137,17 +127,9 @@ BASELINES = (PLAIN.name, HF.name, HF_ASSISTED)
 
 
 def find_methods(names: Sequence[str | Method]) -> list[Method]:
-    """Look up methods by name.
+    """Look up methods by name, without duplicates; methods are passed through.
 
-    Args:
-        names: Names from :data:`~eagle_fsd.evaluation.config.METHOD_NAMES`; methods are passed
-            through.
-
-    Returns:
-        The methods without duplicates; ``"rules"`` stands for all of :data:`RULES`.
-
-    Raises:
-        OptionsError: A name is unknown.
+    ``"rules"`` stands for :func:`rule_methods`. An unknown name raises an OptionsError.
     """
     known = {"plain": [PLAIN], "exact": [EXACT], "fsd": [FSD], "hf": [HF], "rules": rule_methods()}
     found: dict[str, Method] = {}
@@ -160,12 +142,7 @@ def find_methods(names: Sequence[str | Method]) -> list[Method]:
 
 
 def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
-    """Drop the method ``fsd`` if it has no threshold, and ``exact`` decodes the same anyway.
-
-    Args:
-        methods: The methods.
-        model: The pair.
-    """
+    """Drop the method ``fsd`` if it has no threshold, and ``exact`` decodes the same anyway."""
     repeats = EXACT in methods and FSD.describe(model) == EXACT.describe(model)
     return [method for method in methods if method != FSD or not repeats]
 
@@ -173,13 +150,8 @@ def decoded_methods(methods: Sequence[Method], model: EagleFSD) -> list[Method]:
 def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Method]:
     """Return Hugging Face's ``generate`` and, given a draft model, its assisted generation.
 
-    Args:
-        model: The pair that is evaluated.
-        assistant: Folder or Hub name of the draft model.
-
-    Raises:
-        LoadError: The draft model's files are missing or damaged.
-        ValueError: Its vocabulary size differs from the target's.
+    ``assistant`` is a folder or a Hub name; a ValueError is raised if its vocabulary has another
+    size than the target's.
     """
     if assistant is None:
         return [HF]
@@ -194,28 +166,14 @@ def baseline_methods(model: EagleFSD, assistant: str | None = None) -> list[Meth
 
 
 def format_number(value: float) -> str:
-    """Format a number with six significant digits, or with all of them if six are not exact.
-
-    Args:
-        value: The number.
-    """
+    """Format a number with six significant digits, or with all of them if six are not exact."""
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def fsd_method(
-    threshold: float,
-    min_ratio: float = 0.0,
-    divergence: str = "js",
-    name_divergence: bool = False,
+    threshold: float, min_ratio: float = 0.0, divergence: str = "js", name_divergence: bool = False
 ) -> Method:
-    """Return FSD at one setting.
-
-    Args:
-        threshold: The threshold T.
-        min_ratio: The floor.
-        divergence: Name of the divergence that is compared with T.
-        name_divergence: Include the divergence in the method's name even if it is ``"js"``.
-    """
+    """Return FSD at one setting; its name may include the divergence even if that is ``"js"``."""
     name = f"T={format_number(threshold)}"
     if name_divergence or divergence != "js":
         name = f"{divergence} {name}"
@@ -225,22 +183,14 @@ def fsd_method(
 
 
 def given_acceptance(settings: Settings | None) -> AcceptanceConfig:
-    """Return the options that all settings to compare share: those given, no calibrated ones.
-
-    Args:
-        settings: Options of the command line or of a file that it names.
-    """
+    """Return the options that all settings to compare share: those given, no calibrated ones."""
     return AcceptanceConfig().updated(**settings.acceptance) if settings else AcceptanceConfig()
 
 
 def fsd_series(grid: GridConfig) -> dict[str, list[Method]]:
-    """Return FSD at every setting of a grid, except thresholds of 0, which mean exact decoding.
+    """Return a series of FSD with increasing thresholds for every divergence and floor, by name.
 
-    Args:
-        grid: The settings.
-
-    Returns:
-        A series of methods with increasing thresholds for every divergence and floor, by name.
+    Thresholds of 0, which mean exact decoding, are left out.
     """
     several = len(grid.divergences) > 1
     thresholds = sorted(threshold for threshold in grid.thresholds if threshold > 0.0)
@@ -260,19 +210,11 @@ def rule_methods() -> list[Method]:
 
 
 def rule_method(name: str) -> Method:
-    """Return a method for one of :data:`RULES`.
-
-    Args:
-        name: The rule's name, which is also the method's.
-    """
+    """Return a method for one of :data:`RULES`, under the same name."""
     return Method(name, {**EAGLE_ACCEPTANCE, "rule": name})
 
 
 def synchronize(model: EagleFSD) -> None:
-    """Wait until the target's device has finished its work, so that timings are correct.
-
-    Args:
-        model: The pair.
-    """
+    """Wait until the target's device has finished its work, so that timings are correct."""
     if model.target.device.type == "cuda":
         torch.cuda.synchronize(model.target.device)

@@ -17,12 +17,7 @@ Interval = tuple[float, float]
 
 
 def proportion_interval(right: int, count: int) -> Interval:
-    """Return the 95% confidence interval of a proportion (Wilson's score interval).
-
-    Args:
-        right: The number of successes.
-        count: The number of trials, at least 1.
-    """
+    """Return the 95% confidence interval of a proportion (Wilson's score interval)."""
     interval = stats.binomtest(right, count).proportion_ci(0.95, method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -31,10 +26,7 @@ def proportion_interval(right: int, count: int) -> Interval:
 class Mean:
     """A mean with a 95% confidence interval (Student's t).
 
-    Attributes:
-        value: The mean; NaN without values.
-        count: The number of values.
-        deviation: The sample standard deviation; NaN below two values.
+    ``value`` is NaN without values, the sample standard deviation ``deviation`` below two.
     """
 
     value: float
@@ -43,11 +35,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Compute the mean of a sample.
-
-        Args:
-            values: The sample.
-        """
+        """Compute the mean of a sample."""
         count = len(values)
         if not count:
             return cls(math.nan, 0, math.nan)
@@ -63,11 +51,7 @@ class Mean:
         return self.value - half, self.value + half
 
     def as_dict(self, name: str) -> dict[str, Any]:
-        """Return the mean and its interval as JSON values; None where there are too few values.
-
-        Args:
-            name: Key of the mean; ``_interval`` is appended for that of the interval.
-        """
+        """Return the mean and, as ``{name}_interval``, its interval; None for too few values."""
         return {name: self.value if self.count else None, f"{name}_interval": self.interval}
 
 
@@ -98,14 +82,9 @@ def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> 
     of the total, is deducted (Berger and Boos, JASA 89, 1994). For 100 pairs that do not differ the
     bound is 0.0296; Tango's own limit, 0.0263, holds with a probability of 93% only.
 
-    Args:
-        lost: The number of questions that only the reference method answered correctly.
-        gained: The number of questions that only the tested method answered correctly.
-        count: The number of paired questions.
-        confidence: The confidence level, at least 0.5.
-
-    Returns:
-        The bound as a fraction; negative if accuracy increased. 1.0 without questions.
+    The numbers are those of questions that only the reference method (``lost``) or only the tested
+    method (``gained``) answered correctly, of ``count``. The bound is a fraction: negative if
+    accuracy increased, 1.0 without questions. The confidence must be at least 0.5.
     """
     if not count:
         return 1.0
@@ -128,27 +107,14 @@ def loss_bound(lost: int, gained: int, count: int, confidence: float = 0.95) -> 
 def is_loss_below(
     loss: float, lost: int, gained: int, count: int, confidence: float = 0.95
 ) -> bool:
-    """Return whether :func:`loss_bound` is at most a given loss, without computing the bound.
-
-    Args:
-        loss: The loss as a fraction.
-        lost: As for :func:`loss_bound`.
-        gained: As for :func:`loss_bound`.
-        count: As for :func:`loss_bound`.
-        confidence: As for :func:`loss_bound`.
-    """
+    """Return whether :func:`loss_bound` is at most a given loss, without computing the bound."""
     if loss >= 1.0:
         return True
     return count > 0 and _LossTest.of(lost, gained, count, confidence).excess(loss) <= 0
 
 
 def least_questions(loss: float, confidence: float = 0.95) -> int:
-    """Return how many questions show that a loss is small enough if no answer changes.
-
-    Args:
-        loss: The largest loss as a fraction, above 0.
-        confidence: As for :func:`loss_bound`.
-    """
+    """Return how many questions bound the loss by ``loss``, above 0, if no answer changes."""
 
     def suffice(count: int) -> bool:
         return is_loss_below(loss, 0, 0, count, confidence)
@@ -160,36 +126,28 @@ def least_questions(loss: float, confidence: float = 0.95) -> int:
 
 
 def confidence_per_test(confidence: float, tests: int) -> float:
-    """Return the confidence of each test, so that all of them together have the stated one.
-
-    Args:
-        confidence: The confidence of all tests together (Bonferroni).
-        tests: Number of tests.
-    """
+    """Return the confidence of each test, so that all together have the stated one (Bonferroni)."""
     return 1 - (1 - confidence) / tests
 
 
 @dataclass(frozen=True)
 class _LossTest:
-    """The exact test behind :func:`loss_bound`, for one observed outcome.
+    """The exact test behind :func:`loss_bound`, for one observed outcome of n pairs."""
 
-    Attributes:
-        largest: ``[n + 1]``; for each number of gains, the largest number of losses of an outcome
-            that is ordered no later than the observed one, -1 if there is none. Not decreasing,
-            except where losses and gains add up to n.
-        limit: Tango's limit.
-        max_gain: Upper confidence limit of ``P(gained)``.
-        error: The error probability, less that of ``max_gain``.
-    """
-
+    #: ``[n + 1]``; for each number of gains, the largest number of losses of an outcome that is
+    #: ordered no later than the observed one, -1 if there is none. Not decreasing, except where
+    #: losses and gains add up to n.
     largest: np.ndarray
+    #: Tango's limit.
     limit: float
+    #: Upper confidence limit of ``P(gained)``.
     max_gain: float
+    #: The error probability, less that of ``max_gain``.
     error: float
 
     @classmethod
     def of(cls, lost: int, gained: int, count: int, confidence: float) -> _LossTest:
-        """Prepare the test; the arguments are those of :func:`loss_bound`."""
+        """Prepare the test."""
         z, error = NormalDist().inv_cdf(confidence), 1 - confidence
         limit = _tango_limit(lost, gained, count, z)
         largest = _largest_losses(count, limit, z)
@@ -206,9 +164,6 @@ class _LossTest:
         """Return by how much the outcomes' worst probability exceeds the error probability.
 
         At a given ``P(gained)`` the probability decreases with the loss, and so does the result.
-
-        Args:
-            loss: The hypothetical ``P(lost) - P(gained)``.
         """
         count = len(self.largest) - 1
         # On the scale of the arcsine, the standard deviation of a proportion is constant.
@@ -224,15 +179,7 @@ class _LossTest:
         return float(max(found.max(), refined.max())) - self.error
 
     def _probabilities(self, loss: float, gain: np.ndarray) -> np.ndarray:
-        """Return the outcomes' probability for each value of ``P(gained)``.
-
-        Args:
-            loss: ``P(lost) - P(gained)``.
-            gain: ``[G]`` values of ``P(gained)``, below 1.
-
-        Returns:
-            ``[G]`` probabilities.
-        """
+        """Return the outcomes' ``[G]`` probabilities for ``gain``, values of ``P(gained)``."""
         count = len(self.largest) - 1
         # Numbers of gains within 7.5 standard deviations; the others have a probability of 1e-12.
         width = 7.5 * np.sqrt(count * gain * (1 - gain)) + 12
@@ -253,14 +200,7 @@ class _LossTest:
 
 
 def _tango_statistic(lost: np.ndarray, gained: np.ndarray, count: int, loss: float) -> np.ndarray:
-    """Return Tango's score statistic of the hypothesis ``P(lost) - P(gained) = loss``.
-
-    Args:
-        lost: ``[...]`` numbers of losses.
-        gained: ``[...]`` numbers of gains.
-        count: The number of pairs.
-        loss: The hypothetical loss.
-    """
+    """Return Tango's score statistic of ``P(lost) - P(gained) = loss`` for ``[...]`` outcomes."""
     # Under the hypothesis the maximum-likelihood estimate of P(gained) is the positive root of a
     # quadratic.
     linear = (2 * count - lost + gained) * loss - lost - gained
@@ -284,15 +224,9 @@ def _tango_limit(lost: int, gained: int, count: int, z: float) -> float:
 
 
 def _largest_losses(count: int, loss: float, z: float) -> np.ndarray:
-    """Return the outcomes whose score statistic of a loss is at most ``-z``.
+    """Return the outcomes of n pairs whose score statistic of a loss is at most ``-z``.
 
-    Args:
-        count: The number of pairs, n.
-        loss: The hypothetical loss.
-        z: The critical value.
-
-    Returns:
-        ``[n + 1]``; the largest number of losses for each number of gains, -1 if there is none.
+    They are the largest number of losses for each number of gains, ``[n + 1]``; -1 for none.
     """
     gained = np.arange(count + 1)
     low, high = np.full(count + 1, -1), count - gained  # the statistic increases with the losses
@@ -304,15 +238,7 @@ def _largest_losses(count: int, loss: float, z: float) -> np.ndarray:
 
 
 def mcnemar_p(lost: int, gained: int) -> float:
-    """Return the p-value of McNemar's exact test of two methods on the same questions.
-
-    Args:
-        lost: The number of questions that only the first method answered correctly.
-        gained: The number of questions that only the second method answered correctly.
-
-    Returns:
-        The two-sided p-value under the hypothesis that both are equally accurate.
-    """
+    """Return the two-sided p-value of McNemar's exact test of two equally accurate methods."""
     total = lost + gained
     return float(stats.binomtest(lost, total).pvalue) if total else 1.0
 
@@ -321,9 +247,7 @@ def mcnemar_p(lost: int, gained: int) -> float:
 class Ratio:
     """A ratio of paired sums with a 95% confidence interval (delta method on its logarithm).
 
-    Attributes:
-        value: The ratio; NaN where there is nothing to compare.
-        interval: The lower and upper limit; None below two pairs.
+    The value is NaN where there is nothing to compare, the interval None below two pairs.
     """
 
     value: float
@@ -333,10 +257,7 @@ class Ratio:
     def of_speeds(cls, own: np.ndarray, other: np.ndarray) -> Ratio:
         """Divide one speed in tokens per second by another.
 
-        Args:
-            own: ``[N, 2]`` seconds and tokens of N independent measurements, each of a question
-                or a batch.
-            other: ``[N, 2]`` seconds and tokens of the same measurements, to compare with.
+        Both are ``[N, 2]`` seconds and tokens of the same N questions or batches.
         """
         own_sums, other_sums = own.sum(0), other.sum(0)
         if len(own) == 0 or not own_sums.all() or not other_sums.all():

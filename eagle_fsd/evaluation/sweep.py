@@ -44,7 +44,8 @@ from eagle_fsd.evaluation.runner import (
 )
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.tables import Row
-from eagle_fsd.evaluation.tuning.search import TreePlan, open_workload
+from eagle_fsd.evaluation.tuning.search import TreePlan, plan_trees
+from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -76,29 +77,16 @@ def sweep(
     Writes ``tradeoff``, ``divergence``, ``accepted`` and, for greedy answers, ``regret`` beside the
     report, as PNG and SVG. In ``tradeoff``, the settings of the pair's ``fsd.json`` have a ring.
 
-    Args:
-        request: What to evaluate.
-        config: How answers are decoded; default: ``EvaluationConfig()``.
-        grid: Acceptance settings; default: ``SweepGrid()``.
-        rules: Also evaluate the acceptance rules of the literature.
-        settings: Tree and acceptance options that override the drafter's ``fsd.json``.
-        progress: Reports progress.
-        on_report: Called with the report as soon as it is complete, or when the judge has failed.
-
-    Returns:
-        The report on the first process, None on the others. In addition to the values of
-        :func:`~eagle_fsd.evaluation.runner.evaluate`, ``divergences`` summarizes the divergences at
-        the nodes that exact decoding visits, and ``conclusions`` names the fastest settings.
-
-    Raises:
-        OptionsError, LoadError, QuestionSetError, JudgeError, ValueError: As in
-            :func:`~eagle_fsd.evaluation.runner.evaluate`.
+    Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
+    ``rules``, the acceptance rules of the literature are evaluated, too. In the report,
+    ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``trees``
+    and ``omitted`` say what was predicted and not measured, and ``conclusions`` names the fastest
+    settings.
     """
     config, grid = config or EvaluationConfig(), grid or SweepGrid()
     series = fsd_series(grid)
-    methods = [method for group in series.values() for method in group]
-    if rules:
-        methods += rule_methods()
+    fuzzy = [method for group in series.values() for method in group]
+    methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
     folder.mkdir(parents=True, exist_ok=True)
     with start_processes().main_process_first():
@@ -107,65 +95,50 @@ def sweep(
     model = load_share(request, settings)
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
-    workload = open_workload(model, raced, request, config)
-
+    workload = Workload.of(model, raced, request, config)
     plan = on_first_process(
-        lambda: TreePlan.make(
+        lambda: plan_trees(
             workload,
             methods,
             folder / TREES_FILE,
             progress,
             compiled=bool(request.compile),
-            race_again=True,
+            last_race=True,
         )
     )
     exact, *planned = plan.with_trees([EXACT, *methods])
     trees = tree_rows([EXACT, *methods], plan)
     omitted = slow_methods(plan)
-    screened = screen(
-        Loaded(model, questions),
-        [exact, *(method for method in planned if method.name not in omitted)],
-        request,
-        config,
-        progress,
-    )
+    loaded = Loaded(model, questions)
+    fast = [method for method in planned if method.name not in omitted]
+    screened = screen(loaded, [exact, *fast], request, config, progress)
     omitted |= screened
-    kept = [method for method in planned if method.name not in omitted]
+    kept = {method.name: method for method in planned if method.name not in omitted}
 
     def extend(evaluation: Evaluation, report: Report) -> None:
-        found = probe_divergences(
-            evaluation.model,
-            evaluation.questions,
-            evaluation.chat_template,
-            grid.divergences,
-            config,
-        )
-        report["divergences"] = found.summary()
+        probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
+        found = probe_divergences(Workload.of(model, probed, request, config), grid.divergences)
+        report |= {"divergences": found.summary(), "trees": trees, "omitted": omitted}
         report |= limit_losses(report["rows"], len(screened))
         report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
-        report["trees"] = trees
-        report["omitted"] = omitted
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
-        names = [method.name for method in kept]
         lines = {
-            label: [method.name for method in group if method.name in names]
+            label: [method.name for method in group if method.name in kept]
             for label, group in series.items()
         }
-        own = [item.name for item in kept if item.pair_for(model).acceptance == stored]
+        own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
         draw_tradeoff(report, lines, folder / "tradeoff.png", own[0] if own else None)
         draw_divergences(found, grid.thresholds, report, folder / "divergence.png")
         draw_positions(report, folder / "accepted.png")
         draw_trees(trees, folder / "trees.png", report)
         report["figures"] = ["tradeoff.png", "trees.png", "divergence.png", "accepted.png"]
-        in_grid = [method.name for group in series.values() for method in group]
-        fuzzy = [method for method in kept if method.name in in_grid]
-        if fuzzy and not config.temperature:
-            method = max(fuzzy, key=_looseness)
+        in_grid = [kept[method.name] for method in fuzzy if method.name in kept]
+        if in_grid and not config.temperature:
             compared = compare_answers(
-                evaluation.model,
-                method,
-                evaluation.questions,
+                model,
+                max(in_grid, key=_looseness),
+                questions,
                 evaluation.merge(),
                 evaluation.scores,
                 decoded=MAX_PROBED_QUESTIONS,
@@ -175,19 +148,15 @@ def sweep(
             report["figures"].append("regret.png")
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
-    loaded = Loaded(model, questions)
-    return run_evaluation(request, config, [PLAIN, exact, *kept], folder, None, hooks, loaded)
+    measured = [PLAIN, exact, *kept.values()]
+    return run_evaluation(request, config, measured, folder, None, hooks, loaded)
 
 
 def tree_rows(methods: Sequence[Method], plan: TreePlan) -> list[Row]:
     """Return predicted speeds of exact decoding and FSD by tree, as JSON values.
 
-    Args:
-        methods: The methods; those with other rules are left out.
-        plan: The trees of every method.
-
-    Returns:
-        A row for each method and each tree that is among the :data:`BEST_TREES` of any method.
+    There is a row for each of these methods and each tree that is among the :data:`BEST_TREES` of
+    any of them.
     """
     methods = [
         method
@@ -213,20 +182,13 @@ def tree_rows(methods: Sequence[Method], plan: TreePlan) -> list[Row]:
 
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:
-    """Find the methods that are predicted to be slower than exact decoding with their best trees.
-
-    Args:
-        plan: The trees of every method.
-
-    Returns:
-        The reason not to measure them, by name.
-    """
-    exact = plan.candidates[EXACT.name][0].tokens_per_second
-    speeds = {name: trees[0].tokens_per_second / exact for name, trees in plan.candidates.items()}
+    """Return, by name, why methods are not measured that are predicted to be slow at their best."""
+    speeds = {name: trees[0].tokens_per_second for name, trees in plan.candidates.items()}
+    ratios = {name: speed / speeds[EXACT.name] for name, speed in speeds.items()}
     return {
-        name: f"predicted to be {speed:.2f} times as fast as exact decoding"
-        for name, speed in speeds.items()
-        if speed < MIN_SPEED
+        name: f"predicted to be {ratio:.2f} times as fast as exact decoding"
+        for name, ratio in ratios.items()
+        if ratio < MIN_SPEED
     }
 
 
@@ -237,25 +199,16 @@ def screen(
     config: EvaluationConfig,
     progress: ProgressFactory,
 ) -> dict[str, str]:
-    """Find the settings that clearly lose too much, on a few questions.
+    """Return, by name, why methods are not measured that clearly lose too much on a few questions.
 
-    Args:
-        loaded: The pair and all questions.
-        methods: Exact decoding and the settings.
-        request: What to evaluate.
-        config: How answers are decoded.
-        progress: Reports progress.
-
-    Returns:
-        The reason not to measure them, by name; none if the questions have no score.
+    Exact decoding is the first of the methods. None is dropped if the questions have no score.
     """
     few = Loaded(loaded.model, balanced_subset(loaded.questions, SCREENING_QUESTIONS))
     if not all(question.scored_by for question in few.questions):
         return {}
+    unused = {"judge_base_url": None, "baseline": None, "assistant": None, "compile": False}
     found = run_evaluation(
-        request.model_copy(
-            update={"judge_base_url": None, "baseline": None, "assistant": None, "compile": False}
-        ),
+        request.model_copy(update=unused),
         config.updated(batch=SCREENING_BATCH),
         methods,
         request.output_folder("sweep") / SCREENING_FOLDER,

@@ -56,30 +56,25 @@ def test_agreement_of_known_answers() -> None:
     assert changed_limit(found, 0.95) == pytest.approx(0.95 ** (1 / 3))
 
 
-def test_agreement_without_a_change_still_has_a_limit() -> None:
+def test_agreement_of_equal_and_of_empty_answers() -> None:
     answers = [record_of(number, [1, 2]) for number in range(30)]
     found = agreement(answers, answers)
     assert (found["identical"], found["first_difference"]) == (30, None)
-    assert changed_limit(found, 0.95) == pytest.approx(1 - 0.05 ** (1 / 30))
-    assert changed_limit(found, 0.99) == pytest.approx(1 - 0.01 ** (1 / 30))
-
-
-def test_agreement_ignores_questions_that_exact_decoding_could_not_answer() -> None:
-    found = agreement([record_of(0, [])], [record_of(0, [])])
+    for confidence in (0.95, 0.99):
+        limit = 1 - (1 - confidence) ** (1 / 30)
+        assert changed_limit(found, confidence) == pytest.approx(limit)
+    found = agreement([record_of(0, [])], [record_of(0, [])])  # exact decoding failed
     assert (found["answers"], changed_limit(found, 0.95), found["length_change"]) == (0, None, None)
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
+def test_repetition() -> None:
+    for turns, expected in (
         ([[1, 2, 3]], 0.0),
         ([[1, 2, 3, 4, 5]], 0.0),
         ([[7] * 13], 0.9),  # ten 4-grams, one distinct
         ([[1, 2, 3, 4], [1, 2, 3, 4]], 0.0),  # another turn is no repetition
-    ],
-)
-def test_repetition(turns: list[list[int]], expected: float) -> None:
-    assert repetition(turns) == pytest.approx(expected)
+    ):
+        assert repetition(turns) == pytest.approx(expected)
 
 
 def test_regrets_are_summed_over_all_tokens() -> None:
@@ -157,7 +152,9 @@ def test_changed_answers_consist_of_the_answers_text(
     assert len(found["tokens"]) == total
 
 
-def test_lost_answers_come_first(model: EagleFSD, answers: dict[str, list[Record]]) -> None:
+def test_lost_answers_come_first_and_equal_ones_are_not_shown(
+    model: EagleFSD, answers: dict[str, list[Record]]
+) -> None:
     shown = [answer["question_id"] for answer in compare(model, answers)["answers"]]
     last = shown[-1]
     right = dict.fromkeys(shown, True)
@@ -166,28 +163,20 @@ def test_lost_answers_come_first(model: EagleFSD, answers: dict[str, list[Record
     assert found["answers"][0]["question_id"] == last
     found = compare(model, answers, exact={**right, last: False}, **{FUZZY.name: right})
     assert found["answers"][0]["outcome"] == "gained"
-
-
-def test_equal_answers_are_not_shown(model: EagleFSD, answers: dict[str, list[Record]]) -> None:
-    same = {"exact": answers["exact"], FUZZY.name: answers["exact"]}
-    found = compare(model, same)
+    found = compare(model, {"exact": answers["exact"], FUZZY.name: answers["exact"]})
     assert (found["changed"], found["answers"], found["tokens"]) == (0, [], [])
 
 
-def test_special_tokens_are_shown_where_they_changed(
-    model: EagleFSD, answers: dict[str, list[Record]]
-) -> None:
-    """An answer that ends where the other one continues."""
-    end = model.tokenizer.eos_token_id
-    short = [record_of(0, [40, 50, end], regrets=[])]
-    long = [record_of(0, [40, 50, 60, end], regrets=[])]
-    for record in (*short, *long):
-        record["choices"][0] |= {"origins": [[1] * 4], "prompt_ids": [[1, 3]]}
-    questions = [Question(0, "c", ("?",))]
-    records = {"exact": short, FUZZY.name: long}
-    (answer,) = compare_answers(model, FUZZY, questions, records, {}, greedy=False)["answers"]
-    assert not any(model.tokenizer.eos_token in piece["text"] for piece in answer["exact"][0])
-    records = {"exact": [record_of(0, [40, 50, end])], FUZZY.name: [record_of(0, [40, 50])]}
-    records[FUZZY.name][0]["choices"][0] |= {"origins": [[1] * 2], "prompt_ids": [[1, 3]]}
-    (answer,) = compare_answers(model, FUZZY, questions, records, {}, greedy=False)["answers"]
-    assert answer["exact"][0][-1] == {"text": model.tokenizer.eos_token, "changed": True}
+def test_special_tokens_are_shown_where_they_changed(model: EagleFSD) -> None:
+    """Such as the end of an answer that the other one continues."""
+    end, token = model.tokenizer.eos_token_id, model.tokenizer.eos_token
+    for other, last in (([40, 50, 60, end], None), ([40, 50], {"text": token, "changed": True})):
+        records = {"exact": [record_of(0, [40, 50, end])], FUZZY.name: [record_of(0, other)]}
+        records[FUZZY.name][0]["choices"][0] |= {"origins": [[1] * len(other)]}
+        questions = [Question(0, "c", ("?",))]
+        (answer,) = compare_answers(model, FUZZY, questions, records, {}, greedy=False)["answers"]
+        (pieces,) = answer["exact"]
+        if last is None:
+            assert not any(token in piece["text"] for piece in pieces)
+        else:
+            assert pieces[-1] == last

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,26 +22,18 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConf
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import calibration, engines, methods
 from eagle_fsd.evaluation.calibration import (
-    MAX_TESTS,
     SPEED_FIELDS,
-    Setting,
-    add_rows,
+    Calibration,
     calibrate,
-    candidate_methods,
-    certify,
-    chance,
-    check_accuracy,
     check_folder,
+    read_tests,
+)
+from eagle_fsd.evaluation.certificate import (
+    MAX_TESTS,
+    Verdict,
     check_questions,
-    choose_tests,
     conclude,
     count_unscored_as_wrong,
-    drop_settings,
-    exact_tree,
-    plan_settings,
-    race_settings,
-    read_tests,
-    remove_questions,
     split_questions,
 )
 from eagle_fsd.evaluation.config import (
@@ -51,10 +43,24 @@ from eagle_fsd.evaluation.config import (
     LossBounds,
 )
 from eagle_fsd.evaluation.markdown_report import report_text
-from eagle_fsd.evaluation.methods import Method, rule_method
+from eagle_fsd.evaluation.methods import Method
 from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.selection import (
+    CALIBRATED_RULES,
+    Setting,
+    add_rows,
+    candidate_methods,
+    chance,
+    check_accuracy,
+    choose_tests,
+    drop_settings,
+    exact_tree,
+    plan_settings,
+    race_settings,
+)
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import footnote, points_text
+from eagle_fsd.evaluation.tuning import costs, search
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
@@ -64,43 +70,50 @@ from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
 from eagle_fsd.utils.progress import no_progress
 
 Run = Callable[..., tuple[int, str, str]]
-QUESTION = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
+Row = dict[str, Any]
+BOUNDS = LossBounds(max_drop=1.0)
+#: A loss, and shares of lost, gained and other questions with that loss.
+LOSS, SHARES = 0.05, (0.06, 0.01, 0.93)
+TREE, EXACT_TREE, LONG_TREE = (
+    TreeConfig(total_tokens=n, depth=depth, top_k=k)
+    for n, depth, k in ((12, 10, 1), (16, 8, 2), (28, 26, 1))
+)
 
 
-def row(method: str, speed: float, lost: int = 0, gained: int = 0) -> dict[str, Any]:
+def row(method: str, speed: float, lost: int = 0, gained: int = 0, paired: int = 1000) -> Row:
     return {
         "method": method,
         "tokens_per_second": speed,
         "speed_over_exact": speed / 100,
         "speed_over_exact_interval": [speed / 100 - 0.01, speed / 100 + 0.01],
-        "against_exact": {"lost": lost, "gained": gained, "paired": 1000},
+        "against_exact": {"lost": lost, "gained": gained, "paired": paired},
+        **{"scored": paired, "accuracy": 0.9, "tokens": 1, "cut_off": 0},
     }
 
 
-BOUNDS = LossBounds(max_drop=1.0)
-EXACT = {
-    "method": "exact",
-    "tokens_per_second": 100.0,
-    "speed_over_exact": 1.0,
-    "speed_over_exact_interval": None,
-    "accuracy": 0.9,
-    "cut_off": 0,
-}
+def questions(count: int, **values: Any) -> list[Question]:
+    return [Question(at, "c", (f"{at}?",), **values) for at in range(count)]
+
+
+def certified(outcomes: np.ndarray, loss: float, count: int, confidence: float) -> np.ndarray:
+    """Whether the losses and gains, ``[..., 2]``, certify a loss, ``[...]``."""
+    found, index = np.unique(outcomes.reshape(-1, 2), axis=0, return_inverse=True)
+    passed = [is_loss_below(loss, int(b), int(c), count, confidence) for b, c in found]
+    return np.array(passed)[index].reshape(outcomes.shape[:-1])
+
+
+# -- what is tested --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [(0, 0, 400), (2, 1, 400), (0, 0, 16), (9, 7, 200)])
-def test_chances_agree_with_the_certificate(answers: tuple[int, int, int]) -> None:
-    """The estimate is the share of 200 draws, whose standard error is below 3.6 points."""
-    lost, gained, paired = answers
-    random = np.random.default_rng(5)
-    shares = random.dirichlet([lost + 0.5, gained + 0.5, paired - lost - gained + 0.5], 1000)
-    passed = [
-        is_loss_below(0.01, int(b), int(c), 1500, 0.975)
-        for b, c, _ in random.multinomial(1500, shares)
-    ]
-    found = {"against_exact": {"lost": lost, "gained": gained, "paired": paired}}
-    assert chance(found, BOUNDS, 1500, 2) == pytest.approx(np.mean(passed), abs=0.2)
+def test_chances_agree_with_the_certificate() -> None:
+    """The estimate is a share of 200 draws and the other of 300: standard errors below 4 points."""
+    for lost, gained, paired in ((0, 0, 400), (2, 1, 400), (0, 0, 16), (9, 7, 200)):
+        random = np.random.default_rng(5)
+        shares = random.dirichlet([lost + 0.5, gained + 0.5, paired - lost - gained + 0.5], 300)
+        passed = certified(random.multinomial(1500, shares)[:, :2], 0.01, 1500, 0.975)
+        found = chance(row("", 150, lost, gained, paired), BOUNDS, 1500, 2)
+        assert found == pytest.approx(passed.mean(), abs=0.2)
 
 
 def test_chances_decrease_with_losses_and_with_the_number_of_tests() -> None:
@@ -112,337 +125,111 @@ def test_chances_decrease_with_losses_and_with_the_number_of_tests() -> None:
     assert chance(rows[0], BOUNDS, 0) == 0.0
 
 
-def chosen(rows: list[dict[str, Any]], max_drop: float = 1.0) -> list[str]:
-    found = choose_tests(rows, LossBounds(max_drop=max_drop), 3000)
-    return [item["method"] for item in found]
-
-
 def test_the_series_with_the_largest_expected_speed_is_tested() -> None:
-    """T = 0.3 loses too much. T = 0.2 may be certified, and if it is not, T = 0.1 will be."""
-    rows = [row("T=0.1", 120), row("T=0.2", 150, 6), row("T=0.3", 200, 30, 1)]
-    assert chosen(rows) == ["T=0.2", "T=0.1"]
-    assert chosen(rows, 0.1) == ["T=0.1"]
-    assert chosen(rows[:2], 5.0) == ["T=0.2"]
-    assert chosen([*rows, row("T=0.15", 140)]) == ["T=0.2", "T=0.15"]
-
-
-def test_a_slower_setting_without_a_better_chance_is_not_tested() -> None:
-    """The error probability would be divided for nothing."""
-    assert chosen([row("T=0.1", 149), row("T=0.2", 150)]) == ["T=0.2"]
-    assert chosen([row("T=0.1", 149), row("T=0.2", 150, 5)])[-1] == "T=0.1"
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        [],
-        [row("T=0.1", 90), row("T=0.2", 95), row("T=0.3", 96)],
-        [row("T=0.1", 190, 90), row("T=0.2", 195, 90), row("T=0.3", 196, 90)],
-        [{**row(f"T=0.{n}", 120), "speed_over_exact_interval": [0.9, 1.5]} for n in (1, 2, 3)],
-    ],
-    ids=["none", "slower", "lossy", "noisy"],
-)
-def test_nothing_is_tested_if_nothing_qualifies(others: list[dict[str, Any]]) -> None:
-    assert chosen(others, 0.5) == []
-
-
-@pytest.mark.parametrize("levels", [(0.8, 200, 8), (0.95, 400, 20)])
-def test_certificates_of_selected_settings_err_as_stated(levels: tuple[float, int, int]) -> None:
-    """Of many settings that lose exactly the bound, the luckiest is selected, then certified.
-
-    With 3,000 samples the standard deviation of the share is below 0.75 points; a share above the
-    stated error plus five of them has a probability below 1e-6. On the questions for the selection
-    themselves, the same test would err almost always.
-    """
-    confidence, count, settings = levels
-    random = np.random.default_rng(0)
-    loss, samples = 0.05, 3000
-    lost = random.multinomial(count, [loss + 0.01, 0.01, 0.98 - loss], (samples, settings))[..., :2]
-    luckiest = (lost[..., 0] - lost[..., 1]).argmin(1)
-    fresh = random.multinomial(count, [loss + 0.01, 0.01, 0.98 - loss], samples)[:, :2]
-    reused = lost[np.arange(samples), luckiest]
-
-    def share(outcomes: np.ndarray) -> float:
-        found, counts = np.unique(outcomes, axis=0, return_counts=True)
-        passed = [is_loss_below(loss, int(b), int(c), count, confidence) for b, c in found]
-        return float(counts[np.array(passed)].sum()) / samples
-
-    assert share(fresh) <= 1 - confidence + 5 * 0.0075
-    assert share(reused) > 0.5
-
-
-@pytest.mark.parametrize("level", [(0.8, 300), (0.95, 400)])
-def test_a_series_of_tests_errs_as_stated(level: tuple[float, int]) -> None:
-    """All settings lose exactly the bound, so that certifying any of them is an error.
-
-    The samples and the tolerance are those of the test above. Without dividing the error
-    probability, independent tests would err almost twice as often.
-    """
-    confidence, count = level
-    random = np.random.default_rng(2)
-    loss, samples = 0.05, 3000
-    lost = random.multinomial(count, [loss + 0.01, 0.01, 0.98 - loss], (samples, MAX_TESTS))
-
-    def share(tests: int) -> float:
-        level = confidence_per_test(confidence, tests)
-        found, index = np.unique(lost[..., :2].reshape(-1, 2), axis=0, return_inverse=True)
-        passed = [is_loss_below(loss, int(b), int(c), count, level) for b, c in found]
-        return float(np.array(passed)[index].reshape(samples, MAX_TESTS).any(1).mean())
-
-    assert share(MAX_TESTS) <= 1 - confidence + 5 * 0.0075
-    assert share(1) > 1.2 * share(MAX_TESTS)
-
-
-def test_the_conclusion_states_the_bound() -> None:
-    good, bad = (
-        certify(row(name, 150, lost, 1), BOUNDS, 1) for name, lost in (("a", 2), ("b", 12))
-    )
-    assert conclude([good], BOUNDS, 1, 9) == (
-        "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
-        " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
-        f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
-    )
-    assert good.certified
-    assert not bad.certified
-    assert good.drop < 1.0 < bad.drop
-    assert conclude([bad], BOUNDS, 1, 9) == (
-        "Exact decoding: nothing is certified to lose at most 1 points of accuracy relative to"
-        " exact decoding. On 1000 questions that had no part in the selection, with 95%"
-        " confidence: b lost 12 answers and gained 1, so that it loses at most"
-        f" {points_text(bad.drop / 100)} points."
-    )
-    assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
-
-
-def test_the_conclusion_of_several_tests_states_the_confidence_of_each() -> None:
-    bad, good, worse = (
-        certify(row(name, 150, lost, 1), BOUNDS, 2)
-        for name, lost in (("fast", 12), ("slow", 2), ("lossy", 20))
-    )
-    assert good.drop == pytest.approx(100 * loss_bound(2, 1, 1000, 0.975))
-    found = conclude([bad, good], BOUNDS, 2, 9)
-    assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
-    assert (
-        "fast was tested before and is not certified: it lost 12 answers and gained 1, which shows"
-        f" at most {points_text(bad.drop / 100)} points, not 1 points."
-    ) in found
-    assert "Each of up to 2 tests has a confidence of 97.5%" in found
-    found = conclude([bad, worse], BOUNDS, 2, 9)
-    assert found.startswith("Exact decoding: nothing is certified")
-    bound = points_text(bad.drop / 100)
-    assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
-    assert "97.5%" in found
-
-
-@pytest.mark.parametrize(
-    ("exact", "words"),
-    [
-        ({"tokens": 0}, "no question was answered"),
-        (
-            {"accuracy": 0.02, "cut_off": 280},
-            r"accuracy of exact decoding is only 2\.0%.*280 answers were cut off",
-        ),
-    ],
-    ids=["unanswered", "inaccurate"],
-)
-def test_exact_decoding_without_accuracy_to_lose_is_rejected(
-    exact: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        check_accuracy({**EXACT, "tokens": 9, **exact}, 0.5)
-
-
-def plan(*names: str) -> list[Setting]:
-    """Settings with different trees, fastest first."""
-    return [
-        Setting(Method(name), name.partition("-")[0], 1.5 - 0.01 * at)
-        for at, name in enumerate(names)
-    ]
-
-
-def outcomes(paired: int, **lost: int) -> dict[str, dict[str, Any]]:
-    return {
-        name.replace("_", "-"): {"against_exact": {"lost": count, "gained": 0, "paired": paired}}
-        for name, count in lost.items()
-    }
+    """A setting without a better chance would divide the error probability for nothing."""
+    sure, risky, lossy = row("sure", 120), row("risky", 150, 6), row("lossy", 200, 30, 1)
+    noisy = {**row("noisy", 120), "speed_over_exact_interval": [0.9, 1.5]}
+    for rows, max_drop, expected in (
+        ([sure, risky, lossy], 1.0, ["risky", "sure"]),
+        ([sure, risky, lossy], 0.1, ["sure"]),
+        ([sure, risky], 5.0, ["risky"]),
+        ([sure, risky, lossy, row("between", 140)], 1.0, ["risky", "between"]),
+        ([row("slower", 149), row("faster", 150)], 1.0, ["faster"]),
+        ([row("slower", 149), row("faster", 150, 5)], 1.0, ["faster", "slower"]),
+        ([], 0.5, []),
+        ([row("slow", 90), row("slow too", 96)], 0.5, []),
+        ([row("lossy", 190, 90), row("lossy too", 196, 90)], 0.5, []),
+        ([noisy], 0.5, []),
+    ):
+        found = choose_tests(rows, LossBounds(max_drop=max_drop), 3000)
+        assert [item["method"] for item in found] == expected
 
 
 def test_settings_with_the_largest_expected_gain_remain() -> None:
-    """Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not."""
-    rows = outcomes(50, a=12, b=4, c=0, d=0)
-    bounds = LossBounds(max_drop=5.0)
+    """Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not.
 
-    def kept(count: int) -> list[str]:
-        return [item.name for item in drop_settings(plan(*"abcd"), rows, bounds, 1500, count)]
-
-    assert kept(4) == ["b", "c", "d"]
-    assert kept(2) == ["c", "d"]
-    assert kept(1) == ["c"]
-
-
-def test_one_tree_of_each_acceptance_setting_remains() -> None:
-    """The fastest one, unless another is likelier to be certified."""
-    settings = plan("a-chain", "b-chain", "a-bushy", "b-bushy")
-    rows = outcomes(100, a_chain=0, b_chain=2, a_bushy=0, b_bushy=0)
-    found = drop_settings(settings, rows, BOUNDS, 1500, 4)
-    assert [item.name for item in found] == ["a-chain", "b-bushy"]
-
-
-def test_dropping_settings_early_does_not_affect_the_certificate() -> None:
-    """Settings lose 4 points, the bound is 1: the luckiest survivors fail on fresh questions.
-
-    Of 1,500 fresh questions, 60 are lost on average; at most 20 of them, which would be certified,
-    have a probability below 1e-9.
+    Of the trees of an acceptance setting, the fastest one remains, unless another is likelier to be
+    certified.
     """
-    random = np.random.default_rng(1)
-    rows: dict[str, dict[str, Any]] = {}
-    settings, bounds = plan(*map(str, range(40))), LossBounds(max_drop=1.0)
-    for count, kept in ((48, 8), (96, 4), (356, 4)):
-        new = []
-        for item in settings:
-            outcome = {"lost": int(random.binomial(count, 0.04)), "gained": 0, "paired": count}
-            values = {"scored": count, "accuracy": 0.9, "tokens": 1, "cut_off": 0}
-            new.append({"method": item.name, "against_exact": outcome, **values})
-        add_rows(rows, new)
-        settings = drop_settings(settings, rows, bounds, 1500, kept)
-    assert len(settings) <= 4
-    for item in settings or plan("none"):
-        fresh = row(item.name, 150)
-        fresh["against_exact"] = {
-            "lost": int(random.binomial(1500, 0.04)),
-            "gained": 0,
-            "paired": 1500,
+
+    def kept(count: int, max_drop: float, paired: int, **lost: int) -> list[str]:
+        names = [name.replace("_", "-") for name in lost]
+        plan = [
+            Setting(Method(name), name.partition("-")[0], 1.5 - 0.01 * at)
+            for at, name in enumerate(names)
+        ]
+        rows = {
+            name: row(name, 150, number, 0, paired)
+            for name, number in zip(names, lost.values(), strict=True)
         }
-        assert not certify(fresh, bounds, 2).certified
+        found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 1500, count)
+        return [item.name for item in found]
+
+    losses = {"a": 12, "b": 4, "c": 0, "d": 0}
+    for count, expected in ((4, "bcd"), (2, "cd"), (1, "c")):
+        assert kept(count, 5.0, 50, **losses) == list(expected)
+    trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
+    assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
 
 
 def test_results_of_rounds_add_up() -> None:
-    rows: dict[str, dict[str, Any]] = {}
-    values = {"tokens": 10, "cut_off": 1, "tau": 2.0}
+    rows: dict[str, Row] = {}
     for scored, accuracy, lost in ((10, 0.9, 1), (30, 0.7, 2)):
-        against = {"lost": lost, "gained": 0, "paired": scored}
-        add_rows(
-            rows,
-            [
-                {"method": "exact", "scored": scored, "accuracy": 1.0, **values},
-                {
-                    **{"method": "a", "scored": scored, "accuracy": accuracy, **values},
-                    "against_exact": against,
-                },
-            ],
-        )
+        new = {**row("a", 150, lost, 0, scored), "accuracy": accuracy, "cut_off": 1}
+        add_rows(rows, [{**new, "method": "exact", "against_exact": {}}, new])
     assert rows["a"]["against_exact"] == {"lost": 3, "gained": 0, "paired": 40}
     assert rows["a"]["accuracy"] == pytest.approx(0.75)
     assert (rows["a"]["scored"], rows["exact"]["cut_off"]) == (40, 2)
 
 
-def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
-    """Those that are predicted to be slower than exact decoding are left out."""
-    bushy, chain, long = (
-        TreeConfig(total_tokens=n, depth=depth, top_k=k)
-        for n, depth, k in ((16, 8, 2), (12, 10, 1), (28, 26, 1))
-    )
+def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:
     candidates = {
-        "exact": [Candidate(bushy, 6.0, 700.0)],
-        "a": [
-            Candidate(long, 20.0, 1200.0),
-            Candidate(chain, 9.0, 900.0),
-            Candidate(bushy, 8.0, 800.0),
-        ],
-        "b": [Candidate(chain, 7.0, 750.0), Candidate(bushy, 6.0, 690.0)],
+        name: [Candidate(tree, speed / 100, speed) for tree, speed in found]
+        for name, found in trees.items()
     }
-    found = TreePlan(bushy, candidates), [Method("a"), Method("b")]
-    names = ["a tree 28-26-1", "a tree 16-8-2", "b tree 12-10-1"]
-    settings = plan_settings(*found, None)
-    assert [item.name for item in settings] == names
-    assert [item.acceptance for item in settings] == ["a", "a", "b"]
-    assert settings[0].speed == pytest.approx(1200 / 700)
+    return TreePlan(EXACT_TREE, candidates)
 
 
-def test_methods_that_accept_the_same_numbers_of_tokens_are_tried_once() -> None:
-    """A floor that changes nothing: the highest one is kept."""
-    exact = TreeConfig(total_tokens=16, depth=8, top_k=2)
-    same, less = (
-        Candidate(TreeConfig(total_tokens=12, depth=10, top_k=1), tau, 100 * tau)
-        for tau in (9.0, 8.0)
+def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
+    """Engines decode as we do along chains only, and one of them has chains only."""
+    plan = tree_plan(
+        exact=[(EXACT_TREE, 700.0), (TREE, 600.0)],
+        a=[(LONG_TREE, 1200.0), (TREE, 900.0), (EXACT_TREE, 800.0)],
+        b=[(TREE, 750.0), (EXACT_TREE, 690.0)],
+        c=[(TREE, 750.0)],  # accepts the same numbers of tokens as b
+        d=[(LONG_TREE, 650.0)],
     )
-    grid = CalibrationGrid(thresholds=(0.05, 0.4), min_ratios=(0.1, 0.3))
-    methods = candidate_methods(grid, None, 0.0, False)[:4]
-    found = {"T=0.05 r=0.1": same, "T=0.05 r=0.3": same, "T=0.4 r=0.1": same, "T=0.4 r=0.3": less}
-    plan = TreePlan(
-        exact,
-        {
-            "exact": [Candidate(exact, 6.0, 700.0)],
-            **{method.name: [found[method.name]] for method in methods},
-        },
-    )
-    names = [item.acceptance for item in plan_settings(plan, methods, None)]
-    assert names == ["T=0.05 r=0.3", "T=0.4 r=0.3"]
+    names = list(map(Method, "abcd"))
+    found = plan_settings(plan, names, None)
+    assert [(item.name, item.acceptance, item.speed) for item in found] == [
+        ("a tree 28-26-1", "a", 1200 / 700),
+        ("a tree 16-8-2", "a", 800 / 700),
+        ("b tree 12-10-1", "b", 750 / 700),
+    ]
+    for engine, exact, expected in (
+        ("sglang", EXACT_TREE, {"a tree 28-26-1": 1200 / 700, "b tree 12-10-1": 750 / 700}),
+        (
+            "tensorrt-llm",
+            TREE,
+            {"a tree 28-26-1": 2.0, "b tree 12-10-1": 1.25, "d tree 28-26-1": 650 / 600},
+        ),
+    ):
+        found = plan_settings(plan, names, engine)
+        assert {item.name: item.speed for item in found} == pytest.approx(expected)
+        assert exact_tree(plan, engine) == exact
+    assert exact_tree(plan, None) == EXACT_TREE
 
 
-def test_an_engine_without_trees_is_compared_along_chains() -> None:
-    """Exact decoding has a chain as well, which others need not beat by as much."""
-    bushy, chain, long = (
-        TreeConfig(total_tokens=n, depth=depth, top_k=k)
-        for n, depth, k in ((16, 8, 2), (12, 10, 1), (28, 26, 1))
-    )
-    plan = TreePlan(
-        bushy,
-        {
-            "exact": [Candidate(bushy, 6.0, 700.0), Candidate(chain, 5.0, 600.0)],
-            "a": [Candidate(long, 7.0, 650.0), Candidate(bushy, 8.0, 800.0)],
-        },
-    )
-    (setting,) = plan_settings(plan, [Method("a")], "tensorrt-llm")
-    assert (setting.name, setting.speed) == ("a tree 28-26-1", pytest.approx(650 / 600))
-    assert exact_tree(plan, "tensorrt-llm") == chain
-    assert exact_tree(plan, "sglang") == exact_tree(plan, None) == bushy
-    assert plan_settings(plan, [Method("a")], "sglang") == []  # its bushy trees verify otherwise
-    assert [item.name for item in plan_settings(plan, [Method("a")], None)] == ["a tree 16-8-2"]
-
-
-@pytest.mark.parametrize("rules", [False, True])
-def test_candidates_include_other_rules_or_are_an_engines(rules: bool) -> None:
-    grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.3,))
-    names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]
-    others = calibration.CALIBRATED_RULES if rules else ()
-    assert names == ["T=0.05 r=0.3", "T=0.1 r=0.3", "price 1.5", "price 0.75", *others]
-    assert len(candidate_methods(grid, "tensorrt-llm", 0.0, rules)) == 15
-    with pytest.raises(OptionsError, match="set a --temperature above 0; got 0"):
-        candidate_methods(grid, "sglang", 0.0, rules)
-
-
-def test_rows_without_a_score_are_rejected() -> None:
-    rows = [EXACT, {**row("T=0.1", 120), "against_exact": {}}]
-    with pytest.raises(ValueError, match="have no score"):
-        certify(rows[1], BOUNDS, 1)
-
-
-def test_questions_are_checked_before_they_are_answered() -> None:
-    scored = [Question(number, "c", ("?",), "number", "1") for number in range(100)]
-    assert check_questions(3.0, 0.95, scored, False) is None
-    assert check_questions(0.5, 0.95, scored, False) == (
-        "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600 can,"
-        " 745 if two settings are tested; use a larger --count, or a --max-drop above 0.5"
-    )
-    assert loss_bound(0, 0, 744, 0.975) > 0.005 >= loss_bound(0, 0, 745, 0.975)
-    assert "; use a --max-drop above 0" in str(check_questions(0.0, 0.95, scored, False))
-    with pytest.raises(ValueError, match="have no score"):
-        check_questions(0.5, 0.95, [Question(0, "c", ("?",))], False)
-    code = [Question(0, "c", ("?",), "code", "")]
-    with pytest.raises(ValueError, match="--execute-code"):
-        check_questions(0.5, 0.95, code, False)
-    assert check_questions(100.0, 0.95, code, True) is None
-
-
-def test_tests_are_fixed_before_fresh_questions_are_answered(tmp_path: Path) -> None:
-    bounds = LossBounds(max_drop=1.0)
-    assert not read_tests(tmp_path, bounds)
-    fixed = {"bounds": bounds.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
-    (tmp_path / "tests.json").write_text(json.dumps(fixed))
-    assert read_tests(tmp_path, bounds) == fixed
-    with pytest.raises(ValueError, match="other bounds: choose another output folder, and with -"):
-        read_tests(tmp_path, LossBounds(max_drop=2.0))
+def test_candidates_include_other_rules_or_are_an_engines() -> None:
+    grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.1, 0.3))
+    fsd = [f"T={threshold:g} r={ratio:g}" for ratio in (0.3, 0.1) for threshold in (0.05, 0.1)]
+    for rules in (False, True):
+        names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]
+        others = CALIBRATED_RULES if rules else ()
+        assert names == [*fsd, "price 1.5", "price 0.75", *others]
+        assert len(candidate_methods(grid, "tensorrt-llm", 0.0, rules)) == 15
+        with pytest.raises(OptionsError, match="set a --temperature above 0; got 0"):
+            candidate_methods(grid, "sglang", 0.0, rules)
 
 
 def test_the_fastest_tree_of_exact_decoding_is_the_reference() -> None:
@@ -468,36 +255,133 @@ def test_the_fastest_tree_of_exact_decoding_is_the_reference() -> None:
     assert raced.count(48) == raced.count(12) == 9
 
 
-def test_used_questions_are_removed_whatever_their_ids() -> None:
-    questions = [Question(number, "c", (text,)) for number, text in enumerate("abcad")]
-    used = [Question(7, "c", ("a",)), Question(8, "c", ("c",))]
-    assert [item.question_id for item in remove_questions(questions, used)] == [1, 4]
+# -- the certificate -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["sorted", "interleaved"])
-def test_both_stages_have_the_same_categories(order: str) -> None:
+def test_certificates_of_selected_settings_err_as_stated() -> None:
+    """Of many settings that lose exactly the bound, the luckiest is selected, then certified.
+
+    With 3,000 samples the standard deviation of the share is below 0.75 points; a share above the
+    stated error plus five of them has a probability below 1e-6. On the questions for the selection
+    themselves, the same test would err almost always.
+    """
+    for confidence, count, settings in ((0.8, 200, 8), (0.95, 400, 20)):
+        random = np.random.default_rng(0)
+        lost = random.multinomial(count, SHARES, (3000, settings))[..., :2]
+        luckiest = (lost[..., 0] - lost[..., 1]).argmin(1)
+        fresh = random.multinomial(count, SHARES, 3000)[:, :2]
+        reused = lost[np.arange(3000), luckiest]
+        assert certified(fresh, LOSS, count, confidence).mean() <= 1 - confidence + 5 * 0.0075
+        assert certified(reused, LOSS, count, confidence).mean() > 0.5
+
+
+def test_a_series_of_tests_errs_as_stated() -> None:
+    """All settings lose exactly the bound, so that certifying any of them is an error.
+
+    The samples and the tolerance are those of the test above. Without dividing the error
+    probability, independent tests would err almost twice as often.
+    """
+    for confidence, count in ((0.8, 300), (0.95, 400)):
+        random = np.random.default_rng(2)
+        lost = random.multinomial(count, SHARES, (3000, MAX_TESTS))[..., :2]
+        divided, whole = (
+            certified(lost, LOSS, count, confidence_per_test(confidence, tests)).any(1).mean()
+            for tests in (MAX_TESTS, 1)
+        )
+        assert divided <= 1 - confidence + 5 * 0.0075
+        assert whole > 1.2 * divided
+
+
+def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> None:
+    good, bad = (Verdict.of(row(name, 150, n, 1), BOUNDS, 1) for name, n in (("a", 2), ("b", 12)))
+    assert conclude([good], BOUNDS, 1, 9) == (
+        "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
+        " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
+        f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
+    )
+    assert (good.certified, bad.certified) == (True, False)
+    assert good.drop < 1.0 < bad.drop
+    assert conclude([bad], BOUNDS, 1, 9) == (
+        "Exact decoding: nothing is certified to lose at most 1 points of accuracy relative to"
+        " exact decoding. On 1000 questions that had no part in the selection, with 95%"
+        " confidence: b lost 12 answers and gained 1, so that it loses at most"
+        f" {points_text(bad.drop / 100)} points."
+    )
+    assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
+
+    fast, slow, lossy = (
+        Verdict.of(row(name, 150, lost, 1), BOUNDS, 2)
+        for name, lost in (("fast", 12), ("slow", 2), ("lossy", 20))
+    )
+    assert slow.drop == pytest.approx(100 * loss_bound(2, 1, 1000, 0.975))
+    bound = f"at most {points_text(fast.drop / 100)} points"
+    found = conclude([fast, slow], BOUNDS, 2, 9)
+    assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
+    assert "fast was tested before and is not certified: it lost 12 answers and gained 1" in found
+    assert f"which shows {bound}, not 1 points." in found
+    assert "Each of up to 2 tests has a confidence of 97.5%" in found
+    found = conclude([fast, lossy], BOUNDS, 2, 9)
+    assert found.startswith("Exact decoding: nothing is certified")
+    assert f"gained 1, so that it loses {bound}; lossy lost 20" in found
+    with pytest.raises(ValueError, match="have no score"):
+        Verdict.of({**row("T=0.1", 120), "against_exact": {}}, BOUNDS, 1)
+
+
+# -- questions and folders -------------------------------------------------------------------------
+
+
+def test_exact_decoding_without_accuracy_to_lose_is_rejected() -> None:
+    for values, words in (
+        ({"tokens": 0}, "no question was answered"),
+        (
+            {"accuracy": 0.02, "cut_off": 280},
+            r"accuracy of exact decoding is only 2\.0%.*280 answers were cut off",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_accuracy({**row("exact", 100), **values}, 0.5)
+
+
+def test_questions_are_checked_before_they_are_answered() -> None:
+    def warning(max_drop: float, *options: Any) -> str | None:
+        return check_questions(LossBounds(max_drop=max_drop), *options)
+
+    scored = questions(100, scored_by="number", answer="1")
+    assert warning(3.0, scored, False) is None
+    assert warning(0.5, scored, False) == (
+        "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600 can,"
+        " 745 if two settings are tested; use a larger --count, or a --max-drop above 0.5"
+    )
+    assert loss_bound(0, 0, 744, 0.975) > 0.005 >= loss_bound(0, 0, 745, 0.975)
+    assert "; use a --max-drop above 0" in str(warning(0.0, scored, False))
+    with pytest.raises(ValueError, match="have no score"):
+        warning(0.5, questions(1), False)
+    code = [Question(0, "c", ("?",), "code", "")]
+    with pytest.raises(ValueError, match="--execute-code"):
+        warning(0.5, code, False)
+    assert warning(100.0, code, True) is None
+
+
+def test_both_stages_have_the_same_categories_and_no_common_question() -> None:
     """A small category is certified too, and a rare one is neither lost nor repeated."""
     sizes = {"large": 1000, "small": 40, "rare": 1}
     names = [name for name, size in sizes.items() for _ in range(size)]
-    if order == "interleaved":
-        np.random.default_rng(0).shuffle(names)
-    questions = [Question(at, name, (f"{at}?",)) for at, name in enumerate(names)]
-    used, fresh = split_questions(questions)
-    assert len(used) == 208
-    for name, size in sizes.items():
-        counts = [sum(item.category == name for item in part) for part in (used, fresh)]
-        assert sum(counts) == size
-        assert counts[0] == pytest.approx(0.2 * size, abs=1)
-    ids = [item.question_id for item in used]
-    assert ids == sorted(ids)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 16])
-def test_a_category_is_split_into_a_fifth_and_the_rest(count: int) -> None:
-    questions = [Question(at, "c", (f"{at}?",)) for at in range(count)]
-    used, fresh = split_questions(questions)
-    assert used == questions[: max(1, round(0.2 * count))]
-    assert [*used, *fresh] == questions
+    for order in (names, np.random.default_rng(0).permutation(names).tolist()):
+        asked = [Question(at, name, (f"{at}?",)) for at, name in enumerate(order)]
+        used, fresh = split_questions(asked)
+        assert len(used) == 208
+        for name, size in sizes.items():
+            counts = [sum(item.category == name for item in part) for part in (used, fresh)]
+            assert sum(counts) == size
+            assert counts[0] == pytest.approx(0.2 * size, abs=1)
+        assert used == sorted(used, key=lambda item: item.question_id)
+    for count in (1, 2, 3, 16):
+        asked = questions(count)
+        used, fresh = split_questions(asked)
+        assert used == asked[: max(1, round(0.2 * count))]
+        assert [*used, *fresh] == asked
+    repeated = [Question(at, "c", (text,)) for at, text in enumerate("abcad")]
+    assert [item.question_id for item in split_questions(repeated)[1]] == [1, 2, 4]
 
 
 def test_unscored_answers_count_as_wrong() -> None:
@@ -512,192 +396,209 @@ def test_unscored_answers_count_as_wrong() -> None:
 
 
 def test_a_folder_holds_one_calibration(tmp_path: Path) -> None:
-    """More questions would move some from one stage to the other."""
-    questions = [Question(at, "c", (f"{at}?",)) for at in range(40)]
-    folder = tmp_path / "out"
-    names = ["T=0.1", "acc 0.5"]
-    check_folder(folder, *split_questions(questions[:8]), names, None)
-    check_folder(folder, *split_questions(questions[:20]), names, False)  # nothing measured so far
+    """More questions would move some from one stage to the other, and other bounds test others."""
+    asked, folder = questions(40), tmp_path / "out"
+    names = [Method("T=0.1"), Method("acc 0.5")]
+    check_folder(folder, *split_questions(asked[:8]), names, False)
+    check_folder(folder, *split_questions(asked[:20]), names, False)  # nothing measured so far
     (folder / "trees.json").touch()
-    check_folder(folder, *split_questions(questions[:20]), names, False)
-    for count, settings, compiled in (
-        (40, names, False),
-        (20, names[:1], False),
-        (20, names, True),
-    ):
-        words = r"another --count.* output folder, and with --skip or --seed other questions"
+    check_folder(folder, *split_questions(asked[:20]), names, False)
+    words = r"another --count.* output folder, and with --skip or --seed other questions"
+    for count, chosen, compiled in ((40, names, False), (20, names[:1], False), (20, names, True)):
         with pytest.raises(ValueError, match=words):
-            check_folder(folder, *split_questions(questions[:count]), settings, compiled)
+            check_folder(folder, *split_questions(asked[:count]), chosen, compiled)
+    assert not read_tests(folder, BOUNDS)
+    fixed = {"bounds": BOUNDS.model_dump(), "exact": TREE.model_dump(), "tests": ["b", "a"]}
+    (folder / "tests.json").write_text(json.dumps(fixed))
+    assert read_tests(folder, BOUNDS) == fixed
+    with pytest.raises(ValueError, match="other bounds: choose another output folder, and with -"):
+        read_tests(folder, LossBounds(max_drop=2.0))
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
+def test_invalid_options_are_rejected(run: Run) -> None:
+    for values, words in (
         ({"max_drop": 101.0}, r"max_drop must be a number in \[0, 100\]; got 101.0"),
-        ({"max_drop": 1.0, "confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
-        ({"max_drop": 1.0, "confidence": float("nan")}, "confidence must be"),
-    ],
-)
-def test_invalid_bounds_are_rejected(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionsError, match=words):
-        LossBounds.from_dict(values)
-
-
-def test_a_grid_requires_a_threshold_above_zero() -> None:
+        ({"confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
+        ({"confidence": float("nan")}, "confidence must be"),
+    ):
+        with pytest.raises(OptionsError, match=words):
+            LossBounds.from_dict(values)
     with pytest.raises(OptionsError, match="threshold above 0"):
         CalibrationGrid.from_dict({"thresholds": (0.0,)})
-
-
-def test_install_requires_a_local_head() -> None:
     with pytest.raises(OptionsError, match="--install requires a drafter in a local folder"):
-        calibrate(EvaluationRequest(drafter="nowhere"), LossBounds(max_drop=1.0), install=True)
+        calibrate(EvaluationRequest(drafter="nowhere"), BOUNDS, install=True)
+    for options, words in (
+        (("--for", "sglang"), "set a --temperature above 0; got 0"),
+        (("--for", "vllm"), "vllm"),
+        (("--for", "tensorrt-llm", "--install"), "cannot hold tensorrt-llm's settings"),
+        (("--max-drop", "-1"), "--max-drop must be a number in [0, 100]; got -1"),
+    ):
+        status, _, errors = run("calibrate", *options)
+        assert status == 2
+        assert words in errors
+        assert len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "words"),
-    [
-        (("--for", "sglang"), 2, "set a --temperature above 0; got 0"),
-        (("--for", "vllm"), 2, "vllm"),
-        (("--for", "tensorrt-llm", "--install"), 2, "cannot hold tensorrt-llm's settings"),
-        (("--max-drop", "-1"), 2, "--max-drop must be a number in [0, 100]; got -1"),
-    ],
-)
-def test_invalid_options_are_reported_in_one_line(
-    options: tuple[str, ...], status: int, words: str, run: Run
-) -> None:
-    found, _, err = run("calibrate", *options)
-    assert found == status
-    assert words in err
-    assert len(err.splitlines()) == 1
-
-
-# -- runs on the bundled pair ----------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 CONFIG = CalibrationConfig(max_new_tokens=200, answer_batch=12)
 GRID = CalibrationGrid(thresholds=(0.05,), min_ratios=(0.3,))
-TREE, EXACT_TREE = (
-    TreeConfig(total_tokens=12, depth=10, top_k=1),
-    TreeConfig(total_tokens=16, depth=8, top_k=2),
-)
+CHOSEN = "T=0.05 r=0.3 tree 12-10-1"
+
+
+def calibrated(
+    request: EvaluationRequest, max_drop: float, config: CalibrationConfig = CONFIG, **options: Any
+) -> Calibration:
+    found = calibrate(request, LossBounds(max_drop=max_drop), config, GRID, **options)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One setting, which is selected however its speed is measured."""
-    method = Method("T=0.05 r=0.3 tree 12-10-1", {"threshold": 0.05, "min_ratio": 0.3}, tree=TREE)
-    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: TreePlan(EXACT_TREE, {"exact": []}))
-    settings = [Setting(method, "T=0.05 r=0.3", 1.5)]
-    monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
-    monkeypatch.setattr(calibration, "choose_tests", lambda rows, *_: rows)
-    monkeypatch.setattr(calibration, "RACE_GROUPS", 2)
+def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let some methods be predicted to be faster than exact decoding."""
+
+    def predict(*names: str, exact: Sequence[TreeConfig] = (EXACT_TREE,)) -> None:
+        def plan(_: object, candidates: Sequence[Method], *__: object, **___: object) -> TreePlan:
+            speeds = {name: 1500.0 - at for at, name in enumerate(names)}
+            trees = {item.name: [(TREE, speeds.get(item.name, 500.0))] for item in candidates}
+            return tree_plan(exact=[(tree, 1000.0) for tree in exact], **trees)
+
+        monkeypatch.setattr(calibration, "plan_trees", plan)
+
+    predict("T=0.05 r=0.3")
+    return predict
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
-    """Three questions select the setting, and thirteen others certify it."""
-    out, head = tmp_path / "out", tmp_path / "head"
-    shutil.copytree(BUNDLED_HEAD, head)
-    request = EvaluationRequest(count=16, out=out, drafter=str(head), target=str(BUNDLED_TARGET))
-    found = calibrate(request, LossBounds(max_drop=37.0), CONFIG, GRID, install=True)
-    assert found is not None
-    assert found.files == [out / "fsd.json", head / "fsd.json"]
-    assert found.chosen == "T=0.05 r=0.3 tree 12-10-1"
-    written, installed = (json.loads(file.read_text()) for file in found.files)
-    report = json.loads((out / "report.json").read_text())
-    assert written == installed == report["calibration"]
-    assert report["conclusions"] == [found.conclusion]
-    assert "on 13 questions that had no part in its selection" in found.conclusion
-    assert [item["method"] for item in report["selection"]] == ["exact", found.chosen]
-    assert [item["answers"] for item in report["selection"]] == [3, 3]
-    assert [item["answers"] for item in report["rows"]] == [13, 13]
-    assert [item["settings"]["depth"] for item in report["rows"]] == [8, 10]
-    speeds = [item["speed_over_exact"] for item in report["selection"]]
-    assert speeds == [item["speed_over_exact"] for item in report["rows"]]
-    assert speeds[0] == pytest.approx(1.0)
-    assert found.conclusion in (out / "report.md").read_text()
-    about = written["about"]
-    (test,) = about["tested"]
-    assert (about["max_drop_points"], test["method"]) == (37.0, found.chosen)
-    assert (test["paired"], test["certified"]) == (13, True)
-    assert 0 < test["drop_is_below_points"] <= 37.0
-    assert (about["confidence"], about["count"], about["seed"]) == (0.95, 13, 1)
-    assert (about["batch"], about["answer_batch"]) == (1, 12)
-    assert (report["about"]["batch"], report["about"]["answer_batch"]) == (1, 12)
-    assert about["environment"]["revision"]
-    settings = read_settings(out / "fsd.json")
-    model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
-    assert (model.tree, model.exact_tree) == (TREE, EXACT_TREE)
-    assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
-    assert settings.drafter is not None
-    assert settings.drafter.name == str(head)
+class Machine:
+    """Answers and measures in no time, as many losses of 100 answers as a test wants.
 
+    In each round of the selection, every method loses three; :attr:`lost` is for fresh questions.
+    """
 
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_speeds_are_those_of_compiled_passes_if_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answers, which are decoded in batches, are not."""
-    raced: list[bool] = []
+    def __init__(self) -> None:
+        self.lost: dict[str, int] = {}
+        #: The methods of each evaluation, and whether passes were compiled.
+        self.answered: list[tuple[list[str], bool]] = []
+        self.raced_compiled: bool | None = None
 
-    def race_settings(workload: Workload, *_: object) -> tuple[Method, dict[str, Any]]:
-        raced.append(workload.model.compile is True)
-        workload.model.compile = False  # nothing is compiled in this test
-        return replace(methods.EXACT, tree=EXACT_TREE), {}
-
-    monkeypatch.setattr(calibration, "race_settings", race_settings)
-    request = EvaluationRequest(count=5, out=tmp_path, compile=True)
-    found = calibrate(request, LossBounds(max_drop=50.0), CONFIG, GRID, rules=False)
-    assert found is not None
-    assert raced == [True]
-    assert {item["compiled"] for item in found.report["sessions"].values()} == {False}
-    assert found.report["calibration"]["about"]["compiled"] is True
-    assert ", compiled (answers: not compiled);" in footnote(found.report)
-
-
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_a_report_shows_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the confidence of each of two tests, the second of which is not necessary."""
-
-    def run_evaluation(*arguments: Any) -> dict[str, Any]:
-        rows = [make_row(method.name, 1.0, lost=1) for method in arguments[2]]
+    def run_evaluation(self, *arguments: Any) -> dict[str, Any]:
+        request, _, compared, folder, _, hooks, _ = arguments
+        names = [method.name for method in compared]
+        self.answered.append((names, bool(request.compile)))
+        in_round = folder.name.startswith("round-")
+        rows = [make_row(name, 1, lost=3 if in_round else self.lost.get(name, 1)) for name in names]
         report = make_report(rows)
-        arguments[5].on_report(None, report)
+        hooks.on_report(None, report)
         return report
 
-    settings = [Setting(Method(name, tree=TREE), name, 1.5) for name in ("a", "b")]
-    speeds = {name: {key: make_row(name, 1.5)[key] for key in SPEED_FIELDS} for name in ("a", "b")}
-    exact = replace(methods.EXACT, tree=EXACT_TREE)
-    monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
-    monkeypatch.setattr(calibration, "race_settings", lambda *_: (exact, speeds))
-    monkeypatch.setattr(calibration, "run_evaluation", run_evaluation)
-    request = EvaluationRequest(count=10, out=tmp_path)
-    found = calibrate(request, LossBounds(max_drop=20.0, confidence=0.8), CONFIG, GRID)
-    assert found is not None
-    assert found.chosen == "a"
-    text, bound = report_text(found.report), f"{points_text(loss_bound(1, 0, 100, 0.9))} points"
-    assert f"loses at most {bound} of accuracy" in found.conclusion
-    assert re.findall(r"[0-9.]+ points", text) == [bound, bound]  # sentence and table
-    assert "at 80% confidence for all methods at once (90% for each)." in text
+    def race_settings(
+        self, workload: Workload, trees: Sequence[TreeConfig], plan: Sequence[Setting], _: object
+    ) -> tuple[Method, dict[str, Any]]:
+        self.raced_compiled = workload.model.compile is True
+        speeds = {"exact": 1.0, **{item.name: item.speed for item in plan}}
+        measured = {
+            name: {key: make_row(name, speed)[key] for key in SPEED_FIELDS}
+            for name, speed in speeds.items()
+        }
+        return replace(methods.EXACT, tree=trees[0]), measured
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, fresh_accelerator: None) -> Machine:
+    found = Machine()
+    for name in ("run_evaluation", "race_settings"):
+        monkeypatch.setattr(calibration, name, getattr(found, name))
+    return found
+
+
+def test_the_next_setting_is_tested_if_the_first_one_fails(
+    machine: Machine, tmp_path: Path, predict: Callable[..., None]
+) -> None:
+    """A report shows one bound of each, at the confidence of each of two tests."""
+    predict("T=0.05 r=0.3", "price 1.5")
+    next_ = "price 1.5 tree 12-10-1"
+    bounds = LossBounds(max_drop=5.0, confidence=0.8)
+    for lost, chosen in ((1, CHOSEN), (30, next_)):
+        machine.lost = {CHOSEN: lost}
+        request = EvaluationRequest(count=500, out=tmp_path / f"{lost}")
+        found = calibrate(request, bounds, CONFIG, GRID)
+        assert found is not None
+        assert found.chosen == chosen
+        last, _ = machine.answered[-1]
+        assert last == ["exact", CHOSEN, next_][: 2 + (chosen == next_)]
+        text = report_text(found.report)
+        shown = [f"{points_text(loss_bound(n, 0, 100, 0.9))} points" for n in (1, 30)]
+        assert f"loses at most {shown[0]} of accuracy" in found.conclusion
+        assert "at 80% confidence for all methods at once (90% for each)." in text
+        tests = found.report["calibration"]["about"]["tested"]
+        assert [item["certified"] for item in tests] == [True] if lost == 1 else [False, True]
+        if lost == 1:
+            assert re.findall(r"[0-9.]+ points", text) == [shown[0]] * 2  # sentence and table
+        else:
+            assert f"{CHOSEN} was tested before and is not certified" in found.conclusion
+            assert f"which shows at most {shown[1]}, not 5 points" in found.conclusion
+    assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
+
+
+def test_exact_decoding_is_saved_if_nothing_is_selected(
+    machine: Machine, predict: Callable[..., None], tmp_path: Path, caplog: Any
+) -> None:
+    """No number of questions shows that nothing is lost."""
+    with caplog.at_level(logging.WARNING):
+        found = calibrated(EvaluationRequest(count=8, out=tmp_path), 0.0)
+    assert found.chosen == "exact"
+    assert read_settings(tmp_path / "fsd.json").acceptance["threshold"] == 0.0
+    assert "6 fresh questions cannot show a loss" in caplog.text
+    assert "none of 9 settings" in found.conclusion
+    assert machine.answered[-1][0] == ["exact"]
+
+
+def test_speeds_are_those_of_compiled_passes_if_asked_for(
+    machine: Machine, predict: Callable[..., None], tmp_path: Path
+) -> None:
+    """The answers, which are decoded in batches, are not."""
+    report = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0).report
+    assert machine.raced_compiled
+    assert not any(compiled for _, compiled in machine.answered)
+    assert report["calibration"]["about"]["compiled"] is True
+    assert ", compiled" in footnote(report)
+
+
+def test_settings_for_another_engine_are_flags(
+    machine: Machine,
+    predict: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No file is written: fsd.json cannot hold the rule. The target thinks in its own words."""
+    monkeypatch.setattr(engines, "THINKING", ("Step", "####"))
+    predict("top 2 gap 0.1", exact=(EXACT_TREE, TREE))
+    request = EvaluationRequest(count=100, out=tmp_path)
+    found = calibrated(request, 20.0, engine="tensorrt-llm")
+    assert found.chosen == "top 2 gap 0.1 tree 12-10-1"
+    assert found.files == []
+    for line in ("relaxed_topk: 2", "max_draft_len: 11", "begin_thinking_phase_token: "):
+        assert line in found.report["flags"]
+    assert "TensorRT-LLM itself did not run, so the bound does not hold" in found.conclusion
+    exact = found.report["selection"][0]["settings"]
+    assert (exact["method"], exact["depth"]) == ("exact", TREE.depth)
+    assert not (tmp_path / "fsd.json").exists()
+
+
+def test_a_chosen_rule_is_stored(
+    machine: Machine, predict: Callable[..., None], tmp_path: Path
+) -> None:
     """The pair decodes by it wherever no threshold is given."""
-    method = replace(rule_method("margin"), name="margin tree 12-10-1", tree=TREE)
-    monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "margin", 1.5)])
-    request = EvaluationRequest(count=16, out=tmp_path)
-    found = calibrate(request, LossBounds(max_drop=37.0), CONFIG, GRID)
-    assert found is not None
-    assert found.chosen == method.name
-    settings = read_settings(tmp_path / "fsd.json")
-    assert settings.acceptance["rule"] == "margin"
+    predict("margin")
+    found = calibrated(EvaluationRequest(count=100, out=tmp_path), 20.0)
+    assert found.chosen == "margin tree 12-10-1"
     model = EagleFSD.from_pretrained()
-    model.configure(settings)
+    model.configure(read_settings(tmp_path / "fsd.json"))
     assert model.acceptance == AcceptanceConfig(rule="margin")
     assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
-    messages = [{"role": "user", "content": QUESTION}]
+    question = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
+    messages = [{"role": "user", "content": question}]
     prompt = encode_prompt(messages, model.tokenizer, load_chat_template(model.tokenizer))
     own, same, exact = (
         model.generate(prompt, max_new_tokens=96, **options)
@@ -708,45 +609,60 @@ def test_a_chosen_rule_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert int(Origin.FUZZY) not in exact.origins
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_the_next_setting_is_tested_if_the_first_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the same questions, at the confidence of each of two tests; a third one is not reached."""
-    names = ["fast", "slow", "unused"]
-    settings = [
-        Setting(Method(name, {"threshold": 0.05 - 0.01 * at}, tree=TREE), name, 1.5)
-        for at, name in enumerate(names)
-    ]
-    monkeypatch.setattr(calibration, "plan_settings", lambda *_: settings)
-    monkeypatch.setattr(
-        calibration,
-        "certify",
-        lambda row, bounds, tests: replace(
-            certify(row, bounds, tests), certified=row["method"] != "fast"
-        ),
-    )
-    request = EvaluationRequest(count=8, out=tmp_path)
-    found = calibrate(request, LossBounds(max_drop=50.0), CONFIG, GRID)
-    assert found is not None
-    assert found.chosen == "slow"
-    assert [row["answers"] for row in found.report["rows"]] == [6, 6, 6]
-    tests = found.report["calibration"]["about"]["tested"]
-    assert [(item["method"], item["certified"]) for item in tests] == [
-        ("fast", False),
-        ("slow", True),
-    ]
-    assert tests[0]["drop_is_below_points"] == pytest.approx(
-        100 * loss_bound(0, 0, 6, confidence_per_test(0.95, 3))
-    )
-    assert "fast was tested before and is not certified" in found.conclusion
-    assert read_settings(tmp_path / "fsd.json").acceptance["threshold"] == pytest.approx(0.04)
-    assert not (tmp_path / "unused.jsonl").exists()
+# -- runs on the bundled pair ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., None]) -> None:
+    """Test the predicted setting, however its speed is measured."""
+    monkeypatch.setattr(calibration, "choose_tests", lambda rows, *_: rows)
+    monkeypatch.setattr(calibration, "RACE_GROUPS", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned", "judge_data")
+@pytest.mark.usefixtures("fresh_accelerator", "tested")
+def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
+    """Three questions select the setting, and thirteen others certify it."""
+    out, head = tmp_path / "out", tmp_path / "head"
+    shutil.copytree(BUNDLED_HEAD, head)
+    request = EvaluationRequest(count=16, out=out, drafter=str(head), target=str(BUNDLED_TARGET))
+    found = calibrated(request, 37.0, install=True)
+    assert found.files == [out / "fsd.json", head / "fsd.json"]
+    assert found.chosen == CHOSEN
+    written, installed = (json.loads(file.read_text()) for file in found.files)
+    report = json.loads((out / "report.json").read_text())
+    assert written == installed == report["calibration"]
+    assert report["conclusions"] == [found.conclusion]
+    assert "on 13 questions that had no part in its selection" in found.conclusion
+    assert found.conclusion in (out / "report.md").read_text()
+    assert [item["method"] for item in report["selection"]] == ["exact", CHOSEN]
+    assert [item["answers"] for item in report["selection"]] == [3, 3]
+    assert [item["answers"] for item in report["rows"]] == [13, 13]
+    assert [item["settings"]["depth"] for item in report["rows"]] == [8, 10]
+    speeds = [item["speed_over_exact"] for item in report["selection"]]
+    assert speeds == [item["speed_over_exact"] for item in report["rows"]]
+    assert speeds[0] == pytest.approx(1.0)
+    about = written["about"]
+    (test,) = about["tested"]
+    assert (about["max_drop_points"], test["method"]) == (37.0, CHOSEN)
+    assert (test["paired"], test["certified"]) == (13, True)
+    assert 0 < test["drop_is_below_points"] <= 37.0
+    assert (about["confidence"], about["count"], about["seed"]) == (0.95, 13, 1)
+    for values in (about, report["about"]):
+        assert (values["batch"], values["answer_batch"]) == (1, 12)
+    assert about["environment"]["revision"]
+    model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
+    assert (model.tree, model.exact_tree) == (TREE, EXACT_TREE)
+    assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
+    identity = read_settings(out / "fsd.json").drafter
+    assert identity is not None
+    assert identity.name == str(head)
+    # It resumes with the same tests and answers, and measures speeds again.
+    assert calibrated(request, 37.0).report["calibration"]["about"]["tested"] == [test]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_accelerator", "judge_data", "tested")
 def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     stub: StubJudge, tmp_path: Path
 ) -> None:
@@ -755,9 +671,7 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     request = pairwise_request(stub, 8, tmp_path / "out")
     single, eight = TREE.updated(total_tokens=8, depth=6), TREE.updated(total_tokens=4, depth=2)
     settings = Settings(exact=single, batch={"2": single, "8": eight})
-    config = CONFIG.updated(batch=2)
-    found = calibrate(request, LossBounds(max_drop=50.0), config, GRID, settings=settings)
-    assert found is not None
+    found = calibrated(request, 45.0, CONFIG.updated(batch=2), settings=settings)
     exact, fuzzy = found.report["rows"]
     assert exact["judge"] is None
     assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 6
@@ -769,54 +683,18 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_exact_decoding_is_saved_if_nothing_is_selected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(calibration, "choose_tests", lambda *_: [])
-    request = EvaluationRequest(count=8, out=tmp_path)
-    with caplog.at_level(logging.WARNING):
-        found = calibrate(request, LossBounds(max_drop=0.0), CONFIG, GRID)
-    assert found is not None
-    assert found.chosen == "exact"
-    assert read_settings(tmp_path / "fsd.json").acceptance["threshold"] == 0.0
-    assert "6 fresh questions cannot show a loss" in caplog.text
-    assert "none of 9 settings" in found.conclusion
-    assert found.conclusion in (tmp_path / "report.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "planned")
-def test_settings_for_another_engine_are_flags(
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_calibrate_searches_settings_and_trees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file is written: fsd.json cannot hold the rule. The target thinks in its own words."""
-    monkeypatch.setattr(engines, "THINKING", ("Step", "####"))
-    candidates = {"exact": [Candidate(EXACT_TREE, 6.0, 700.0), Candidate(TREE, 5.0, 600.0)]}
-    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: TreePlan(EXACT_TREE, candidates))
-    method = replace(candidate_methods(GRID, "tensorrt-llm", 0.0, False)[0], tree=TREE)
-    monkeypatch.setattr(calibration, "plan_settings", lambda *_: [Setting(method, "relaxed", 1.5)])
-    request = EvaluationRequest(count=16, out=tmp_path)
-    found = calibrate(request, LossBounds(max_drop=37.0), CONFIG, GRID, engine="tensorrt-llm")
-    assert found is not None
-    assert found.files == []
-    assert "relaxed_topk: 2" in found.report["flags"]
-    assert "max_draft_len: 11" in found.report["flags"]
-    assert "begin_thinking_phase_token: " in found.report["flags"]
-    assert "TensorRT-LLM itself did not run, so the bound does not hold" in found.conclusion
-    assert found.conclusion in (tmp_path / "report.md").read_text()
-    assert {item["settings"]["depth"] for item in found.report["rows"]} == {TREE.depth}
-    assert not (tmp_path / "fsd.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_calibrate_searches_settings_and_trees(tmp_path: Path) -> None:
-    """All stages, on few questions; which setting wins depends on the machine."""
-    request = EvaluationRequest(count=40, out=tmp_path)
-    found = calibrate(request, LossBounds(max_drop=30.0), CONFIG, GRID)
-    assert found is not None
+    """All stages, with few measurements; which setting wins depends on the machine."""
+    trees = [TREE, TREE.updated(top_k=2)]
+    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: trees)
+    monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(costs, "ROUNDS", 1)
+    monkeypatch.setattr(calibration, "RACE_GROUPS", 4)
+    found = calibrated(EvaluationRequest(count=40, out=tmp_path), 30.0)
     assert (tmp_path / "fsd.json").exists()
     assert {item["method"].partition(" tree ")[0] for item in found.report["selection"]} <= {
-        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75", *calibration.CALIBRATED_RULES)
+        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75", *CALIBRATED_RULES)
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -43,23 +42,14 @@ def error(largest: np.ndarray, loss: float) -> float:
     return found
 
 
-def cases(
-    counts: tuple[int, ...],
-    losses: tuple[float, ...],
-    confidences: tuple[float, ...],
-    series: tuple[int, ...],
-) -> Iterator[tuple[int, float, float, int]]:
-    return product(counts, losses, confidences, series)
-
-
 FAST = [
-    *cases((100,), (0.005, 0.02, 0.05), (0.8, 0.95, 0.99), (1, 3)),
+    *product((100,), (0.005, 0.02, 0.05), (0.8, 0.95, 0.99), (1, 3)),
     (200, 0.005, 0.8, 1),
     (200, 0.03, 0.95, 9),
 ]
 SLOW = [
-    *cases((100, 300), (0.005, 0.02, 0.05), (0.8, 0.9, 0.95, 0.99), (9,)),
-    *cases((541,), (0.005, 0.05), (0.8, 0.95), (1, 4)),
+    *product((100, 300), (0.005, 0.02, 0.05), (0.8, 0.9, 0.95, 0.99), (9,)),
+    *product((541,), (0.005, 0.05), (0.8, 0.95), (1, 4)),
     (1000, 0.005, 0.95, 1),
     (1000, 0.02, 0.8, 9),
     (2000, 0.005, 0.99, 9),
@@ -68,49 +58,42 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("count", "loss", "confidence", "series"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_the_error_never_exceeds_the_stated_level(
-    count: int, loss: float, confidence: float, series: int
+    cases: list[tuple[int, float, float, int]],
 ) -> None:
     """Every series is tested at a share of the error; together they err at most as often."""
-    largest = certified(count, loss, 1 - (1 - confidence) / series)
-    found = series * error(largest, loss)
-    assert found <= 1 - confidence + 1e-9
-    assert largest.max() >= 0
+    for count, loss, confidence, series in cases:
+        largest = certified(count, loss, 1 - (1 - confidence) / series)
+        assert series * error(largest, loss) <= 1 - confidence + 1e-9
+        assert largest.max() >= 0
 
 
-@pytest.mark.parametrize(("count", "confidence", "wrong"), [(541, 0.95, 0.066), (200, 0.8, 0.367)])
-def test_tangos_limit_alone_errs_too_often(count: int, confidence: float, wrong: float) -> None:
+def test_tangos_limit_alone_errs_too_often() -> None:
     """It certifies a loss below 0.5 points if nothing is lost; the exact bound does not."""
-    z = stats.norm.ppf(confidence)
-    assert z * z / (count + z * z) < 0.005  # Tango's limit without discordant pairs
-    assert (1 - 0.005) ** count == pytest.approx(wrong, abs=5e-4)
-    assert not is_loss_below(0.005, 0, 0, count, confidence)
+    for count, confidence, wrong in ((541, 0.95, 0.066), (200, 0.8, 0.367)):
+        z = stats.norm.ppf(confidence)
+        assert z * z / (count + z * z) < 0.005  # Tango's limit without discordant pairs
+        assert (1 - 0.005) ** count == pytest.approx(wrong, abs=5e-4)
+        assert not is_loss_below(0.005, 0, 0, count, confidence)
 
 
-@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
-@pytest.mark.parametrize("count", [100, 500, 2000])
-def test_the_bound_is_nearly_the_best_one_without_losses(count: int, confidence: float) -> None:
-    """No bound that is valid can be below the loss at which nothing is lost too rarely."""
-    best = 1 - (1 - confidence) ** (1 / count)
-    assert best <= loss_bound(0, 0, count, confidence) <= 1.15 * best
+def test_the_bound_is_nearly_the_best_one() -> None:
+    """No valid bound can be below the loss at which nothing is lost too rarely."""
+    for count, confidence in product((100, 500, 2000), (0.8, 0.95, 0.99)):
+        best = 1 - (1 - confidence) ** (1 / count)
+        assert best <= loss_bound(0, 0, count, confidence) <= 1.15 * best
+    # Clopper and Pearson's limit for the losses alone does not credit gains.
+    for lost, gained, count in ((4, 4, 500), (12, 4, 2000), (30, 20, 800)):
+        alone = float(stats.beta.ppf(0.95, lost + 1, count - lost))
+        assert (lost - gained) / count < loss_bound(lost, gained, count) < 0.9 * alone
 
 
-@pytest.mark.parametrize(("lost", "gained", "count"), [(4, 4, 500), (12, 4, 2000), (30, 20, 800)])
-def test_gains_are_credited(lost: int, gained: int, count: int) -> None:
-    """Clopper and Pearson's limit for the losses alone ignores them."""
-    alone = float(stats.beta.ppf(0.95, lost + 1, count - lost))
-    assert (lost - gained) / count < loss_bound(lost, gained, count) < 0.9 * alone
-
-
-@pytest.mark.parametrize(("lost", "gained", "count"), [(0, 0, 60), (3, 1, 60), (7, 12, 100)])
-def test_both_functions_agree(lost: int, gained: int, count: int) -> None:
-    bound = loss_bound(lost, gained, count)
-    assert is_loss_below(bound, lost, gained, count)
-    assert not is_loss_below(bound - 1e-5, lost, gained, count)
+def test_both_functions_agree() -> None:
+    for lost, gained, count in ((0, 0, 60), (3, 1, 60), (7, 12, 100)):
+        bound = loss_bound(lost, gained, count)
+        assert is_loss_below(bound, lost, gained, count)
+        assert not is_loss_below(bound - 1e-5, lost, gained, count)
 
 
 def test_the_bound_is_monotone() -> None:

@@ -32,8 +32,7 @@ def test_the_peak_covers_the_time_since_start() -> None:
     if "None" in done.stdout:
         pytest.skip("this system does not report a process's peak memory")
     before, during, after = map(int, done.stdout.split())
-    assert during - before > 40 * 2**20
-    assert during - after > 40 * 2**20
+    assert during - max(before, after) > 40 * 2**20
 
 
 def test_a_peak_that_was_not_reset_is_unknown(
@@ -48,10 +47,8 @@ def test_a_peak_that_was_not_reset_is_unknown(
         ("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n", None),
         ("VmHWM:\t 1000100 kB\nVmRSS:\t 1000000 kB\n", 1_000_100 * 1024),
         ("VmRSS:\t 1000000 kB\n", None),
+        ("", None),
     ):
         status.write_text(text)
         peak.start()
         assert peak.read() == expected
-    status.unlink()
-    peak.start()
-    assert peak.read() is None

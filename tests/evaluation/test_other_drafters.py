@@ -43,21 +43,13 @@ each_drafter = pytest.mark.parametrize(
 @pytest.fixture
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure every step once for a moment, and predict from one recording."""
-    measure = costs_module.measure_costs
-    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
-    monkeypatch.setattr(costs_module, "STEPS", 1)
-    for module in (search, tune_module):
-        monkeypatch.setattr(
-            module, "measure_costs", lambda load, advance, *_: measure(load, advance, 1)
-        )
-        monkeypatch.setattr(
-            module,
-            "recorded_trees",
-            lambda quick=False: [TreeConfig(total_tokens=12, depth=10, top_k=1)],
-        )
+    chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
+    for name, value in (("SECONDS", 0.0), ("STEPS", 1), ("ROUNDS", 1)):
+        monkeypatch.setattr(costs_module, name, value)
+    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [chain])
     monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "BATCHES", (4,))
-    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: False)
+    monkeypatch.setattr(tune_module, "BATCH_ROUNDS", 1)
 
 
 def answer_texts(file: Path) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,17 +14,14 @@ import pytest
 import torch
 from PIL import Image
 from stub_judge import StubJudge, pairwise_request
+from transformers import StopStringCriteria
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.agreement import changed_limit
-from eagle_fsd.evaluation.analysis import (
-    NodeDivergences,
-    conclusions,
-    probe_divergences,
-)
+from eagle_fsd.evaluation.analysis import NodeDivergences, conclusions, probe_divergences
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
-from eagle_fsd.evaluation.methods import EXACT, fsd_series
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import Loaded
@@ -32,8 +30,8 @@ from eagle_fsd.evaluation.sweep import screen, slow_methods, sweep
 from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
+from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings
-from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.progress import no_progress
 
 
@@ -53,23 +51,28 @@ def row(method: str, speed: float, right: float, lost: int = 0, gained: int = 0)
             "lost": lost,
             "gained": gained,
             "paired": 100,
+            "agreement": {"answers": 100, "identical": 97},
         }
     return found
 
 
-ROWS = [
-    row("plain", 50, 0.90),
-    row("exact", 100, 0.90),
-    row("a", 120, 0.89, 2, 1),
-    row("b", 110, 0.88, 2, 0),
-    row("c", 150, 0.80, 10, 0),
-    row("d", 130, 0.88, 4, 2),
-]
+EXACT_ROW = row("exact", 100, 0.90)
+
+
+# -- conclusions -----------------------------------------------------------------------------------
 
 
 def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
     """The bounds hold for all four settings at once."""
-    wide, narrow = conclusions(ROWS, margins=(0.25, 0.1))
+    rows = [
+        row("plain", 50, 0.90),
+        EXACT_ROW,
+        row("a", 120, 0.89, 2, 1),
+        row("b", 110, 0.88, 2, 0),
+        row("c", 150, 0.80, 10, 0),
+        row("d", 130, 0.88, 4, 2),
+    ]
+    wide, narrow = conclusions(rows, margins=(0.25, 0.1))
     assert wide.startswith(
         "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
         " for all 4 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
@@ -80,50 +83,38 @@ def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
     assert narrow.endswith(
         f"-2.0 points (4 lost, 2 gained of 100), and the loss is at most {bound} points."
     )
-    assert conclusions([item for item in ROWS if item["method"] != "exact"]) == []
+    assert conclusions([item for item in rows if item["method"] != "exact"]) == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {**ROWS[2], "speed_over_exact_interval": [0.9, 1.5]},
-        row("slow", 80, 0.9),
-        row("lossy", 150, 0.8, 10),
-    ],
-    ids=["noisy", "slow", "lossy"],
-)
-def test_conclusions_fall_back_to_exact_decoding(other: dict[str, Any]) -> None:
-    (found,) = conclusions([ROWS[1], other], margins=(0.05,))
-    assert "for the setting): exact decoding; 100 questions without any difference show" in found
-    assert found.endswith("a loss of at most 2.97 points.")
+def test_conclusions_fall_back_to_exact_decoding() -> None:
+    """Fewer questions never recommend a worse setting: a loss of 2 in 40 has p > 0.05."""
+    noisy = {**row("noisy", 120, 0.89, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
+    for other in (noisy, row("slow", 80, 0.9), row("lossy", 150, 0.8, 10)):
+        (found,) = conclusions([EXACT_ROW, other], margins=(0.05,))
+        assert "for the setting): exact decoding; 100 questions without any difference" in found
+        assert found.endswith("a loss of at most 2.97 points.")
+    for count in (40, 200, 2000):
+        worse = row("worse", 150, 0.85)
+        against = {"lost": count // 20, "paired": count, "accuracy_change": -0.05}
+        worse["against_exact"] |= against
+        assert "exact decoding; " in conclusions([EXACT_ROW, worse], margins=(0.05,))[0]
+    assert ": worse, " in conclusions([EXACT_ROW, worse], margins=(0.07,))[0]
 
 
 def test_dropped_settings_count_in_the_bounds() -> None:
-    rows = [row("exact", 100, 0.9), row("a", 120, 0.89, 2, 1), row("b", 110, 0.88, 2, 0)]
-    for item in rows[1:]:
-        item["against_exact"]["agreement"] = {"answers": 100, "identical": 97}
+    rows = [EXACT_ROW, row("a", 120, 0.89, 2, 1), row("b", 110, 0.88, 2, 0)]
     for dropped, level in ((0, 1 - 0.05 / 2), (6, 1 - 0.05 / 8)):
         limit_losses(rows, dropped)
-        assert rows[1]["against_exact"]["loss_limit"] == loss_bound(2, 1, 100, level)
-        found = rows[1]["against_exact"]["agreement"]
+        against = rows[1]["against_exact"]
+        assert against["loss_limit"] == loss_bound(2, 1, 100, level)
+        found = against["agreement"]
         assert found["changed_limit"] == changed_limit(found, level)
         (sentence,) = conclusions(rows, margins=(0.5,), dropped=dropped)
         assert f"for all {2 + dropped} settings" in sentence
         assert f"at most {points_text(loss_bound(2, 1, 100, level))} points" in sentence
 
 
-def test_fewer_questions_never_recommend_a_worse_setting() -> None:
-    """A loss of 2 in 40 has p > 0.05, but is not shown to be small."""
-
-    def measured(count: int) -> list[dict[str, Any]]:
-        worse = row("worse", 150, 0.85)
-        lost = count // 20
-        worse["against_exact"] |= {"lost": lost, "paired": count, "accuracy_change": -0.05}
-        return [ROWS[1], worse]
-
-    for count in (40, 200, 2000):
-        assert "exact decoding; " in conclusions(measured(count), margins=(0.05,))[0]
-    assert ": worse, " in conclusions(measured(2000), margins=(0.07,))[0]
+# -- divergences -----------------------------------------------------------------------------------
 
 
 def test_divergences_are_summarized_by_whether_the_choice_was_drafted() -> None:
@@ -137,44 +128,39 @@ def test_divergences_are_summarized_by_whether_the_choice_was_drafted() -> None:
 
 
 def test_probed_divergences_are_within_their_bounds(model: EagleFSD) -> None:
-    found = probe_divergences(
-        model,
-        bundled_questions(2),
-        load_chat_template(model.tokenizer),
-        ["js", "tv"],
-        EvaluationConfig(max_new_tokens=32),
-    )
+    """Questions that fill the context are not counted, and answers end as an evaluation's do."""
+    questions = bundled_questions(2)
+    too_long = replace(questions[0], turns=("apples " * model.target.context_length,))
+    config = EvaluationConfig(max_new_tokens=32)
+    workload = Workload.of(model, [*questions, too_long], EvaluationRequest(), config)
+    found = probe_divergences(workload, ["js", "tv"])
+    assert found.questions == 2
     assert len(found.drafted) >= 10  # at least one node per target pass
     js, drafted = found.values["js"], found.drafted
     assert 0 <= float(js.min()) <= float(js.max()) <= 0.6932
     assert float(found.values["tv"].max()) <= 1.0 + 1e-6
     assert js[drafted].mean() < js[~drafted].mean()
+    stop = [StopStringCriteria(model.tokenizer, [" "])]
+    ends = {**workload.ends, "stopping_criteria": stop}
+    stopped = probe_divergences(replace(workload, ends=ends), ["js"])
+    assert len(stopped.drafted) < len(found.drafted)
 
 
-def test_probing_ends_answers_as_evaluation_does(model: EagleFSD) -> None:
-    """Questions that fill the context are not counted, and the template's stop strings count."""
-    template = load_chat_template(model.tokenizer)
-    (question,) = bundled_questions(1)
-    too_long = replace(question, question_id=1, turns=("apples " * model.target.context_length,))
-    config = EvaluationConfig(max_new_tokens=32)
-    whole = probe_divergences(model, [question, too_long], template, ["js"], config)
-    assert whole.questions == 1
-    template.stop = (" ",)
-    stopped = probe_divergences(model, [question], template, ["js"], config)
-    assert len(stopped.drafted) < len(whole.drafted)
+# -- the command -----------------------------------------------------------------------------------
 
-
-def planned(*_: Any, race_again: bool, compiled: bool) -> TreePlan:
-    """Every method with a small tree, as if no other one had been predicted."""
-    assert race_again
-    assert not compiled
-    methods = [EXACT, *(method for group in fsd_series(GRID).values() for method in group)]
-    return plan({method.name: 150.0 - 10 * at for at, method in enumerate(methods)})
+GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
+SHAPE = TreeConfig(total_tokens=8, depth=6, top_k=1)
 
 
 def plan(speeds: dict[str, float]) -> TreePlan:
-    shape = TreeConfig(total_tokens=8, depth=6, top_k=1)
-    return TreePlan(shape, {name: [Candidate(shape, 3.0, speeds[name])] for name in speeds})
+    return TreePlan(SHAPE, {name: [Candidate(SHAPE, 3.0, speeds[name])] for name in speeds})
+
+
+def planned(_: object, methods: Sequence[Method], *__: object, **options: bool) -> TreePlan:
+    """Every method with a small tree, the later the slower."""
+    assert options == {"compiled": False, "last_race": True}
+    names = [method.name for method in (EXACT, *methods)]
+    return plan({name: 150.0 - 10 * at for at, name in enumerate(names)})
 
 
 def test_settings_that_do_not_pay_off_are_not_measured() -> None:
@@ -189,26 +175,22 @@ def test_settings_that_lose_too_much_are_not_measured(
     model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 12 answers, 6 more wrong ones show a loss of more than 10 points, 1 does not."""
-    against = {"lost": 0, "gained": 0, "paired": 12}
-    rows = [{"method": "exact"}]
-    rows += [
-        {"method": name, "against_exact": {**against, "lost": lost}}
-        for name, lost in (("bad", 6), ("good", 1))
-    ]
+    rows: list[dict[str, Any]] = [{"method": "exact"}]
+    for name, lost in (("bad", 6), ("good", 1)):
+        against = {"lost": lost, "gained": 0, "paired": 12}
+        rows.append({"method": name, "against_exact": against})
     monkeypatch.setattr(sweep_module, "run_evaluation", lambda *_: {"rows": rows})
-    loaded = Loaded(model, bundled_questions(12, 0))
-    arguments = EvaluationRequest(out=tmp_path), EvaluationConfig(), no_progress
-    assert screen(loaded, [], *arguments) == {"bad": "lost 6 and gained 0 of 12 answers"}
-    unscored = Loaded(model, [replace(loaded.questions[0], scored_by="")])
-    assert screen(unscored, [], *arguments) == {}
-
-
-GRID = SweepGrid(thresholds=(0.0, 0.1, 0.4), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
+    questions = bundled_questions(12, 0)
+    unscored = [replace(questions[0], scored_by="")]
+    arguments = [], EvaluationRequest(out=tmp_path), EvaluationConfig(), no_progress
+    expected = {"bad": "lost 6 and gained 0 of 12 answers"}
+    for asked, reasons in ((questions, expected), (unscored, {})):
+        assert screen(Loaded(model, asked), *arguments) == reasons
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreePlan, "make", planned)
+    monkeypatch.setattr(sweep_module, "plan_trees", planned)
     config, stored = EvaluationConfig(max_new_tokens=12), Settings(threshold=0.1, min_ratio=0.0)
     request = EvaluationRequest(count=2, out=tmp_path)
     report = sweep(request, config, GRID, rules=False, settings=stored)
@@ -244,7 +226,7 @@ def test_a_sweep_is_judged_in_pairs(
 ) -> None:
     """Exact decoding has a tree of its own here, and is what the others are compared with."""
     stub.reply_with(lambda _: "[[C]]")
-    monkeypatch.setattr(TreePlan, "make", lambda *_, **__: plan({"exact": 100.0, "T=0.4": 120.0}))
+    monkeypatch.setattr(sweep_module, "plan_trees", planned)
     request = pairwise_request(stub, 2, tmp_path / "out")
     grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
     report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
@@ -254,16 +236,13 @@ def test_a_sweep_is_judged_in_pairs(
     assert judged["T=0.4"]["pairs"]["tied"] == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
+def test_invalid_grids_are_rejected() -> None:
+    for values, words in (
         ({"thresholds": (0.0, -0.1)}, "threshold must be a number of at least 0; got -0.1"),
         ({"thresholds": (float("nan"),)}, "threshold must be a number of at least 0; got nan"),
         ({"thresholds": ()}, "thresholds"),
         ({"divergences": ("nonsense",)}, "got 'nonsense'"),
         ({"min_ratios": (0.0, 3.0)}, r"min_ratio must be a number in \[0, 1\]; got 3.0"),
-    ],
-)
-def test_invalid_grids_are_rejected(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionsError, match=words):
-        SweepGrid.from_dict(values)
+    ):
+        with pytest.raises(OptionsError, match=words):
+            SweepGrid.from_dict(values)

@@ -6,8 +6,8 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,33 +33,20 @@ from eagle_fsd.evaluation.tuning.candidates import (
     shortlist,
 )
 from eagle_fsd.evaluation.tuning.costs import (
-    NODES,
-    WIDTHS,
+    FullTrees,
     StepCosts,
     measure_costs,
     measured_trees,
     step_seconds,
 )
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
-from eagle_fsd.evaluation.tuning.race import Runner, race, round_sizes
-from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, open_workload
-from eagle_fsd.evaluation.tuning.tune import (
-    BatchTree,
-    Tuning,
-    _product_speedup,
-    race_again,
-    tries_bfloat16,
-    tune,
-    tuned_settings,
-)
+from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
+from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, TreeSearch, plan_trees
+from eagle_fsd.evaluation.tuning.settings_file import settings_values
+from eagle_fsd.evaluation.tuning.tune import race_finalists, tune
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model import cache, stats
 from eagle_fsd.model.config import Settings, read_settings
-from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES
-from eagle_fsd.model.engine import Engine
-from eagle_fsd.model.execution import Execution
-from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -70,7 +57,7 @@ def tree(nodes: int, depth: int, top_k: int) -> TreeConfig:
 
 def workload(model: EagleFSD, count: int = 4, **options: Any) -> Workload:
     config = EvaluationConfig(**{"max_new_tokens": 48, **options})
-    return open_workload(model, bundled_questions(count, 3), EvaluationRequest(), config)
+    return Workload.of(model, bundled_questions(count, 3), EvaluationRequest(), config)
 
 
 # -- costs -----------------------------------------------------------------------------------------
@@ -82,8 +69,9 @@ def linear_seconds(shape: TreeConfig) -> float:
     return 0.001 + nodes + shape.depth * (0.0002 + 0.00005 * shape.top_k)
 
 
-def linear_costs() -> StepCosts:
-    return StepCosts.fit(0.001, {shape: linear_seconds(shape) for shape in measured_trees()})
+def linear_costs(noise: Callable[[TreeConfig], float] = lambda _: 1.0) -> StepCosts:
+    seconds = {shape: linear_seconds(shape) * noise(shape) for shape in measured_trees()}
+    return StepCosts.fit(0.001, seconds)
 
 
 def test_costs_predict_the_steps_of_other_trees() -> None:
@@ -92,25 +80,18 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
     assert costs.level[4] == pytest.approx(0.0004)
     for shape in (*candidate_trees(), tree(100, 20, 8)):
         assert costs.seconds(shape) == pytest.approx(linear_seconds(shape))
-
-
-def test_noise_does_not_make_parts_of_a_step_cheaper_than_nothing() -> None:
-    """Steps with deep trees are measured as too fast, or as too slow."""
-    seconds = {shape: linear_seconds(shape) / shape.depth**2 for shape in measured_trees()}
-    costs = StepCosts.fit(0.001, seconds)
-    assert min(costs.level.values()) == 0.0
-    assert min(costs.nodes.values()) == 0.001
-    seconds = {shape: linear_seconds(shape) * shape.depth**2 for shape in measured_trees()}
-    costs = StepCosts.fit(0.001, seconds)
-    assert set(costs.draft.values()) == {0.0}
-    assert all(costs.seconds(shape) >= 0.001 for shape in candidate_trees())
+    # Noise does not make parts of a step cheaper than nothing.
+    fast = linear_costs(lambda shape: shape.depth**-2)
+    assert (min(fast.level.values()), min(fast.nodes.values())) == (0.0, 0.001)
+    slow = linear_costs(lambda shape: shape.depth**2)
+    assert set(slow.draft.values()) == {0.0}
+    assert all(slow.seconds(shape) >= 0.001 for shape in candidate_trees())
 
 
 def test_interrupted_measurements_of_costs_do_not_count(
     model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but one of the repetitions of every tree are disturbed by other processes."""
-    machine = linear_costs()
 
     def seconds(_: Workload, method: Method, repetition: int) -> float:
         shape = method.tree
@@ -119,120 +100,108 @@ def test_interrupted_measurements_of_costs_do_not_count(
         return own if quiet else 3 * own
 
     monkeypatch.setattr(costs_module, "step_seconds", seconds)
-    assert measure_costs(workload(model), lambda *_: None) == machine
-
-
-def test_steps_are_measured_without_the_prefill(model: EagleFSD) -> None:
-    """Also those of a batch, whose rows share a step."""
-    single, pairs = workload(model), workload(model, batch=2)
-    for prompts in (single, pairs):
-        seconds = step_seconds(prompts, replace(EXACT, tree=tree(8, 2, 2)), 0)
-        assert 0.0 < seconds < 10.0
+    assert measure_costs(workload(model), lambda *_: None) == linear_costs()
 
 
 def test_steps_are_measured_after_their_shapes_have_been_captured(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on CUDA, steps take long the first two times that their shapes occur in an engine."""
-    clock, seen, launch = {"now": 0.0}, Counter[Any](), Execution.launch
+    """As on CUDA, a step takes long the first two times that its shapes occur; prefill is slow."""
 
-    def slow_at_first(execution: Execution, state: Any, tree: Any, *slots: Any) -> Any:
-        shapes = id(execution), len(state.roots), len(slots[1]), tree
-        seen[shapes] += 1
-        launched = launch(execution, state, tree, *slots)
-        clock["now"] += 0.01 if seen[shapes] > 2 else 1.0
-        return launched
+    class Machine:
+        def __init__(self) -> None:
+            self.seconds = {"prefill": 9.0, "target": 0.0}
+            self.place, self.seen = 0, Counter[int]()
 
-    monkeypatch.setattr(Execution, "launch", slow_at_first)
-    monkeypatch.setattr(cache, "VIEW_STEP", 16)
-    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
-    prompts, method = workload(model), replace(EXACT, tree=tree(48, 46, 1))
-    assert step_seconds(prompts, method, 0) > 0.1
+        def __len__(self) -> int:
+            return 1
+
+        def add(self, _: object) -> None:
+            self.place = 0
+
+        def step(self) -> list[Any]:
+            self.place += 1
+            self.seen[self.place] += 1
+            self.seconds["target"] += 0.01 if self.seen[self.place] > 2 else 1.0
+            return []
+
+        def cancel(self, _: object) -> None:
+            pass
+
+    target = SimpleNamespace(device=torch.device("cpu"), context_length=512, group=None)
+    drafter = SimpleNamespace(start=lambda *_: SimpleNamespace(on_device=True))
+    pair = SimpleNamespace(
+        target=target,
+        drafter=drafter,
+        tree=PLAIN_TREE,
+        batch=lambda _: Machine(),
+        request=lambda *_, **__: None,
+    )
+    prompts: Any = SimpleNamespace(
+        model=pair,
+        pair=lambda: pair,
+        take=lambda *_: [torch.zeros(3)],
+        config=SimpleNamespace(batch=1),
+    )
+    method: Any = SimpleNamespace(pair_for=lambda _: pair, decoder="fsd")
+    assert step_seconds(prompts, method, 0) == pytest.approx(1.0)
     monkeypatch.setitem(costs_module.WARM_UPS, "cpu", 2)
-    for prompt in range(3):
-        assert step_seconds(prompts, method, prompt) == pytest.approx(0.01)
+    assert step_seconds(prompts, method, 0) == pytest.approx(0.01)
 
 
-@pytest.fixture
-def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose steps cost 10 ms, and 1 ms for every node below the root."""
-    clock, launch, draft = {"now": 0.0}, Execution.launch, ngram._CountingState.draft
+def test_measured_steps_have_full_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks draft them; the prompts let n-gram drafters propose little."""
+    sizes: list[int] = []
 
-    def launch_10_ms(*inputs: Any) -> Any:
-        launched = launch(*inputs)
-        clock["now"] += 0.01
-        return launched
+    class Recorded(FullTrees):
+        def start(self, *arguments: Any) -> Any:
+            state = super().start(*arguments)
+            draft = state.draft
 
-    def draft_1_ms(state: Any, *arguments: Any) -> DraftTree:
-        found = draft(state, *arguments)
-        clock["now"] += 0.001 * (found.size - 1)
-        return found
+            def record(*arguments: Any, **options: Any) -> Any:
+                found = draft(*arguments, **options)
+                sizes.append(found.size)
+                return found
 
-    monkeypatch.setattr(Execution, "launch", launch_10_ms)
-    monkeypatch.setattr(ngram._CountingState, "draft", draft_1_ms)
-    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
+            monkeypatch.setattr(state, "draft", record)
+            return state
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("counting_clock")
-@pytest.mark.parametrize("name", sorted(WITHOUT_FILES))
-def test_costs_for_ngrams_are_those_of_full_trees(name: str) -> None:
-    """The prompts let these drafters propose little."""
-    prompts = workload(EagleFSD.from_pretrained(drafter=name), batch=2)
-    costs = measure_costs(prompts, lambda *_: None, 1)
-    assert costs.nodes == pytest.approx({n: 0.01 + 0.001 * (n - 1) for n in costs.nodes})
-    assert set(costs.nodes) == {1, *NODES}
-    assert [*costs.level.values(), *costs.draft.values()] == pytest.approx([0.0] * 2 * len(WIDTHS))
-
-
-@pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_EAGLE3, BUNDLED_DRAFT_MODEL])
-def test_networks_draft_their_own_trees_when_steps_are_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, starts = workload(EagleFSD.from_pretrained(drafter=folder)), Counter[type]()
-    engine = Engine.__init__
-
-    def record(self: Engine, target: Any, drafter: Any, *arguments: Any, **options: Any) -> None:
-        starts[type(drafter)] += 1
-        engine(self, target, drafter, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "__init__", record)
-    assert step_seconds(prompts, replace(EXACT, tree=tree(8, 2, 2)), 0) > 0.0
-    assert starts == {type(prompts.model.drafter): 1}
+    monkeypatch.setattr(costs_module, "FullTrees", Recorded)
+    for name in (BUNDLED_HEAD, BUNDLED_EAGLE3, BUNDLED_DRAFT_MODEL, *sorted(WITHOUT_FILES)):
+        sizes.clear()
+        prompts = workload(EagleFSD.from_pretrained(drafter=name), batch=2)
+        for shape in (tree(8, 2, 2), tree(64, 62, 1)):
+            assert 0.0 < step_seconds(prompts, replace(EXACT, tree=shape), 0) < 10.0
+        assert set(sizes) == ({8, 64} if name in WITHOUT_FILES else set())
 
 
 @pytest.mark.slow
 def test_measured_costs_increase_with_the_tree(model: EagleFSD) -> None:
     done: list[tuple[int, int]] = []
-    costs = measure_costs(workload(model), lambda *at: done.append(at))
+    costs = measure_costs(workload(model), lambda *at: done.append(at), 2)
     assert done[-1][0] == done[-1][1] == len(done)
     assert costs.nodes[64] > costs.nodes[1]
     assert costs.seconds(tree(62, 60, 1)) > costs.seconds(tree(10, 8, 1)) > costs.nodes[1]
 
 
-# -- lengths ---------------------------------------------------------------------------------------
+# -- lengths and candidates ------------------------------------------------------------------------
 
 
-def test_tau_of_a_chain_divides_long_runs() -> None:
-    """Of runs of 12, 5 and 3 tokens, steps of at most 5 tokens need 3, 1 and 1."""
-    lengths = Lengths({tree(64, 62, 1): [[12, 5], [3]]})
-    assert lengths.tau(tree(64, 62, 1)) == pytest.approx(20 / 3)
-    assert lengths.tau(tree(5, 3, 1)) == pytest.approx(20 / 5)
-    assert lengths.tau(tree(20, 3, 1)) == pytest.approx(20 / 5)
-
-
-def test_tau_of_a_bushy_tree_is_cut_at_its_depth_and_interpolated() -> None:
-    lengths = Lengths({tree(8, 6, 2): [[2, 4]], tree(32, 20, 2): [[4, 12]]})
-    assert lengths.tau(tree(8, 6, 2)) == 3.0
-    assert lengths.tau(tree(32, 20, 2)) == 8.0
-    assert lengths.tau(tree(16, 14, 2)) == pytest.approx((3.0 + 8.0) / 2)
-    assert lengths.tau(tree(32, 6, 2)) == (4 + 8) / 2
-
-
-@pytest.mark.parametrize("shape", [(64, 30, 2), (4, 2, 2), (32, 21, 2), (16, 4, 4), (16, 14, 1)])
-def test_trees_that_no_recording_covers_have_no_tau(shape: tuple[int, int, int]) -> None:
-    lengths = Lengths({tree(8, 6, 2): [[2]], tree(32, 20, 2): [[4]], tree(8, 6, 1): [[4]]})
-    assert lengths.tau(tree(*shape)) is None
+def test_tau_is_predicted_from_recordings_with_larger_trees() -> None:
+    chain = Lengths({tree(64, 62, 1): [[12, 5], [3]]})
+    # Of runs of 12, 5 and 3 tokens, steps of at most 5 tokens need 3, 1 and 1.
+    for shape, tau in (((64, 62, 1), 20 / 3), ((5, 3, 1), 20 / 5), ((20, 3, 1), 20 / 5)):
+        assert chain.tau(tree(*shape)) == pytest.approx(tau)
+    bushy = Lengths({tree(8, 6, 2): [[2, 4]], tree(32, 20, 2): [[4, 12]], tree(8, 6, 1): [[4]]})
+    for shape, tau in (
+        ((8, 6, 2), 3.0),
+        ((32, 20, 2), 8.0),
+        ((16, 14, 2), (3.0 + 8.0) / 2),  # interpolated
+        ((32, 6, 2), (4 + 8) / 2),  # cut at its depth
+    ):
+        assert bushy.tau(tree(*shape)) == pytest.approx(tau)
+    for shape in ((64, 30, 2), (4, 2, 2), (32, 21, 2), (16, 4, 4), (16, 14, 1)):
+        assert bushy.tau(tree(*shape)) is None  # no recording covers it
 
 
 def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
@@ -241,13 +210,9 @@ def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
     prompts = workload(model)
     found = LengthRecorder(prompts, path).record(method)
     assert [sum(answer) for answer in found] == [48] * 4
-    for other, lines in (
-        (prompts, 1),
-        (workload(model, max_new_tokens=8), 2),
-        (prompts.subset(1), 3),
-    ):
-        recorder = LengthRecorder(other, path)
-        recorder.record(method)
+    first = replace(prompts, prompts=prompts.prompts[:1])
+    for lines, other in enumerate((prompts, workload(model, max_new_tokens=8), first), 1):
+        LengthRecorder(other, path).record(method)
         assert len(read_jsonl(path)) == lines
     with path.open("a") as file:
         file.write('{"key": "ab')  # an interrupted run
@@ -255,22 +220,17 @@ def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [EXACT, fsd_method(0.1, 0.3)], ids=["exact", "fsd"])
-def test_predicted_lengths_agree_with_measured_ones(
-    method: Method, model: EagleFSD, tmp_path: Path
-) -> None:
+def test_predicted_lengths_agree_with_measured_ones(model: EagleFSD, tmp_path: Path) -> None:
     """With 12 answers, the standard error of tau is about 4%."""
     prompts = workload(model, 12, max_new_tokens=128)
     recorder = LengthRecorder(prompts, tmp_path / "lengths.jsonl")
-    trees = recorded_trees(quick=True)
-    lengths = Lengths({item: recorder.record(replace(method, tree=item)) for item in trees})
-    for shape in (tree(12, 10, 1), tree(20, 18, 1), tree(16, 8, 2), tree(24, 6, 2)):
-        measured = recorder.record(replace(method, tree=shape))
-        tau = sum(map(sum, measured)) / sum(map(len, measured))
-        assert lengths.tau(shape) == pytest.approx(tau, rel=0.15)
-
-
-# -- candidates ------------------------------------------------------------------------------------
+    for method in (EXACT, fsd_method(0.1, 0.3)):
+        trees = recorded_trees(quick=True)
+        lengths = Lengths({item: recorder.record(replace(method, tree=item)) for item in trees})
+        for shape in (tree(12, 10, 1), tree(20, 18, 1), tree(16, 8, 2), tree(24, 6, 2)):
+            measured = recorder.record(replace(method, tree=shape))
+            tau = sum(map(sum, measured)) / sum(map(len, measured))
+            assert lengths.tau(shape) == pytest.approx(tau, rel=0.15)
 
 
 def test_candidates_are_different_complete_trees() -> None:
@@ -279,66 +239,57 @@ def test_candidates_are_different_complete_trees() -> None:
     assert all(capacity(item) == item.total_tokens for item in trees)
     assert all(max_emitted(item) == item.depth + 2 for item in trees)
     assert max(item.depth for item in trees) == 62
+    assert set(recorded_trees(quick=True)) < set(recorded_trees())
 
 
-@pytest.mark.parametrize(("length", "expected"), [(3, 8), (40, 48)])
-def test_ranking_weighs_lengths_against_costs(length: int, expected: int) -> None:
-    """Short runs need no long chain."""
-    lengths = Lengths({tree(64, 62, 1): [[length] * 10]})
-    ranked = rank(linear_costs(), lengths)
-    speeds = [item.tokens_per_second for item in ranked]
-    assert speeds == sorted(speeds, reverse=True)
-    assert ranked[0].tree.total_tokens <= expected
-    assert ranked[0].tau == length or length == 40
-    assert ranked[0].tokens_per_second == pytest.approx(
-        ranked[0].tau / linear_seconds(ranked[0].tree)
-    )
-
-
-def test_shortlist_holds_every_width_and_the_current_tree() -> None:
-    lengths = Lengths(
-        {
-            tree(64, 62, 1): [[60] * 10],
-            tree(6, 4, 2): [[2]],
-            tree(64, 30, 2): [[3]],
-            tree(12, 10, 4): [[2]],
-            tree(64, 16, 4): [[3]],
-        }
-    )
-    current = tree(17, 5, 3)
-    trees = shortlist(rank(linear_costs(), lengths), current)
+def test_ranking_weighs_lengths_against_costs() -> None:
+    """Short runs need no long chain. The shortlist holds every width and the current tree."""
+    for length, largest in ((3, 8), (40, 48)):
+        ranked = rank(linear_costs(), Lengths({tree(64, 62, 1): [[length] * 10]}))
+        speeds = [item.tokens_per_second for item in ranked]
+        assert speeds == sorted(speeds, reverse=True)
+        best = ranked[0]
+        assert best.tree.total_tokens <= largest
+        assert best.tokens_per_second == pytest.approx(best.tau / linear_seconds(best.tree))
+    recorded = {(64, 62, 1): 60, (6, 4, 2): 2, (64, 30, 2): 3, (12, 10, 4): 2, (64, 16, 4): 3}
+    lengths = Lengths({tree(*shape): [[length] * 10] for shape, length in recorded.items()})
+    trees = shortlist(rank(linear_costs(), lengths), tree(17, 5, 3))
     assert {item.top_k for item in trees} == {1, 2, 3, 4}
-    assert trees[-1] == current
+    assert trees[-1] == tree(17, 5, 3)
     assert len(set(trees)) == len(trees) <= 12
 
 
 # -- races -----------------------------------------------------------------------------------------
 
 
-class TimedRunner(Runner):
-    """A candidate that takes a given time per token, the same on every prompt but for noise."""
+class Prompts:
+    """Prompts that every tree takes a given time per token for, but for noise."""
 
-    def __init__(self, name: str, seconds: float, groups: int = 32) -> None:
-        self.seconds, self.random = seconds, np.random.default_rng(len(name))
-        shape = None if name == "plain" else tree(8, 6, 1)
-        prompts: Any = SimpleNamespace(groups=groups, pair=lambda: None)
-        super().__init__(Method(name, tree=shape), prompts)
+    groups, config = 32, SimpleNamespace(batch=1)
 
-    def warm_up(self) -> None:
-        self.timings.clear()
+    def __init__(self, seconds: dict[TreeConfig | None, float]) -> None:
+        self.seconds, self.random = seconds, np.random.default_rng(0)
 
-    def answer(self, group: int) -> None:
-        assert group == len(self.timings)
-        self.timings.append((self.seconds * self.random.uniform(0.95, 1.05), 1))
-        self.steps += 1
+    def pair(self) -> None:
+        return None
+
+    def decode(self, _: None, method: Method, *__: int) -> tuple[list[Any], float]:
+        answer = SimpleNamespace(tokens=[0], stats=SimpleNamespace(steps=1))
+        return [answer], self.seconds[method.tree] * self.random.uniform(0.95, 1.05)
+
+
+def chain(nodes: int) -> TreeConfig:
+    return tree(nodes, nodes - 2, 1)
 
 
 def test_race_finds_the_fastest_and_keeps_references() -> None:
-    runners = [TimedRunner(f"{at}", 1.0 + 0.1 * ((5 * at) % 9)) for at in range(9)]
-    plain = TimedRunner("plain", 5.0)
+    prompts: Any = Prompts({chain(8 + at): 1.0 + 0.1 * ((5 * at) % 9) for at in range(9)})
+    runners = [Runner(Method("a", tree=item), prompts) for item in prompts.seconds]
+    prompts.seconds[None] = 5.0
+    plain = Runner(PLAIN, prompts)
     done: list[tuple[int, int]] = []
     finalists = race([*runners, plain], lambda *at: done.append(at), keep=[plain])
-    assert [item.method.name for item in finalists][::2] == ["0", "plain"]
+    assert finalists[::2] == [runners[0], plain]
     assert len(finalists) == 3
     assert all(len(item.timings) == 32 for item in finalists)
     # 10 candidates on 4 prompts, 6 on the next 4, 4 on the next 8, and 3 on the other 16.
@@ -346,34 +297,30 @@ def test_race_finds_the_fastest_and_keeps_references() -> None:
     ratio = finalists[0].over(plain)
     assert ratio.interval is not None
     assert ratio.interval[0] < 5.0 < ratio.interval[1]
+    for candidates, total, rounds in (
+        (9, 32, [(4, 9), (8, 5), (16, 3), (32, 2)]),
+        (2, 32, [(32, 2)]),
+        (9, 3, [(3, 9)]),
+        (5, 6, [(4, 5), (6, 3)]),
+        (0, 4, [(4, 0)]),
+    ):
+        assert plan_rounds(candidates, total) == rounds
 
 
-@pytest.mark.parametrize(
-    ("candidates", "total", "sizes"),
-    [(9, 32, [4, 8, 16, 32]), (2, 32, [32]), (9, 3, [3]), (5, 6, [4, 6]), (0, 4, [4])],
-)
-def test_rounds_double_until_two_candidates_remain(
-    candidates: int, total: int, sizes: list[int]
-) -> None:
-    assert round_sizes(candidates, total) == sizes
-
-
-def finished_race(plain: float, best: float, next_best: float) -> TreeRace:
-    runners = [TimedRunner("exact", best), TimedRunner("exact", next_best)]
-    references = {"plain": TimedRunner("plain", plain)}
-    found = TreeRace(EXACT, references=references)
-    kept = list(references.values())
-    found.finalists = race([*runners, *kept], lambda *_: None, keep=kept)
+def raced(method: Method, prompts: Any, *trees: TreeConfig) -> TreeRace:
+    found = TreeRace(method, references={"plain": Runner(PLAIN, prompts)})
+    found.run(prompts, trees, lambda *_: None)
     return found
 
 
 def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
-    lost = finished_race(1.0, 1.5, 2.0)
+    trees = chain(8), chain(12)
+    lost = raced(EXACT, Prompts({None: 1.0, trees[0]: 1.5, trees[1]: 2.0}), *trees)
     assert lost.tree == PLAIN_TREE
     assert lost.sentence().startswith("exact: plain decoding; the best tree, 8/6/1, is 0.6")
     assert lost.as_dict()["tree"]["total_tokens"] == 1
-    won = finished_race(2.0, 1.0, 1.5)
-    assert won.tree == tree(8, 6, 1)
+    won = raced(EXACT, Prompts({None: 2.0, trees[0]: 1.0, trees[1]: 1.5}), *trees)
+    assert won.tree == trees[0]
     assert won.sentence().startswith("exact: tree 8/6/1, 2.0")
     rows = won.as_dict()["finalists"]
     assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
@@ -383,16 +330,18 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
 
 def test_the_best_trees_of_exact_decoding_are_raced_once_more() -> None:
     """In turn with those of FSD: the first race was disturbed, and a slower tree won it."""
-    exact, fsd = finished_race(2.0, 1.0, 1.1), finished_race(2.0, 0.5, 0.6)
-    disturbed, best = exact.trees
-    disturbed.seconds, best.seconds = 1.1, 1.0
-    assert {"exact", "plain"} == {item.method.name for item in exact.finalists}
-    turns: list[tuple[int, int]] = []
-    race_again(exact, fsd, lambda *at: turns.append(at))
-    assert turns[-1] == (5 * 32, 5 * 32)
-    assert exact.trees == [best, disturbed]
-    assert [fsd.references["exact"], fsd.references["plain"]] == [best, exact.finalists[-1]]
-    assert fsd.finalists[2:] == [best, exact.finalists[-1]]
+    disturbed, best, *fuzzy = (chain(nodes) for nodes in (8, 12, 16, 20))
+    seconds = {disturbed: 1.0, best: 1.1, fuzzy[0]: 0.5, fuzzy[1]: 0.6, None: 2.0}
+    prompts: Any = Prompts(seconds)
+    recorder: Any = None  # not used
+    exact, fsd = raced(EXACT, prompts, disturbed, best), raced(Method("fsd"), prompts, *fuzzy)
+    assert exact.tree == disturbed
+    seconds |= {disturbed: 1.1, best: 1.0}
+    race_finalists(TreeSearch(prompts, recorder, no_progress, [exact, fsd]))
+    assert [runner.method.tree for runner in exact.trees] == [best, disturbed]
+    assert fsd.references == {"plain": exact.references["plain"], "exact": exact.trees[0]}
+    names = [row["name"] for row in fsd.as_dict()["finalists"]]
+    assert names == ["fsd", "fsd", "exact", "plain"]
     assert "2.0" in fsd.sentence().partition(" as fast as exact")[0]
 
 
@@ -405,35 +354,25 @@ def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
     assert alone.tokens == plain.tokens
 
 
-@pytest.mark.slow
-def test_a_plan_is_resumed(
-    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same methods; the trees of others are found anew."""
-    prompts = workload(model, 2, max_new_tokens=8)
-    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
-    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [tree(8, 6, 1)])
-    arguments = tmp_path / "trees.json", no_progress
-    plan = TreePlan.make(prompts, [fsd_method(0.1)], *arguments)
-    assert set(plan.candidates) == {"exact", "T=0.1"}
-    assert plan.exact in candidate_trees() or plan.exact in (PLAIN_TREE, model.exact_tree)
-    with monkeypatch.context() as patch:
-        patch.setattr(search, "measure_costs", None)
-        assert TreePlan.make(prompts, [fsd_method(0.1)], *arguments) == plan
-    other = TreePlan.make(prompts, [fsd_method(0.2)], *arguments)
-    assert set(other.candidates) == {"exact", "T=0.2"}
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing, and predict from one recording."""
+    for module in (search, tune_module):
+        monkeypatch.setattr(module, "measure_costs", lambda *_: linear_costs())
+    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [tree(12, 10, 1)])
 
 
 def test_the_best_trees_are_chosen_by_measured_steps(
-    model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled passes, which shorten steps with deep trees, change the choice of trees."""
-    short, long = Candidate(tree(4, 2, 1), 3.0, 300.0), Candidate(tree(16, 14, 1), 9.0, 290.0)
-    slow = Candidate(tree(8, 2, 2), 3.0, 100.0)
+    short, long, slow = chain(4), chain(16), tree(8, 2, 2)
+    guesses = [Candidate(short, 3.0, 300.0), Candidate(long, 9.0, 290.0)]
+    guesses += [Candidate(slow, 3.0, 100.0)] * 2
     prompts, rounds = workload(model, 2, max_new_tokens=8), Counter[TreeConfig]()
-
-    def predicted(*arguments: Any) -> dict[str, list[Candidate]]:
-        return {method.name: [short, long, slow, slow] for method in arguments[2]}
 
     def seconds(load: Workload, method: Method, round_: int) -> float:
         """Exact for a single round; the others are disturbed."""
@@ -443,74 +382,67 @@ def test_the_best_trees_are_chosen_by_measured_steps(
         own = {4: 0.02, 16: deep}.get(method.tree.total_tokens, 1.0)
         return own if round_ == 2 else 10 * own
 
-    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
-    monkeypatch.setattr(search, "predict_trees", predicted)
     monkeypatch.setattr(search, "step_seconds", seconds)
-    monkeypatch.setattr(TreeRace, "run", lambda *_: None)
-    monkeypatch.setattr(TreeRace, "tree", short.tree)
-    eager = TreePlan.make(prompts, [fsd_method(0.1)], tmp_path / "eager.json", no_progress)
-    assert [item.tree for item in eager.candidates["T=0.1"]][:2] == [short.tree, long.tree]
-    assert eager.candidates["T=0.1"][0].tokens_per_second == pytest.approx(150.0)
-    assert eager.exact == short.tree
-    monkeypatch.setattr(prompts.model, "compile", False)
-    file = tmp_path / "compiled.json"
-    plan = TreePlan.make(prompts, [fsd_method(0.1)], file, no_progress, compiled=True)
-    assert [item.tree for item in plan.candidates["T=0.1"]][:2] == [long.tree, short.tree]
-    assert plan.exact == long.tree
-    assert rounds[long.tree] == 3 * search.TIMED_ROUNDS
-    again = TreePlan.make(prompts, [fsd_method(0.1)], file, no_progress, compiled=True)
-    assert again == plan  # from the file
+    plan = TreePlan(short, {"exact": guesses, "T=0.1": guesses})
+    eager = plan.timed(prompts, no_progress).candidates["T=0.1"]
+    assert [item.tree for item in eager][:2] == [short, long]
+    assert eager[0].tokens_per_second == pytest.approx(150.0)
+    monkeypatch.setattr(prompts.model, "compile", True)
+    compiled = plan.timed(prompts, no_progress).candidates["T=0.1"]
+    assert [item.tree for item in compiled][:2] == [long, short]
+    assert rounds[long] == 2 * search.TIMED_ROUNDS
 
 
-def test_trees_of_exact_decoding_are_raced_again_after_all_trees_are_known(
+@dataclass(frozen=True, eq=False)
+class Simulated(Workload):
+    """Prompts that are answered with one step of four tokens, which takes a given time."""
+
+    seconds: Callable[[TreeConfig | None], float]
+
+    def decode(self, _: Any, method: Method, __: int, count: int) -> tuple[list[Any], float]:
+        stats = SimpleNamespace(steps=1, accepted=[[4]])
+        answers = [SimpleNamespace(tokens=[0] * 4, stats=stats)] * count
+        return answers, count * self.seconds(method.tree)
+
+
+@pytest.mark.usefixtures("quick")
+def test_exact_decoding_has_the_tree_that_won_the_last_race(
     model: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, rival, fast = tree(48, 8, 4), tree(24, 10, 2), tree(12, 10, 1)
-    likely = {"exact": (rival, 200.0), "a": (fast, 300.0), "b": (fast, 250.0)}
-    plan = {name: [Candidate(item, 3.0, speed)] for name, (item, speed) in likely.items()}
-    raced: list[tuple[str, TreeConfig | None]] = []
+    """It did not win the first race, which was disturbed. A plan is resumed without decoding."""
+    decoded = Counter[TreeConfig | None]()
 
-    def race_exact(_: Workload, trees: Any, others: Sequence[Method], *__: Any) -> list[Any]:
-        raced.extend([*(("exact", item) for item in trees), *((m.name, m.tree) for m in others)])
-        return [SimpleNamespace(method=replace(EXACT, tree=rival)), None]
+    def seconds(shape: TreeConfig | None) -> float:
+        decoded[shape] += 1
+        is_disturbed = shape == chain(4) and decoded[shape] <= 3
+        return 9.0 if shape is None or is_disturbed else linear_seconds(shape)
 
-    monkeypatch.setattr(search, "measure_costs", lambda *_: linear_costs())
-    monkeypatch.setattr(search, "predict_trees", lambda *_: plan)
-    monkeypatch.setattr(search, "step_seconds", lambda *_: 0.01)
-    monkeypatch.setattr(search, "race_exact", race_exact)
-    monkeypatch.setattr(TreeRace, "run", lambda *_: None)
-    monkeypatch.setattr(TreeRace, "tree", first)
-    methods = Method("a"), Method("b")
-    arguments = workload(model, 2), methods, tmp_path / "trees.json", no_progress
-    found = [TreePlan.make(*arguments, race_again=True) for _ in range(2)]
-    assert [item.exact for item in found] == [rival, rival]
-    assert raced == [("exact", first), ("exact", rival), ("a", fast)]  # not when it is resumed
+    monkeypatch.setattr(search, "step_seconds", lambda _, method, __: linear_seconds(method.tree))
+    monkeypatch.setattr(model, "compile", False)
+    prompts = Simulated(**vars(workload(model, 2)), seconds=seconds)
+    file, methods = tmp_path / "trees.json", [fsd_method(0.1)]
+    plan = plan_trees(prompts, methods, file, no_progress, last_race=True)
+    assert decoded[chain(4)] > 3
+    assert set(plan.candidates) == {"exact", "T=0.1"}
+    assert (plan.exact, plan.candidates["T=0.1"][0].tree) == (chain(4), chain(4))
+    total = sum(decoded.values())
+    assert plan_trees(prompts, methods, file, no_progress, last_race=True) == plan
+    assert sum(decoded.values()) == total
+    other = plan_trees(prompts, [fsd_method(0.2)], file, no_progress, compiled=True)
+    assert set(other.candidates) == {"exact", "T=0.2"}
+    assert model.compile is True
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bundled_copy(tmp_path: Path) -> Path:
-    """A copy of the bundled head."""
-    shutil.copytree(BUNDLED_HEAD, tmp_path / "head")
-    return tmp_path / "head"
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure nothing, and predict from two recordings."""
-    monkeypatch.setattr(tune_module, "measure_costs", lambda *_: linear_costs())
-    monkeypatch.setattr(tune_module, "recorded_trees", lambda: [tree(12, 10, 1)])
-    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: False)
-
 
 CONFIG = EvaluationConfig(max_new_tokens=16)
 
 
 @pytest.mark.usefixtures("quick")
-def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path, bundled_copy: Path) -> None:
-    request = EvaluationRequest(count=2, out=tmp_path / "out", drafter=str(bundled_copy))
+def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(BUNDLED_HEAD, head)
+    request = EvaluationRequest(count=2, out=tmp_path / "out", drafter=str(head))
     shown: list[Any] = []
     tuning = tune(request, CONFIG, install=True, on_result=shown.append)
     assert shown == [tuning]
@@ -521,62 +453,14 @@ def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path, bundled_copy: Pat
     assert list(written["batch"]) == ["4", "16"]
     assert all(item["over_plain"] >= 1.0 for item in written["batch"].values())
     assert next(len(cells) for _, cells in tuning.tables()) == 11
-    settings = read_settings(bundled_copy / "fsd.json")
+    settings = read_settings(head / "fsd.json")
     assert settings == read_settings(tmp_path / "out" / "fsd.json")
-    pair = EagleFSD.from_pretrained(drafter=bundled_copy)
+    pair = EagleFSD.from_pretrained(drafter=head)
     exact, fsd = tuning.methods
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
     assert pair.batch_trees == {rows: item.tree for rows, item in tuning.batch.items()}
     assert pair.acceptance == EagleFSD.from_pretrained().acceptance
     assert settings.about["made_by"] == "eagle-fsd tune"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_bfloat16_is_reported_but_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune_module, "tries_bfloat16", lambda _: True)
-    settings = Settings(threshold=0.0)
-    tuning = tune(EvaluationRequest(count=2, out=tmp_path), CONFIG, settings=settings)
-    ((own,), (found,)) = tuning.methods, tuning.bfloat16
-    assert own.trees[0].workload.model.target.dtype == torch.float32
-    assert {item.workload.model.target.dtype for item in found.trees} == {torch.bfloat16}
-    assert found.references["float32"].method.tree in (None, own.tree)
-    *_, sentence, advice = tuning.conclusions()
-    assert sentence.startswith("In bfloat16, exact: tree ")
-    assert "as fast as float32" in sentence
-    assert "--dtype bfloat16" in advice
-    assert read_settings(tmp_path / "fsd.json").target.dtype == "float32"
-
-
-@pytest.mark.parametrize(
-    ("speedups", "dtype", "expected"),
-    [
-        ((1.0, 1.5), torch.float32, True),
-        ((1.1, 1.1), torch.float32, False),
-        ((2.0, 2.0), torch.bfloat16, False),
-    ],
-)
-def test_bfloat16_is_tried_where_products_are_faster(
-    speedups: tuple[float, float],
-    dtype: torch.dtype,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pair: Any = SimpleNamespace(
-        target=SimpleNamespace(device=torch.device("cpu"), dtype=dtype),
-        model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)),
-    )
-    found = dict(zip((1, 16), speedups, strict=True))
-    assert _product_speedup(1, (8, 4)) > 0
-
-    def speedup(rows: int, size: tuple[int, ...]) -> float:
-        assert size == (8, 4)
-        return found[rows]
-
-    monkeypatch.setattr(tune_module, "_product_speedup", speedup)
-    assert tries_bfloat16(pair) == expected
 
 
 @pytest.mark.slow
@@ -605,29 +489,22 @@ def test_interrupted_tuning_keeps_what_it_measured(
     assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
 
 
-def test_compiled_passes_are_rejected_when_tuning() -> None:
-    with pytest.raises(OptionsError, match="--compile is not supported by tune"):
-        tune(EvaluationRequest(compile=True))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_tree_for_several_prompts_is_stored_for_that_number(rows: int, model: EagleFSD) -> None:
+def test_lossless_trees_are_stored_by_the_number_of_prompts(model: EagleFSD) -> None:
     """Trees for other numbers are kept."""
     pair = copy.copy(model)
-    old, new, fuzzy, other = (tree(nodes, nodes - 2, 1) for nodes in (8, 12, 24, 4))
+    old, new, fuzzy, other = map(chain, (8, 12, 24, 4))
     pair.tree = fuzzy
     pair.exact_tree, pair.batch_trees = old, {4: old, 8: other}
-    config = EvaluationConfig(batch=rows).model_dump()
-    about = {"about": config, "environment": {}, "dtype": "", "device": ""}
-    races = [SimpleNamespace(tree=found, finalists=[]) for found in (new, fuzzy)]
-    batch = {16: BatchTree(other, 1.0, 1.0)} if rows == 1 else {}
-    found = tuned_settings(Tuning(about, races, batch=batch), pair, EvaluationRequest())
-    settings = Settings(**{name: found[name] for name in ("exact", "batch")})
-    trees = {1: settings.exact, **{int(number): item for number, item in settings.batch.items()}}
-    expected = {1: old, 4: old, 8: other} | ({1: new, 16: other} if rows == 1 else {4: new})
-    assert trees == expected
+    for found in ({1: new, 16: other}, {4: new}):
+        values = settings_values(pair, pair, found, EvaluationRequest(), {"made_by": "a test"})
+        settings = Settings.from_dict(values)
+        assert settings.tree == fuzzy.model_dump()
+        trees = {int(number): item for number, item in settings.batch.items()}
+        assert {1: settings.exact, **trees} == {1: old, 4: old, 8: other, **found}
 
 
-def test_install_requires_a_local_head() -> None:
+def test_options_that_tune_does_not_support_are_rejected() -> None:
+    with pytest.raises(OptionsError, match="--compile is not supported by tune"):
+        tune(EvaluationRequest(compile=True))
     with pytest.raises(OptionsError, match="--install requires a drafter in a local folder"):
         tune(EvaluationRequest(drafter="nowhere"), install=True)

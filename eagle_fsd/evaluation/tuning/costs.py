@@ -51,17 +51,10 @@ ROUNDS = 7
 
 
 class FullTrees(AdaptiveNGramDrafter):
-    """An n-gram drafter that always fills its tree, with the same tokens after any context.
-
-    Its steps cost what those of the n-gram drafters cost when they have much to propose.
-    """
+    """An n-gram drafter that always fills its tree, with the same tokens after any context."""
 
     def followers(self, context: list[int]) -> list[tuple[int, int]]:
-        """Return the first tokens of the vocabulary, with equal counts.
-
-        Args:
-            context: Not used.
-        """
+        """Return the first tokens of the vocabulary, with equal counts."""
         return [(token, 1) for token in range(min(MAX_FOLLOWERS, self.vocab_size))]
 
 
@@ -69,12 +62,9 @@ class FullTrees(AdaptiveNGramDrafter):
 class StepCosts:
     """Seconds of the parts of a step.
 
-    Attributes:
-        nodes: Seconds of a step without drafting, by the number of nodes. One node is plain
-            decoding.
-        draft: Further seconds of drafting, by the number of nodes per level; they do not depend on
-            the number of levels.
-        level: Seconds of each level, by its number of nodes.
+    ``nodes`` is that of a step without drafting, by the number of nodes; one node is plain
+    decoding. ``level`` is that of each level, and ``draft`` what drafting takes besides, by the
+    number of nodes per level.
     """
 
     nodes: Mapping[int, float]
@@ -83,38 +73,22 @@ class StepCosts:
 
     @classmethod
     def fit(cls, plain: float, measured: Mapping[TreeConfig, float]) -> StepCosts:
-        """Fit the costs to measured steps.
-
-        Args:
-            plain: Seconds of a step of plain decoding.
-            measured: Seconds of a step, for every tree of :func:`measured_trees`.
-        """
+        """Fit the costs to the seconds of plain steps and of those with :func:`measured_trees`."""
         low, high = DEPTHS
-        by_shape = {(t.total_tokens, t.depth, t.top_k): seconds for t, seconds in measured.items()}
-        level = {
-            width: max(
-                0.0,
-                (by_shape[LEVEL_NODES, high, width] - by_shape[LEVEL_NODES, low, width])
-                / (high - low),
-            )
-            for width in WIDTHS
-        }
+        spent = {(t.total_tokens, t.depth, t.top_k): seconds for t, seconds in measured.items()}
+        level, draft = {}, {}
+        for width in WIDTHS:
+            rise = spent[LEVEL_NODES, high, width] - spent[LEVEL_NODES, low, width]
+            level[width] = max(0.0, rise / (high - low))
         widest = WIDTHS[-1]
-        nodes = {count: max(plain, by_shape[count, 1, widest] - level[widest]) for count in NODES}
-        draft = {
-            width: max(
-                0.0, by_shape[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
-            )
-            for width in WIDTHS
-        }
+        nodes = {count: max(plain, spent[count, 1, widest] - level[widest]) for count in NODES}
+        for width in WIDTHS:
+            rest = spent[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
+            draft[width] = max(0.0, rest)
         return cls({1: plain, **nodes}, draft, level)
 
     def seconds(self, tree: TreeConfig) -> float:
-        """Predict the seconds of a step.
-
-        Args:
-            tree: The tree. The costs of other widths than :data:`WIDTHS` are interpolated.
-        """
+        """Predict the seconds of a step; other widths than :data:`WIDTHS` are interpolated."""
         sizes = sorted(self.nodes)
         count = capacity(tree)
         seconds = float(np.interp(count, sizes, [self.nodes[size] for size in sizes]))
@@ -136,16 +110,12 @@ def measured_trees() -> list[TreeConfig]:
     return [TreeConfig(total_tokens=n, depth=depth, top_k=width) for n, depth, width in shapes]
 
 
-def measure_costs(workload: Workload, progress: Progress, rounds: int = ROUNDS) -> StepCosts:
+def measure_costs(workload: Workload, progress: Progress, rounds: int | None = None) -> StepCosts:
     """Measure the costs of a step, at the batch size of the workload.
 
     The measurements rotate, so that changes in the machine's speed affect all of them alike.
-
-    Args:
-        workload: The prompts.
-        progress: Called with the number of measurements so far and the total.
-        rounds: Number of times that every measurement is repeated.
     """
+    rounds = rounds or ROUNDS
     trees = measured_trees()
     methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
     seconds: list[list[float]] = [[] for _ in methods]
@@ -158,7 +128,7 @@ def measure_costs(workload: Workload, progress: Progress, rounds: int = ROUNDS) 
 
 
 def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
-    """Return the median seconds of a few steps whose trees are full.
+    """Return the median seconds of a few steps whose trees are full, from a prompt's index on.
 
     Drafters that propose trees on the host may propose fewer nodes than the tree has, or none;
     :class:`FullTrees` drafts in their place. All others always propose as many nodes. Either way,
@@ -166,11 +136,6 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
 
     What happens only once is not part of it: the first step, and on CUDA, the first steps with any
     shapes, because the same steps have been taken before.
-
-    Args:
-        workload: The prompts.
-        method: The method.
-        prompt: Index of the first prompt.
     """
     prompts = workload.take(prompt, workload.config.batch)
     pair = method.pair_for(workload.pair())
@@ -198,13 +163,7 @@ def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
 
 
 def _take_steps(pair: EagleFSD, batch: Batch, limit: float) -> list[float]:
-    """Take steps with a batch; return its seconds, without prefill, after each of them.
-
-    Args:
-        pair: The pair of the batch.
-        batch: The batch.
-        limit: Maximum number of steps.
-    """
+    """Take at most ``limit`` steps; return the batch's seconds, without prefill, after each."""
     spent: list[float] = []
     while len(batch) and len(spent) < limit:
         if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:

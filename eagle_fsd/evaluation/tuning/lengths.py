@@ -28,35 +28,21 @@ from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.identity import fingerprint
 from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
 
-#: Nodes, depth and children of each node of the recorded trees: a chain, and bushy trees that are
-#: as deep as may pay off.
-RECORDED = (
-    (64, 62, 1),
-    *((nodes, min(30, nodes - 2), 2) for nodes in (6, 12, 24, 64)),
-    *((nodes, min(16, nodes - 2), 4) for nodes in (12, 24, 64)),
-    *((nodes, 10, 8) for nodes in (24, 64)),
-)
+#: Prompts that are decoded at once.
+BATCH = 16
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Accepted lengths of one method, by the tree they were recorded with.
-
-    Attributes:
-        recorded: The tokens that each target pass emitted, for each answer.
-    """
+    """The tokens that each target pass of one method emitted, for each answer, by tree."""
 
     recorded: Mapping[TreeConfig, Sequence[Sequence[int]]]
 
     def tau(self, tree: TreeConfig) -> float | None:
         """Predict the mean number of tokens that a target pass emits.
 
-        Args:
-            tree: The tree.
-
-        Returns:
-            None if nothing was recorded that covers the tree: as many children per node, and at
-            least as many nodes and levels.
+        None if no recording covers the tree: with as many children per node, and at least as many
+        nodes and levels.
         """
         if tree.top_k == 1:
             for recorded, answers in self.recorded.items():
@@ -79,19 +65,13 @@ class Lengths:
 def max_emitted(tree: TreeConfig) -> int:
     """Return the largest number of tokens that a step can emit with a tree.
 
-    Args:
-        tree: The tree. Its deepest path has ``depth + 1`` drafted tokens, and a token of the
-            target's follows.
+    Its deepest path has ``depth + 1`` drafted tokens, and a token of the target follows.
     """
     return min(tree.total_tokens, tree.depth + 2)
 
 
 def capacity(tree: TreeConfig) -> int:
-    """Return the number of nodes that a tree can have, from its depth and its width.
-
-    Args:
-        tree: The tree.
-    """
+    """Return the number of nodes that a tree can have, from its depth and its width."""
     pool = 1 + (1 + tree.depth * tree.top_k) * tree.top_k
     return min(tree.total_tokens, pool)
 
@@ -108,17 +88,11 @@ def _tau(answers: Sequence[Sequence[int]], tree: TreeConfig) -> float:
 class LengthRecorder:
     """Record accepted lengths, and keep them in a file, from which an interrupted run resumes.
 
-    Args:
-        workload: The prompts.
-        path: The file; created if missing.
-        batch: Prompts decoded at once.
-
-    Attributes:
-        digest: Hash of the pair, the prompts and the options of decoding.
+    ``digest`` is a hash of the pair, the prompts and the options of decoding.
     """
 
-    def __init__(self, workload: Workload, path: Path, batch: int = 16) -> None:
-        self.workload, self.path, self.batch = workload, path, batch
+    def __init__(self, workload: Workload, path: Path) -> None:
+        self.workload, self.path = workload, path
         model = workload.model
         inputs = {
             "target": fingerprint(model.model),
@@ -133,20 +107,13 @@ class LengthRecorder:
             self._known = {line["key"]: line["accepted"] for line in read_jsonl(path)}
 
     def record(self, method: Method) -> list[list[int]]:
-        """Return the accepted lengths of a method with its own tree.
-
-        Args:
-            method: The method.
-
-        Returns:
-            The tokens that each target pass emitted, for each answer.
-        """
+        """Return the tokens that each target pass of a method with its tree emits, by answer."""
         key = _digest([self.digest, method.describe(self.workload.model)])
         if key not in self._known:
             pair, found = self.workload.pair(), []
-            for first in range(0, len(self.workload.prompts), self.batch):
-                count = min(self.batch, len(self.workload.prompts) - first)
-                answers, _ = self.workload.decode(pair, method, first, count)
+            total = len(self.workload.prompts)
+            for first in range(0, total, BATCH):
+                answers, _ = self.workload.decode(pair, method, first, min(BATCH, total - first))
                 found += [answer.stats.accepted[0] for answer in answers]
             self._known[key] = found
             append_line(self.path, json.dumps({"key": key, "accepted": found}))

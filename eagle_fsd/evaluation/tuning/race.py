@@ -27,13 +27,9 @@ FINALISTS = 2
 
 @dataclass(eq=False)
 class Runner:
-    """A candidate in a race.
+    """A candidate in a race: a method with its own tree, and what it has measured so far.
 
-    Attributes:
-        method: The method, with its own tree.
-        workload: The prompts, with the pair that decodes them.
-        timings: Seconds and tokens for each group of prompts so far.
-        steps: Target passes so far.
+    ``timings`` holds seconds and tokens for each group of prompts, ``steps`` counts target passes.
     """
 
     method: Method
@@ -45,18 +41,14 @@ class Runner:
         self._pair: EagleFSD = self.workload.pair()
 
     def warm_up(self) -> None:
-        """Decode one prompt untimed, and forget what the drafter learned from it."""
+        """Decode one group, and forget all measurements and what the drafter learned."""
         self.answer(0)
         self.timings.clear()
         self.steps = 0
         self._pair = self.workload.pair()
 
     def answer(self, group: int) -> None:
-        """Decode a group of prompts, timed.
-
-        Args:
-            group: Its index.
-        """
+        """Decode a group of prompts, timed."""
         size = self.workload.config.batch
         answers, seconds = self.workload.decode(self._pair, self.method, group * size, size)
         self.timings.append((seconds, sum(len(answer.tokens) for answer in answers)))
@@ -74,103 +66,62 @@ class Runner:
         return sum(count for _, count in self.timings) / self.steps
 
     def over(self, other: Runner) -> Ratio:
-        """Compare speeds on the prompts that both have answered.
-
-        Args:
-            other: The candidate in the denominator.
-        """
+        """Divide the speed by another candidate's, on the prompts that both have answered."""
         shared = min(len(self.timings), len(other.timings))
         own, theirs = (np.asarray(item.timings[:shared], dtype=float) for item in (self, other))
         return Ratio.of_speeds(own.reshape(-1, 2), theirs.reshape(-1, 2))
 
 
 def race(
-    runners: Sequence[Runner],
-    progress: Progress,
-    *,
-    keep: Collection[Runner] = (),
+    runners: Sequence[Runner], progress: Progress, keep: Collection[Runner] = ()
 ) -> list[Runner]:
-    """Find the fastest candidate.
+    """Return the candidates that answered all prompts, fastest first.
 
-    Args:
-        runners: The candidates. Their timings are extended.
-        progress: Called with the number of answers so far and the total.
-        keep: Candidates that no round drops, such as plain decoding.
-
-    Returns:
-        The candidates that answered all prompts, fastest first.
+    No round drops those to ``keep``, such as plain decoding.
     """
-    total = runners[0].workload.groups
-    active = list(runners)
-    sizes = round_sizes(len(active) - len(keep), total)
-    work = _answers(len(active), len(keep), sizes)
-    done = 0
+    rounds = plan_rounds(len(runners) - len(keep), runners[0].workload.groups)
+    sizes = [0, *(size for size, _ in rounds)]
+    work = sum(
+        (size - before) * (count + len(keep))
+        for before, (size, count) in zip(sizes, rounds, strict=False)
+    )
+    active, done = list(runners), 0
     for runner in active:
         runner.warm_up()
-    first = 0
-    for size in sizes:
+    for first, (size, count) in zip(sizes, rounds, strict=False):
+        dropped = [runner for runner in active if runner not in keep][count:]
+        active = [runner for runner in active if runner not in dropped]
         for group in range(first, size):
             turn = group % len(active)
             for runner in active[turn:] + active[:turn]:
                 runner.answer(group)
                 done += 1
                 progress(done, work)
-        first = size
         active.sort(key=lambda runner: -runner.tokens_per_second)
-        if size < total:
-            others = [runner for runner in active if runner not in keep]
-            dropped = others[_survivors(len(others)) :]
-            active = [runner for runner in active if runner not in dropped]
     return active
 
 
 def race_exact(
     workload: Workload, trees: Iterable[TreeConfig], others: Sequence[Method], progress: Progress
-) -> list[Runner]:
+) -> tuple[list[Runner], list[Runner]]:
     """Race the best trees of exact decoding once more, in turn with what is compared with it.
 
     If another program disturbs the race that selects a tree, a slower one may win it, and all
-    methods look faster relative to exact decoding than they are.
-
-    Args:
-        workload: The prompts.
-        trees: The trees of exact decoding.
-        others: The methods that are compared with it.
-        progress: As for :func:`race`.
-
-    Returns:
-        Exact decoding with the fastest of the trees, and the other methods in their order.
+    methods look faster relative to exact decoding than they are. Returns exact decoding with each
+    of the trees, fastest first, and the other methods in their order.
     """
     exact = [Runner(replace(EXACT, tree=tree), workload) for tree in dict.fromkeys(trees)]
     runners = [Runner(method, workload) for method in others]
     race([*exact, *runners], progress, keep=[*exact, *runners])
-    return [max(exact, key=lambda runner: runner.tokens_per_second), *runners]
+    exact.sort(key=lambda runner: -runner.tokens_per_second)
+    return exact, runners
 
 
-def round_sizes(candidates: int, total: int) -> list[int]:
-    """Return the number of groups that have been answered after each round.
-
-    Args:
-        candidates: Number of candidates that may be dropped.
-        total: Number of groups.
-    """
-    sizes = []
+def plan_rounds(candidates: int, total: int) -> list[tuple[int, int]]:
+    """Return, for each round, the groups answered at its end, and the candidates that take part."""
+    rounds = []
     size = min(FIRST_ROUND, total)
     while size < total and candidates > FINALISTS:
-        sizes.append(size)
-        size, candidates = min(2 * size, total), _survivors(candidates)
-    return [*sizes, total]
-
-
-def _survivors(candidates: int) -> int:
-    """Return how many candidates a round keeps."""
-    return max(min(FINALISTS, candidates), (candidates + 1) // 2)
-
-
-def _answers(active: int, kept: int, sizes: Sequence[int]) -> int:
-    """Return the number of answers of all rounds."""
-    total, first = 0, 0
-    for size in sizes:
-        total += active * (size - first)
-        active, first = kept + _survivors(active - kept), size
-    return total
+        rounds.append((size, candidates))
+        size, candidates = min(2 * size, total), max(FINALISTS, (candidates + 1) // 2)
+    return [*rounds, (total, candidates)]

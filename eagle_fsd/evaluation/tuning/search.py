@@ -1,4 +1,4 @@
-"""Find the best tree of a method: predict all of them, then race the most promising ones."""
+"""Search for the fastest trees: predict the speed of all, then race the most promising ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.completion import evaluation_template
-from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
-from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import Ratio
 from eagle_fsd.evaluation.tuning.candidates import (
     PLAIN_TREE,
@@ -25,7 +22,6 @@ from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths
 from eagle_fsd.evaluation.tuning.race import Runner, race, race_exact
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory
 
@@ -35,88 +31,26 @@ PREDICTION_PROMPTS = 12
 TIMED_TREES, TIMED_ROUNDS = 3, 5
 
 
-def open_workload(
-    model: EagleFSD,
-    questions: Sequence[Question],
-    request: EvaluationRequest,
-    config: EvaluationConfig,
-) -> Workload:
-    """Return the prompts of questions, formatted as an evaluation formats them.
-
-    Args:
-        model: The pair.
-        questions: The questions.
-        request: How chats are formatted.
-        config: How answers are decoded.
-    """
-    template = evaluation_template(model.tokenizer, request.chat_template, request.few_shot)
-    return Workload(model, questions, template, config)
-
-
-def predict_trees(
-    recorder: LengthRecorder,
-    costs: StepCosts,
-    methods: Sequence[Method],
-    trees: Iterable[TreeConfig],
-    progress: ProgressFactory,
-) -> dict[str, list[Candidate]]:
-    """Predict the speed of every method with every tree.
-
-    Args:
-        recorder: Records accepted lengths.
-        costs: The time of a step.
-        methods: The methods; their own trees are ignored.
-        trees: The trees to record accepted lengths with.
-        progress: Reports progress.
-
-    Returns:
-        The trees of each method by name, fastest first.
-    """
-    trees = list(trees)
-    found = {}
-    with progress("recording accepted lengths") as advance:
-        for at, method in enumerate(methods):
-            recorded = {}
-            for index, tree in enumerate(trees):
-                recorded[tree] = recorder.record(replace(method, tree=tree))
-                advance(at * len(trees) + index + 1, len(methods) * len(trees))
-            found[method.name] = rank(costs, Lengths(recorded))
-    return found
-
-
 @dataclass
 class TreeRace:
     """The trees of one method, and how fast they are.
 
-    Attributes:
-        method: The method, without a tree.
-        predicted: All trees, by predicted speed.
-        references: What the trees are compared with, by name: plain decoding (``"plain"``), the
-            best lossless tree (``"exact"``), the best tree in float32 (``"float32"``).
-        finalists: The trees and references that answered all prompts, fastest first.
+    ``predicted`` holds all trees and ``trees`` those that answered all prompts, both fastest first.
+    They are compared with the ``references``: plain decoding (``"plain"``), and the best lossless
+    tree (``"exact"``).
     """
 
     method: Method
     predicted: list[Candidate] = field(default_factory=list)
     references: dict[str, Runner] = field(default_factory=dict)
-    finalists: list[Runner] = field(default_factory=list)
+    trees: list[Runner] = field(default_factory=list)
 
-    def run(self, workload: Workload, trees: Sequence[TreeConfig], advance: Progress) -> None:
-        """Race trees against the references.
-
-        Args:
-            workload: The prompts.
-            trees: The trees.
-            advance: Reports progress.
-        """
+    def run(self, workload: Workload, trees: Iterable[TreeConfig], advance: Progress) -> None:
+        """Race trees against the references."""
         runners = [Runner(replace(self.method, tree=tree), workload) for tree in trees]
         kept = list(self.references.values())
-        self.finalists = race([*runners, *kept], advance, keep=kept)
-
-    @property
-    def trees(self) -> list[Runner]:
-        """The finalists that are not references, fastest first."""
-        return [item for item in self.finalists if item not in self.references.values()]
+        finished = race([*runners, *kept], advance, keep=kept)
+        self.trees = [runner for runner in finished if runner not in kept]
 
     @property
     def tree(self) -> TreeConfig:
@@ -128,12 +62,21 @@ class TreeRace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON values."""
+        predicted = [
+            {**item.tree.model_dump(), "tau": item.tau, "tokens_per_second": item.tokens_per_second}
+            for item in self.predicted
+        ]
+        if not self.trees:
+            return {"tree": None, "finalists": [], "predicted": predicted}
         names = {runner: name for name, runner in self.references.items()}
         guesses = {item.tree: item for item in self.predicted}
+        finalists = sorted([*self.trees, *names], key=lambda runner: -runner.tokens_per_second)
         rows = []
-        for place, runner in enumerate(self.finalists):
+        for runner, following in zip(finalists, [*finalists[1:], None], strict=True):
             tree = runner.method.tree
             guess = guesses.get(tree) if tree is not None and runner not in names else None
+            others = {**self.references, **({"next": following} if following else {})}
+            ratios = {name: runner.over(other) for name, other in others.items() if other != runner}
             rows.append(
                 {
                     "name": names.get(runner, self.method.name),
@@ -144,150 +87,101 @@ class TreeRace:
                     "predicted_tokens_per_second": guess.tokens_per_second if guess else None,
                     "prompts": len(runner.timings),
                     "over": {
-                        name: ratio_dict(runner.over(other))
-                        for name, other in (
-                            *self.references.items(),
-                            *(("next", item) for item in self.finalists[place + 1 : place + 2]),
-                        )
-                        if other is not runner
+                        name: {"value": ratio.value, "interval": ratio.interval}
+                        for name, ratio in ratios.items()
                     },
                 }
             )
-        return {
-            "tree": self.tree.model_dump() if self.finalists else None,
-            "finalists": rows,
-            "predicted": [
-                {
-                    **item.tree.model_dump(),
-                    "tau": item.tau,
-                    "tokens_per_second": item.tokens_per_second,
-                }
-                for item in self.predicted
-            ],
-        }
+        return {"tree": self.tree.model_dump(), "finalists": rows, "predicted": predicted}
 
     def sentence(self) -> str:
         """Return the outcome in a sentence, with the intervals of all ratios."""
         best, *others = self.trees
         name = self.method.name
         if self.tree == PLAIN_TREE:
-            plain = self.references["plain"]
+            ratio = _describe(best.over(self.references["plain"]))
             return (
-                f"{name}: plain decoding; the best tree, {shape(best.method.tree)}, is"
-                f" {describe_ratio(best.over(plain))} as fast."
+                f"{name}: plain decoding; the best tree, {shape(best.method.tree)}, is {ratio} as"
+                " fast."
             )
-        parts = [
-            f"{describe_ratio(best.over(other))} as fast as {label}"
-            for label, other in self.references.items()
-        ]
+        compared = dict(self.references)
         if others:
-            rival = f"the next best tree, {shape(others[0].method.tree)}"
-            parts.append(f"{describe_ratio(best.over(others[0]))} as fast as {rival}")
+            compared[f"the next best tree, {shape(others[0].method.tree)}"] = others[0]
+        parts = [
+            f"{_describe(best.over(other))} as fast as {label}" for label, other in compared.items()
+        ]
         return f"{name}: tree {shape(best.method.tree)}, {', '.join(parts)}."
 
 
 def shape(tree: TreeConfig | None, separator: str = "/") -> str:
-    """Format a tree as nodes/depth/children of each node; plain decoding has none.
-
-    Args:
-        tree: The tree.
-        separator: Separates the numbers.
-    """
+    """Format a tree as nodes/depth/children of each node; plain decoding has none."""
     if tree is None:
         return "none"
     return separator.join(map(str, (tree.total_tokens, tree.depth, tree.top_k)))
 
 
-def ratio_dict(ratio: Ratio) -> dict[str, Any]:
-    """Return a ratio and its interval as JSON values.
-
-    Args:
-        ratio: The ratio.
-    """
-    return {"value": ratio.value, "interval": ratio.interval}
-
-
-def describe_ratio(ratio: Ratio) -> str:
-    """Format a ratio with its interval.
-
-    Args:
-        ratio: The ratio.
-    """
+def _describe(ratio: Ratio) -> str:
+    """Format a ratio with its interval."""
     if ratio.interval is None:
         return f"{ratio.value:.2f} times"
     low, high = ratio.interval
     return f"{ratio.value:.2f} times ({low:.2f} to {high:.2f})"
 
 
+@dataclass
+class TreeSearch:
+    """A search for the fastest trees of some methods, as far as it has got.
+
+    Trees are raced with the prompts of ``workload``; accepted lengths are recorded with those of
+    ``recorder``. ``costs`` are the measured times of a step.
+    """
+
+    workload: Workload
+    recorder: LengthRecorder
+    progress: ProgressFactory
+    races: list[TreeRace]
+    costs: StepCosts | None = None
+
+    def run(self) -> None:
+        """Predict the speed of every tree of each method, and race the best ones."""
+        with self.progress("measuring steps") as advance:
+            self.costs = measure_costs(self.workload, advance)
+        predicted = self.predict([item.method for item in self.races], recorded_trees())
+        for item in self.races:
+            item.predicted = predicted[item.method.name]
+            item.references = {"plain": Runner(PLAIN, self.workload)}
+            trees = shortlist(item.predicted, item.method.pair_for(self.workload.model).tree)
+            with self.progress(f"racing trees of {item.method.name}") as advance:
+                item.run(self.workload, trees, advance)
+
+    def predict(
+        self, methods: Sequence[Method], trees: Sequence[TreeConfig]
+    ) -> dict[str, list[Candidate]]:
+        """Return the trees of each method by name, fastest first.
+
+        Accepted lengths are recorded with ``trees``; the methods' own trees are ignored.
+        """
+        assert self.costs is not None
+        found = {}
+        with self.progress("recording accepted lengths") as advance:
+            for at, method in enumerate(methods):
+                recorded = {}
+                for index, tree in enumerate(trees):
+                    recorded[tree] = self.recorder.record(replace(method, tree=tree))
+                    advance(at * len(trees) + index + 1, len(methods) * len(trees))
+                found[method.name] = rank(self.costs, Lengths(recorded))
+        return found
+
+
 @dataclass(frozen=True)
 class TreePlan:
-    """The trees of several methods.
+    """The fastest tree of exact decoding, and the trees of several methods by name.
 
-    Attributes:
-        exact: The fastest tree of exact decoding.
-        candidates: The trees of every method by name, fastest by prediction first. Exact decoding
-            is among the methods.
+    ``candidates``, which are sorted by predicted speed, also hold those of exact decoding.
     """
 
     exact: TreeConfig
     candidates: Mapping[str, Sequence[Candidate]]
-
-    @classmethod
-    def make(
-        cls,
-        workload: Workload,
-        methods: Sequence[Method],
-        file: Path,
-        progress: ProgressFactory,
-        compiled: bool = False,
-        race_again: bool = False,
-    ) -> TreePlan:
-        """Predict the trees of all methods, and race those of exact decoding.
-
-        Args:
-            workload: The prompts; the first :data:`PREDICTION_PROMPTS` of them serve predictions.
-            methods: The methods, without exact decoding; their own trees are ignored.
-            file: Keeps the plan, which an interrupted run resumes with: answers with other trees
-                could not be resumed.
-            progress: Reports progress.
-            compiled: Whether the steps of the best trees are then timed again with compiled passes,
-                with which other trees are faster. The workload's pair stays compiled.
-            race_again: Race the best trees of exact decoding once more at the end, in turn with the
-                fastest of the methods.
-        """
-        few = workload.subset(PREDICTION_PROMPTS)
-        recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
-        described = [method.describe(workload.model) for method in methods]
-        key = [recorder.digest, described, compiled]
-        if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found["key"] == key:
-                return cls._from_dict(found)
-        with progress("measuring steps") as advance:
-            costs = measure_costs(workload, advance)
-        predicted = predict_trees(recorder, costs, [EXACT], recorded_trees(), progress)
-        plain = Runner(PLAIN, workload)
-        exact = TreeRace(EXACT, predicted[EXACT.name], {"plain": plain})
-        with progress("racing trees of exact") as advance:
-            exact.run(workload, shortlist(exact.predicted, workload.model.exact_tree), advance)
-        # Every method may take the tree of exact decoding, which may be none of the candidates.
-        for group, quick in (([EXACT], False), (methods, True)):
-            trees = dict.fromkeys([*recorded_trees(quick), exact.tree])
-            predicted |= predict_trees(recorder, costs, group, trees, progress)
-        plan = cls(exact.tree, predicted).timed(workload, progress)
-        if compiled:
-            workload.model.compile = True
-            plan = plan.timed(workload, progress)
-            plan = cls(plan.candidates[EXACT.name][0].tree, plan.candidates)
-        if race_again:
-            speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
-            best = max(plan.with_trees(methods), key=lambda method: speeds[method.name])
-            likely = [item.tree for item in plan.candidates[EXACT.name][:TIMED_TREES]]
-            with progress("racing the best trees of exact") as advance:
-                winner, _ = race_exact(workload, [plan.exact, *likely], [best], advance)
-            plan = replace(plan, exact=winner.method.tree or plan.exact)
-        atomic_write(file, json.dumps({"key": key, **plan.as_dict()}) + "\n")
-        return plan
 
     def timed(self, workload: Workload, progress: ProgressFactory) -> TreePlan:
         """Return the plan with predictions that rest on the measured steps of the best trees.
@@ -295,13 +189,9 @@ class TreePlan:
         Steps with full trees are measured, see :func:`step_seconds`. The trees of heads and draft
         models are always full. Steps in which an n-gram drafter proposes nothing take less time, so
         its predictions are lower bounds, with this measurement as without it.
-
-        Args:
-            workload: The prompts.
-            progress: Reports progress.
         """
-        best = [found[:TIMED_TREES] for found in self.candidates.values()]
-        trees = list(dict.fromkeys([self.exact, *(item.tree for found in best for item in found)]))
+        best = [item.tree for found in self.candidates.values() for item in found[:TIMED_TREES]]
+        trees = list(dict.fromkeys([self.exact, *best]))
         seconds: dict[TreeConfig, float] = {}
         with progress("timing the best trees") as advance:
             for round_ in range(TIMED_ROUNDS):
@@ -321,14 +211,14 @@ class TreePlan:
         return replace(self, candidates=candidates)
 
     def with_trees(self, methods: Sequence[Method]) -> list[Method]:
-        """Return methods with their fastest trees.
-
-        Args:
-            methods: The methods.
-        """
+        """Return methods with their fastest trees."""
         trees = {name: found[0].tree for name, found in self.candidates.items()}
         trees[EXACT.name] = self.exact
         return [replace(method, tree=trees[method.name]) for method in methods]
+
+    def likely(self) -> list[TreeConfig]:
+        """Return the tree of exact decoding, and its fastest ones by prediction."""
+        return [self.exact, *(item.tree for item in self.candidates[EXACT.name][:TIMED_TREES])]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -341,9 +231,56 @@ class TreePlan:
         }
 
     @classmethod
-    def _from_dict(cls, values: dict[str, Any]) -> TreePlan:
+    def from_dict(cls, values: Mapping[str, Any]) -> TreePlan:
+        """Read the result of :meth:`as_dict`."""
         candidates = {
             name: [Candidate(TreeConfig(**tree), tau, speed) for tree, tau, speed in found]
             for name, found in values["candidates"].items()
         }
         return cls(TreeConfig(**values["exact"]), candidates)
+
+
+def plan_trees(
+    workload: Workload,
+    methods: Sequence[Method],
+    file: Path,
+    progress: ProgressFactory,
+    *,
+    compiled: bool = False,
+    last_race: bool = False,
+) -> TreePlan:
+    """Predict the trees of exact decoding and other methods, and race those of exact decoding.
+
+    ``file`` keeps the plan, with which an interrupted run resumes: answers with other trees could
+    not be resumed. If ``compiled``, the steps of the best trees are timed again with compiled
+    passes, with which other trees are faster; the workload's pair stays compiled. The last race is
+    between the best trees of exact decoding, in turn with the fastest of the methods.
+    """
+    few = replace(workload, prompts=workload.prompts[:PREDICTION_PROMPTS])
+    recorder = LengthRecorder(few, file.with_name(f"{file.stem}.lengths.jsonl"))
+    described = [method.describe(workload.model) for method in methods]
+    key = [recorder.digest, described, compiled]
+    if file.exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["key"] == key:
+            return TreePlan.from_dict(found)
+    exact = TreeRace(EXACT)
+    search = TreeSearch(workload, recorder, progress, [exact])
+    search.run()
+    # Every method may take the tree of exact decoding, which may be none of the candidates.
+    predicted = search.predict([EXACT], list(dict.fromkeys([*recorded_trees(), exact.tree])))
+    quick = list(dict.fromkeys([*recorded_trees(quick=True), exact.tree]))
+    plan = TreePlan(exact.tree, predicted | search.predict(methods, quick))
+    plan = plan.timed(workload, progress)
+    if compiled:
+        workload.model.compile = True
+        plan = plan.timed(workload, progress)
+        plan = replace(plan, exact=plan.candidates[EXACT.name][0].tree)
+    if last_race:
+        speeds = {name: found[0].tokens_per_second for name, found in plan.candidates.items()}
+        ranked = sorted(plan.with_trees(methods), key=lambda method: -speeds[method.name])
+        with progress("racing the best trees of exact") as advance:
+            (winner, *_), _ = race_exact(workload, plan.likely(), ranked[:1], advance)
+        plan = replace(plan, exact=winner.method.tree or plan.exact)
+    atomic_write(file, json.dumps({"key": key, **plan.as_dict()}) + "\n")
+    return plan

@@ -6,83 +6,59 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import StopStringCriteria
 
-from eagle_fsd.evaluation.config import EvaluationConfig
+from eagle_fsd.evaluation.completion import evaluation_template
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import Method, synchronize
 from eagle_fsd.evaluation.processes import from_first
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.model.pipeline import Completion, EagleFSD
-from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt
+from eagle_fsd.utils.chat_templates import encode_prompt
 
 
+@dataclass(frozen=True, eq=False)
 class Workload:
-    """The first turns of some questions.
+    """Prompts, ``[S]`` token ids each, with the pair that decodes them and the options for that.
 
-    Args:
-        model: The pair; its tokenizer is used.
-        questions: The questions. Those whose prompt fills the context are left out.
-        chat_template: How chats are formatted.
-        config: How answers are decoded.
-
-    Attributes:
-        prompts: ``[S]`` token ids of each prompt.
-
-    Raises:
-        ValueError: No prompt fits the context.
+    ``ends`` are the arguments of ``generate_many`` that say where an answer ends.
     """
 
-    def __init__(
-        self,
+    model: EagleFSD
+    prompts: Sequence[Tensor]
+    config: EvaluationConfig
+    ends: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
         model: EagleFSD,
         questions: Sequence[Question],
-        chat_template: ChatTemplate,
+        request: EvaluationRequest,
         config: EvaluationConfig,
-    ) -> None:
-        self.model, self.config = model, config
+    ) -> Workload:
+        """Encode the first turns of questions as an evaluation does.
+
+        Prompts that fill the context are left out; without any other, a ValueError is raised.
+        """
+        template = evaluation_template(model.tokenizer, request.chat_template, request.few_shot)
         encoded = [
-            encode_prompt(question.first_chat(), model.tokenizer, chat_template)[0]
+            encode_prompt(question.first_chat(), model.tokenizer, template)[0]
             for question in questions
         ]
-        room = model.target.context_length
-        self.prompts = [prompt for prompt in encoded if len(prompt) < room]
-        if not self.prompts:
+        room, stop = model.target.context_length, list(template.stop)
+        prompts = [prompt for prompt in encoded if len(prompt) < room]
+        if not prompts:
             raise ValueError(f"every prompt fills the target's context of {room} tokens")
-        self._eos = [*model.eos_token_ids, *chat_template.stop_token_ids]
-        stop = list(chat_template.stop)
-        self._criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
-
-    def with_model(self, model: EagleFSD) -> Workload:
-        """Return the same prompts for another copy of the pair, such as one in bfloat16.
-
-        Args:
-            model: The other pair.
-        """
-        other = copy.copy(self)
-        other.model = model
-        return other
-
-    def with_batch(self, rows: int) -> Workload:
-        """Return the same prompts for another batch size.
-
-        Args:
-            rows: Number of prompts that are decoded at once.
-        """
-        other = copy.copy(self)
-        other.config = self.config.updated(batch=rows)
-        return other
-
-    def subset(self, count: int) -> Workload:
-        """Return the first prompts.
-
-        Args:
-            count: Number of prompts; there may be fewer.
-        """
-        other = copy.copy(self)
-        other.prompts = self.prompts[:count]
-        return other
+        ends = {
+            "eos_token_id": [*model.eos_token_ids, *template.stop_token_ids],
+            "stopping_criteria": [StopStringCriteria(model.tokenizer, stop)] if stop else [],
+        }
+        return cls(model, prompts, config, ends)
 
     @property
     def groups(self) -> int:
@@ -96,41 +72,36 @@ class Workload:
         return pair
 
     def take(self, first: int, count: int) -> list[Tensor]:
-        """Return some prompts.
-
-        Args:
-            first: Index of the first prompt; indices beyond the last prompt start again.
-            count: Number of prompts.
-        """
+        """Return some prompts; indices beyond the last prompt start again."""
         return [self.prompts[(first + at) % len(self.prompts)] for at in range(count)]
+
+    def generate(
+        self, pair: EagleFSD, prompts: Sequence[Tensor], seed: int, **options: Any
+    ) -> list[Completion]:
+        """Answer prompts with the options of this workload and others of ``generate_many``."""
+        sampling = self.config.sampling(seed)
+        answers = pair.generate_many(
+            prompts, self.config.max_new_tokens, sampling=sampling, **self.ends, **options
+        )
+        return sorted(answers, key=lambda answer: answer.index)
 
     def decode(
         self, pair: EagleFSD, method: Method, first: int, count: int
     ) -> tuple[list[Completion], float]:
-        """Decode some prompts at once.
+        """Return the answers to some prompts (see :meth:`take`), decoded at once, and the seconds.
 
-        Args:
-            pair: The pair to decode with, see :meth:`pair`.
-            method: The method.
-            first: Index of the first prompt, see :meth:`take`.
-            count: Number of prompts.
-
-        Returns:
-            The answers in the order of the prompts, and the seconds they took.
+        ``pair`` is the result of :meth:`pair`, whose drafter may have learned from other prompts.
         """
         synchronize(pair)
         begin = time.perf_counter()
-        answers = method.pair_for(pair).generate_many(
+        found = self.generate(
+            method.pair_for(pair),
             self.take(first, count),
-            self.config.max_new_tokens,
+            self.config.seed + first,
             max_batch=count,
-            sampling=self.config.sampling(self.config.seed + first),
             rule=method.rule_for(pair),
             method=method.decoder,
-            eos_token_id=self._eos,
-            stopping_criteria=self._criteria,
         )
-        found = sorted(answers, key=lambda answer: answer.index)
         synchronize(pair)
         seconds = time.perf_counter() - begin
         return found, from_first(pair.target, lambda: seconds)

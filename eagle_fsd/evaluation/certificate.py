@@ -1,0 +1,164 @@
+"""Certify the settings that a calibration selected, on questions that had no part in that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eagle_fsd.evaluation.config import LossBounds
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.statistics import (
+    confidence_per_test,
+    is_loss_below,
+    least_questions,
+    loss_bound,
+)
+from eagle_fsd.evaluation.tables import Row, points_text
+
+#: Part of the questions on which settings are selected; the others certify them.
+SELECTION_SHARE = 0.2
+#: Largest number of settings to test.
+MAX_TESTS = 2
+
+
+def outcomes(row: Row) -> tuple[int, int, int]:
+    """Return the numbers of lost, gained and paired questions."""
+    against = row["against_exact"]
+    if "lost" not in against:
+        raise ValueError("these questions have no score, so that a loss cannot be bounded")
+    return against["lost"], against["gained"], against["paired"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of testing one setting: an upper bound on its loss, in percentage points."""
+
+    row: Row
+    drop: float
+    certified: bool
+
+    @classmethod
+    def of(cls, row: Row, bounds: LossBounds, tests: int) -> Verdict:
+        """Test a setting on questions that had no part in its selection.
+
+        The error probability is divided among ``tests`` settings; their number must not depend on
+        the answers that are tested.
+        """
+        level = confidence_per_test(bounds.confidence, tests)
+        lost, gained, paired = outcomes(row)
+        passed = is_loss_below(bounds.max_drop / 100, lost, gained, paired, level)
+        return cls(row, 100 * max(0.0, loss_bound(lost, gained, paired, level)), passed)
+
+
+def split_questions(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
+    """Split questions into those that select settings and those that certify them.
+
+    Both have the same shares of all categories, up to rounding, so that a certificate is about
+    questions like all of them. The former are the first ones of each category, at least one and
+    :data:`SELECTION_SHARE` of all; the latter are the others, without those that repeat the
+    messages of one of the former.
+    """
+    count = max(1, round(SELECTION_SHARE * len(questions)))
+    categories = Counter(question.category for question in questions)
+    # The category at evenly spaced places, if questions were sorted by category.
+    places = list(categories.elements())
+    quota = Counter(places[int((at + 0.5) * len(places) / count)] for at in range(count))
+    used = []
+    for question in questions:
+        if quota[question.category]:
+            quota[question.category] -= 1
+            used.append(question)
+    known = {(question.context, question.turns) for question in used}
+    return used, [item for item in questions if (item.context, item.turns) not in known]
+
+
+def count_unscored_as_wrong(question: Question) -> Question:
+    """Let answers that the user's grader gives no score count as wrong.
+
+    Otherwise they would be missing from the certificate, which must not depend on the answers.
+    """
+    grade = question.grade
+    if grade is None:
+        return question
+    return replace(question, grade=lambda answer, asked: bool(grade(answer, asked)))
+
+
+def check_questions(
+    bounds: LossBounds, fresh: Sequence[Question], execute_code: bool
+) -> str | None:
+    """Return a warning if not even a lossless setting could be certified.
+
+    A ValueError is raised if the fresh questions have no score.
+    """
+    kinds = {question.scored_by for question in fresh}
+    if "" in kinds:
+        raise ValueError("these questions have no score, so that a loss cannot be bounded")
+    if "code" in kinds and not execute_code:
+        raise ValueError("answers with code are scored by running them; use --execute-code")
+    least = loss_bound(0, 0, len(fresh), bounds.confidence)
+    if 100 * least <= bounds.max_drop:
+        return None
+    advice = "use"
+    if bounds.max_drop:
+        one, two = (
+            least_questions(bounds.max_drop / 100, confidence_per_test(bounds.confidence, tests))
+            for tests in (1, MAX_TESTS)
+        )
+        advice = f"{one} can, {two} if two settings are tested; use a larger --count, or"
+    return (
+        f"{len(fresh)} fresh questions cannot show a loss below {points_text(least)} points"
+        f" even if nothing is lost; {advice} a --max-drop above {bounds.max_drop:g}"
+    )
+
+
+def conclude(verdicts: Sequence[Verdict], bounds: LossBounds, tests: int, choices: int) -> str:
+    """Return sentences on the outcome that state the bound.
+
+    The verdicts are in the order of the tests, of which there are ``tests``, including those after
+    the first certified setting.
+    """
+    allowed = f"{bounds.max_drop:g} points"
+    if not verdicts:
+        return (
+            f"Exact decoding: none of {choices} settings is faster and likely to be certified to"
+            f" lose at most {allowed} on this many questions."
+        )
+    last = verdicts[-1]
+    paired = last.row["against_exact"]["paired"]
+    confidence = f"with {100 * bounds.confidence:g}% confidence"
+    if last.certified:
+        sentences = [
+            f"{last.row['method']}, {last.row['speed_over_exact']:.2f} times exact decoding: on"
+            f" {paired} questions that had no part in its selection, it {_changes(last)}, so that"
+            f" {confidence} it loses at most {points_text(last.drop / 100)} points of accuracy"
+            " relative to exact decoding."
+        ]
+        sentences += [
+            f"{item.row['method']} was tested before and is not certified: it {_changes(item)},"
+            f" which shows at most {points_text(item.drop / 100)} points, not {allowed}."
+            for item in verdicts[:-1]
+        ]
+    else:
+        found = "; ".join(
+            f"{item.row['method']} {_changes(item)}, so that it loses at most"
+            f" {points_text(item.drop / 100)} points"
+            for item in verdicts
+        )
+        sentences = [
+            f"Exact decoding: nothing is certified to lose at most {allowed} of accuracy relative"
+            f" to exact decoding. On {paired} questions that had no part in the selection,"
+            f" {confidence}: {found}."
+        ]
+    if tests > 1:
+        level = confidence_per_test(bounds.confidence, tests)
+        sentences.append(
+            f"Each of up to {tests} tests has a confidence of {100 * level:.4g}%, so that the"
+            " stated one holds whichever setting is reported."
+        )
+    return " ".join(sentences)
+
+
+def _changes(verdict: Verdict) -> str:
+    lost, gained, _ = outcomes(verdict.row)
+    return f"lost {lost} answers and gained {gained}"

@@ -1,0 +1,237 @@
+"""Select the settings that a calibration tests: what to try, what to drop, and what to test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+
+from eagle_fsd.evaluation import engines
+from eagle_fsd.evaluation.analysis import is_faster
+from eagle_fsd.evaluation.certificate import MAX_TESTS, outcomes
+from eagle_fsd.evaluation.config import EngineName, GridConfig, LossBounds
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series, rule_method
+from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below
+from eagle_fsd.evaluation.tables import Row
+from eagle_fsd.evaluation.tuning.candidates import Candidate
+from eagle_fsd.evaluation.tuning.race import race_exact
+from eagle_fsd.evaluation.tuning.search import TreePlan, shape
+from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.utils.progress import ProgressFactory
+
+#: Rules from the literature to choose from.
+CALIBRATED_RULES = ("acc 0.5", "budget", "top-ratio", "margin", "cascade", "mixture")
+#: Probability of being certified below which a setting is dropped, and the number of draws that
+#: it is estimated from.
+MIN_CHANCE, DRAWS = 0.02, 200
+#: Minimum accuracy of exact decoding, in percent and as a multiple of the allowed loss. Below it
+#: there is little accuracy to lose, usually because answers are cut off or cannot be parsed.
+MIN_ACCURACY, MIN_ACCURACY_TO_LOSS = 5.0, 2.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting to choose from, with its predicted speed relative to exact decoding.
+
+    ``acceptance`` names the acceptance setting, which several trees share.
+    """
+
+    method: Method
+    acceptance: str
+    speed: float
+
+    @property
+    def name(self) -> str:
+        """Name of the method."""
+        return self.method.name
+
+
+def candidate_methods(
+    grid: GridConfig, engine: EngineName | None, temperature: float, rules: bool
+) -> list[Method]:
+    """Return the acceptance settings to choose from, without trees: an engine's, or FSD's.
+
+    To the grid, priced paths without a gate and :data:`CALIBRATED_RULES` are added. An OptionsError
+    is raised if the engine does not apply its rule at this temperature.
+    """
+    if engine:
+        found = engines.series(engine, temperature)
+        return [method for group in found.values() for method in group]
+    # The highest floor first, see :func:`plan_settings`.
+    methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
+    return [*methods, *PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
+
+
+def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:
+    """Return the trees with which an engine (None: ours) decodes as we do, fastest first."""
+    found = list(plan.candidates[method.name])
+    if engine is None or (method.name == EXACT.name and not engines.ENGINES[engine].chains_only):
+        return found
+    return [item for item in found if item.tree.top_k == 1]
+
+
+def exact_tree(plan: TreePlan, engine: EngineName | None) -> TreeConfig:
+    """Return the tree of exact decoding, with which all settings are compared.
+
+    For an engine without trees, it is the chain that is predicted to be the fastest if the fastest
+    tree is none.
+    """
+    if engine and engines.ENGINES[engine].chains_only and plan.exact.top_k > 1:
+        return engine_trees(plan, EXACT, engine)[0].tree
+    return plan.exact
+
+
+def plan_settings(
+    plan: TreePlan, methods: Sequence[Method], engine: EngineName | None
+) -> list[Setting]:
+    """Combine each method with its fastest chain and with its fastest bushy tree.
+
+    The settings are those that are predicted to be faster than exact decoding, fastest first. Of
+    methods that accepted the same numbers of tokens, such as FSD with a small threshold under
+    several floors, only the first is tried.
+    """
+    found: dict[Candidate, Setting] = {}
+    exact = engine_trees(plan, EXACT, engine)[0].tokens_per_second
+    for method in methods:
+        trees = engine_trees(plan, method, engine)
+        chains = [item for item in trees if item.tree.top_k == 1]
+        bushy = [item for item in trees if item.tree.top_k > 1]
+        for item in (*chains[:1], *bushy[:1]):
+            if item.tokens_per_second > exact:
+                name = f"{method.name} tree {shape(item.tree, '-')}"
+                own = replace(method, name=name, tree=item.tree)
+                setting = Setting(own, method.name, item.tokens_per_second / exact)
+                found.setdefault(item, setting)
+    return sorted(found.values(), key=lambda item: -item.speed)
+
+
+def add_rows(rows: dict[str, Row], new: Sequence[Row]) -> None:
+    """Add the rows of a report on further questions to the results so far, by method."""
+    for row in new:
+        old = rows.get(row["method"])
+        merged = dict(row)
+        if old is not None:
+            for name in ("scored", "tokens", "cut_off"):
+                merged[name] = old[name] + row[name]
+            right = sum((item["accuracy"] or 0.0) * item["scored"] for item in (old, row))
+            merged["accuracy"] = right / max(1, merged["scored"])
+            if "lost" in row.get("against_exact", {}):
+                merged["against_exact"] = {
+                    name: old["against_exact"][name] + row["against_exact"][name]
+                    for name in ("lost", "gained", "paired")
+                }
+        rows[row["method"]] = merged
+
+
+def check_accuracy(exact: Row, max_drop: float) -> None:
+    """Raise a ValueError if exact decoding is not accurate enough to lose accuracy."""
+    if not exact["tokens"]:
+        raise ValueError("no question was answered, so there is nothing to calibrate on")
+    points = 100 * (exact["accuracy"] or 0.0)
+    if points < max(MIN_ACCURACY, MIN_ACCURACY_TO_LOSS * max_drop):
+        raise ValueError(
+            f"the accuracy of exact decoding is only {points:.1f}%, too low for a bound of"
+            f" {max_drop:g} points ({exact['cut_off']} answers were cut off); check"
+            " --max-new-tokens and the chat template"
+        )
+
+
+def drop_settings(
+    plan: Sequence[Setting], rows: Mapping[str, Row], bounds: LossBounds, fresh: int, kept: int
+) -> list[Setting]:
+    """Keep the settings with the largest expected gain. Nothing here certifies a setting.
+
+    Of the trees of an acceptance setting, only the most promising one remains. The order of the
+    settings, fastest first, stays. ``fresh`` is the number of questions that will certify one.
+    """
+    gains = {}
+    for item in plan:
+        probability = chance(rows[item.name], bounds, fresh)
+        if probability >= MIN_CHANCE:
+            gains[item.name] = probability * (item.speed - 1)
+    promising = [item for item in plan if item.name in gains]
+    best: dict[str, str] = {}
+    for item in sorted(promising, key=lambda item: -gains[item.name]):
+        best.setdefault(item.acceptance, item.name)
+    remaining = list(best.values())[:kept]
+    return [item for item in plan if item.name in remaining]
+
+
+def race_settings(
+    workload: Workload,
+    trees: Sequence[TreeConfig],
+    plan: Sequence[Setting],
+    progress: ProgressFactory,
+) -> tuple[Method, dict[str, Row]]:
+    """Measure the speeds of settings, and of exact and plain decoding.
+
+    Returns exact decoding with the fastest of the trees, with which all are compared, and
+    :data:`SPEED_FIELDS` by method.
+    """
+    methods = [*(item.method for item in plan), PLAIN]
+    with progress("measuring speeds") as advance:
+        (reference, *_), others = race_exact(workload, trees, methods, advance)
+    found = {}
+    for runner in (reference, *others):
+        over_exact, over_plain = runner.over(reference), runner.over(others[-1])
+        waits = [seconds for seconds, _ in runner.timings]
+        found[runner.method.name] = {
+            "tokens_per_second": runner.tokens_per_second,
+            "latency": {
+                "median": float(np.median(waits)),
+                "p95": float(np.quantile(waits, 0.95)),
+            },
+            "speedup": over_plain.value,
+            "speedup_interval": over_plain.interval,
+            "speed_over_exact": over_exact.value,
+            "speed_over_exact_interval": None if runner is reference else over_exact.interval,
+        }
+    return reference.method, found
+
+
+def choose_tests(rows: Sequence[Row], bounds: LossBounds, fresh: int) -> list[Row]:
+    """Choose the settings to test: the series that has the largest expected speed.
+
+    A series is tested from its fastest setting to its slowest, until one is certified; exact
+    decoding remains if none is. The outcomes of its tests are taken to be independent. No setting
+    is chosen if none is faster than exact decoding and may be certified.
+    """
+    faster = sorted(filter(is_faster, rows), key=lambda row: -row["speed_over_exact"])
+    best: tuple[float, tuple[Row, ...]] = (1.0, ())
+    for count in range(1, MAX_TESTS + 1):
+        for series in combinations(faster, count):
+            speed = 1.0
+            for row in reversed(series):
+                probability = chance(row, bounds, fresh, count)
+                speed = probability * row["speed_over_exact"] + (1 - probability) * speed
+            if speed > best[0]:
+                best = speed, series
+    return list(best[1])
+
+
+def chance(row: Row, bounds: LossBounds, fresh: int, tests: int = 1) -> float:
+    """Estimate the probability that a setting will be certified, given its answers so far.
+
+    The shares of lost and gained answers are drawn from their posterior distribution under
+    Jeffreys' prior, and the answers to the fresh questions with these shares.
+    """
+    level = confidence_per_test(bounds.confidence, tests)
+    return _chance(*outcomes(row), fresh, bounds.max_drop / 100, level)
+
+
+@lru_cache(maxsize=4096)
+def _chance(
+    lost: int, gained: int, paired: int, fresh: int, max_loss: float, confidence: float
+) -> float:
+    random = np.random.default_rng(0)
+    counts = np.array([lost, gained, paired - lost - gained])
+    drawn = random.multinomial(fresh, random.dirichlet(counts + 0.5, DRAWS))[:, :2]
+    # A bound is not below its estimate.
+    possible = drawn[drawn[:, 0] - drawn[:, 1] <= max_loss * fresh]
+    found, repeats = np.unique(possible, axis=0, return_counts=True)
+    passed = [is_loss_below(max_loss, int(b), int(c), fresh, confidence) for b, c in found]
+    return float(repeats @ np.array(passed, dtype=float)) / DRAWS
