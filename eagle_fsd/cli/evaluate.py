@@ -52,19 +52,7 @@ def evaluate(
     acceptance: AcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
-    """Answer questions with several methods, and report speed and quality side by side.
-
-    Args:
-        questions: The question set.
-        methods: Methods to compare.
-        formats: List the formats of question files and the graders, and exit.
-        as_json: Print the report, or the list of formats, as JSON.
-        request: What is evaluated, and where the results go.
-        file: An ``fsd.json`` file.
-        tree: Shape of the draft tree.
-        acceptance: What verification accepts.
-        config: How answers are decoded.
-    """
+    """Answer questions with several methods, and report speed and quality side by side."""
     if formats:
         print_formats(as_json)
         return
@@ -90,11 +78,7 @@ def evaluate(
 
 
 def print_formats(as_json: bool) -> None:
-    """Print the formats of question files, and the graders.
-
-    Args:
-        as_json: Print JSON.
-    """
+    """Print the formats of question files, and the graders."""
     from eagle_fsd.evaluation.graders import GRADERS
     from eagle_fsd.evaluation.questions.formats import FORMATS
 

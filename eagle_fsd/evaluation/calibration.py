@@ -55,7 +55,7 @@ from eagle_fsd.evaluation.methods import (
     given_acceptance,
     rule_method,
 )
-from eagle_fsd.evaluation.plots import add_tradeoff
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -351,7 +351,8 @@ def calibrate(
         report["flags"] = (
             engines.settings(engine, method, tree, model.tokenizer) if engine else None
         )
-        add_tradeoff(report, folder)
+        report["calibrated"] = method.name
+        draw_figures(report, folder)
         result.append(Calibration(report, method.name, table))
 
     hooks = Hooks(progress, on_report=finish)
