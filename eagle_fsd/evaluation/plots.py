@@ -137,7 +137,9 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     labels = _draw_methods(axis, found, report.get("calibrated"))
     _draw_front(axis, [item for item in known.values() if item.name not in BASELINES])
     axis.legend(frameon=False, fontsize=SMALL, loc="best")
-    figure.supxlabel(measurement(report), fontsize=TINY, color=GRAY, wrap=True)
+    figure.supxlabel(
+        escape_control_chars(measurement(report)), fontsize=TINY, color=GRAY, wrap=True
+    )
     figure.draw_without_rendering()  # positions are known and final afterwards
     figure.set_layout_engine("none")
     _place_labels(axis, labels)
