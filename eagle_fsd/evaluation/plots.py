@@ -134,12 +134,12 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     axis.set_title(
         "Quality against speed, with 95% intervals relative to exact decoding", fontsize=TITLE
     )
-    labels = _draw_methods(axis, found, report.get("calibrated"))
+    colors = dict(zip(_lines(list(known.values())), COLORS, strict=False))  # equal in all figures
+    labels = _draw_methods(axis, found, colors, report.get("calibrated"))
     _draw_front(axis, [item for item in known.values() if item.name not in BASELINES])
     axis.legend(frameon=False, fontsize=SMALL, loc="best")
-    figure.supxlabel(
-        escape_control_chars(measurement(report)), fontsize=TINY, color=GRAY, wrap=True
-    )
+    footnote = escape_control_chars(measurement(report))
+    figure.supxlabel(footnote, fontsize=TINY, color=GRAY, wrap=True)
     figure.draw_without_rendering()  # positions are known and final afterwards
     figure.set_layout_engine("none")
     _place_labels(axis, labels)
@@ -153,24 +153,18 @@ def _draw_front(axis: Any, found: Sequence[Point]) -> None:
         if not best or point.quality > best[0].quality:
             best.insert(0, point)
     speeds, qualities = [point.speed for point in best], [point.quality for point in best]
-    style = {
-        "color": GRAY,
-        "linewidth": 1.2,
-        "linestyle": ":",
-        "label": "Pareto front of all methods",
-    }
-    axis.step(speeds, qualities, where="pre", **style)
+    style = {"color": GRAY, "linewidth": 1.2, "linestyle": ":"}
+    axis.step(speeds, qualities, where="pre", label="Pareto front of all methods", **style)
 
 
 def _draw_methods(
-    axis: Any, found: Sequence[Point], marked: str | None
+    axis: Any, found: Sequence[Point], colors: dict[str, str], marked: str | None
 ) -> list[tuple[Point, str, str]]:
     """Draw methods, lines of FSD, and a ring; return point, text and color of each label.
 
     The labels of exact decoding, of the marked method and of FSD come first.
     """
     lines, floor = _lines(found), axis.get_ylim()[0]
-    colors = dict(zip(lines, COLORS, strict=False))
     labels = []
     for label, members in lines.items():
         speeds, qualities = [item.speed for item in members], [item.quality for item in members]
