@@ -78,11 +78,7 @@ def evaluate(
 
 
 def print_formats(as_json: bool) -> None:
-    """Print the formats of question files, and the graders.
-
-    Args:
-        as_json: Print JSON.
-    """
+    """Print the formats of question files, and the graders."""
     from eagle_fsd.evaluation.graders import GRADERS
     from eagle_fsd.evaluation.questions.formats import FORMATS
 

@@ -48,7 +48,7 @@ from eagle_fsd.evaluation.config import (
     LossBounds,
 )
 from eagle_fsd.evaluation.methods import EXACT, Method, given_acceptance
-from eagle_fsd.evaluation.plots import add_tradeoff
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -374,7 +374,8 @@ def extend_report(
         tree = method.pair_for(task.model).tree
         report["flags"] = engines.settings(task.engine, method, tree, task.model.tokenizer)
     report["conclusions"] = [conclusion]
-    add_tradeoff(report, task.folder)
+    report["calibrated"] = method.name
+    draw_figures(report, task.folder)
     return Calibration(report, method.name, table)
 
 

@@ -5,48 +5,34 @@ The page loads nothing and runs no scripts. All text is escaped; control charact
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 
-from eagle_fsd.evaluation.curve import curve_svg
-from eagle_fsd.evaluation.frontier import points
 from eagle_fsd.evaluation.markdown_report import OUTCOMES
-from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.tables import footnote, tables
 from eagle_fsd.evaluation.verdict import main_row, method_text, verdict
 from eagle_fsd.utils.text import escape_control_chars
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-#: Sizes of the curve in pixels, on wide and narrow pages.
-CURVE_SIZES = {"wide": (860, 380), "narrow": (360, 330)}
-#: Number of methods above which the curve omits the baselines, which are much slower.
-MAX_WITH_BASELINES = 5
 
 
-def html_text(report: dict[str, Any]) -> str:
-    """Format a report as a web page.
+def html_text(report: dict[str, Any], folder: Path) -> str:
+    """Format verdict, figures, tables, changed answers, settings and provenance as a web page.
 
-    Args:
-        report: The report.
-
-    Returns:
-        The page: verdict, curve, tables, changed answers, settings and provenance.
+    The folder contains the figures.
     """
     row, sentence = main_row(report), verdict(report)
-    found = points(report["rows"])
-    if len(found) > MAX_WITH_BASELINES:
-        found = [point for point in found if point.name not in BASELINES]
-    main = row["method"] if row is not None else None
     return _template().render(
         about=report["about"],
         verdict=sentence,
         conclusions=[item for item in report.get("conclusions", []) if item != sentence],
-        curves={name: curve_svg(found, main, *size) for name, size in CURVE_SIZES.items() if found},
-        scored=bool(found) and found[0].row["accuracy"] is not None,
-        main=main,
+        figures=[_figure(folder / name) for name in report.get("figures", [])],
+        main=row["method"] if row is not None else None,
         tables=[*report.get("tables", []), *tables(report)],
         comparison=report.get("comparison"),
         outcomes=OUTCOMES,
@@ -55,6 +41,12 @@ def html_text(report: dict[str, Any]) -> str:
         footnote=footnote(report),
         written=report["written"],
     )
+
+
+def _figure(path: Path) -> Markup:
+    """Return a figure as an element of a page: without prologue and metadata."""
+    text = path.with_suffix(".svg").read_text(encoding="utf-8")
+    return Markup(re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S))
 
 
 def _settings(report: dict[str, Any], row: dict[str, Any] | None) -> dict[str, Any]:
@@ -90,9 +82,7 @@ def _template() -> Template:
         lstrip_blocks=True,
         finalize=lambda value: escape_control_chars(value) if type(value) is str else value,
     )
-    environment.filters["tip"] = _tip
-    environment.filters["price"] = _price
-    environment.filters["visible"] = _visible
+    environment.filters.update(tip=_tip, price=_price, visible=_visible)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 

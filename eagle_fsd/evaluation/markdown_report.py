@@ -21,23 +21,15 @@ OUTCOMES = {
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """Format a report as Markdown.
-
-    Args:
-        report: The report.
-
-    Returns:
-        The verdict, figures, tables, changed answers, and how it was measured.
-    """
+    """Format verdict, figures, tables, changed answers, and how it was measured as Markdown."""
     sentence = verdict(report)
     others = [item for item in report.get("conclusions", []) if item != sentence]
-    found = [*report.get("tables", []), *tables(report)]
     parts = [
         f"# Evaluation on {_escape(report['about']['questions'])}",
         *([f"**{_escape(sentence)}**"] if sentence else []),
         *map(_escape, others),
         *(f"![{name}]({name})" for name in report.get("figures", [])),
-        *(markdown(*table) for table in found),
+        *(markdown(*table) for table in [*report.get("tables", []), *tables(report)]),
         *_changed_answers(report.get("comparison")),
         footnote(report),
     ]
@@ -57,17 +49,10 @@ def _changed_answers(comparison: dict[str, Any] | None) -> list[str]:
         name = _escape(str(answer["question_id"]))
         parts.append(f"### Question {name}: {OUTCOMES[answer['outcome']]}")
         sides = zip(answer["turns"], answer["exact"], answer["other"], strict=True)
-        for turn, exact, other in sides:
+        for turn, *pair in sides:
             parts.append("\n".join(f"> {_escape(line)}" for line in turn.splitlines()))
-            cells = [[_cell(exact), _cell(other)]]
-            parts.append(_table(["exact", comparison["method"]], cells))
+            parts.append(markdown(["exact", comparison["method"]], [list(map(_cell, pair))]))
     return parts
-
-
-def _table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Format a table whose cells are Markdown."""
-    lines = [headers, ["---"] * len(headers), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(pieces: Sequence[dict[str, Any]]) -> str:
@@ -83,6 +68,6 @@ def _cell(pieces: Sequence[dict[str, Any]]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape control characters and Markdown's punctuation."""
+    """Escape control characters and Markdown's punctuation, except vertical bars."""
     text = escape_control_chars(text).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]#~$])", r"\\\1", text)

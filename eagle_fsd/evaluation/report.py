@@ -31,17 +31,16 @@ from eagle_fsd.model.verify import Origin
 
 #: Probability that all limits of a report on the loss of quality hold.
 CONFIDENCE = 0.95
+#: Values of k for which pass@k is reported, besides the number of samples.
+PASS_AT = (5, 10, 50, 100, 500, 1000)
+
+#: Whether each answer of one sample is correct, by question.
+SampleScores = Mapping[int | str, bool]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The answers of one method, and what follows from them.
-
-    Attributes:
-        name: The method's name.
-        records: Its answers.
-        scores: Whether the answer is correct, for each question with a score.
-    """
+    """The answers of one method, whether they are correct if known, and what follows from them."""
 
     name: str
     records: Sequence[Record]
@@ -53,19 +52,11 @@ class Summary:
         return [all_turns(record) for record in self.records]
 
     def total(self, name: str) -> Any:
-        """Return the sum of a value over all turns.
-
-        Args:
-            name: Name of the value.
-        """
+        """Return the sum of a value over all turns."""
         return sum(sum(turns[name]) for turns in self.turns)
 
     def joined(self, name: str) -> list[Any]:
-        """Return the items of all turns' lists.
-
-        Args:
-            name: Name of the lists.
-        """
+        """Return the items of all turns' lists of a name."""
         return [item for turns in self.turns for found in turns[name] for item in found]
 
     @cached_property
@@ -120,10 +111,8 @@ class Summary:
 
         Speeds measured in different sessions, at other times or on other machines, are not
         comparable. The questions of a group share one measured time, so that groups, not
-        questions, are the independent measurements of the interval.
-
-        Args:
-            other: The method in the denominator; None gives a ratio of NaN.
+        questions, are the independent measurements of the interval. Without another method, the
+        ratio is NaN.
         """
         theirs = other.timings if other is not None else {}
         groups: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
@@ -136,13 +125,7 @@ class Summary:
     def as_row(
         self, plain: Summary | None, exact: Summary | None, hf: Summary | None = None
     ) -> dict[str, Any]:
-        """Return a row of the report, as JSON values.
-
-        Args:
-            plain: Plain decoding of the same questions, for the speed-up.
-            exact: Exact speculative decoding, for speed and quality relative to it.
-            hf: Hugging Face's ``generate``, for the speed relative to it.
-        """
+        """Return a row of the report, as JSON values, relative to methods with other decoding."""
         seconds, tokens, accepted = self.total("wall_time"), self.total("new_tokens"), self.accepted
         waits = [sum(choice["latency"]) for record in self.records for choice in record["choices"]]
         latency = None
@@ -230,16 +213,9 @@ def summarize(
     records: Mapping[str, Sequence[Record]],
     scores: Mapping[str, dict[int | str, bool]],
 ) -> list[dict[str, Any]]:
-    """Summarize the answers of several methods.
+    """Summarize the answers of several methods as a row each.
 
-    Args:
-        methods: The methods' names. Each row is compared with ``plain``, ``exact`` and ``hf`` where
-            these are included.
-        records: Answers by method.
-        scores: Whether each answer is correct, by method and question.
-
-    Returns:
-        A row per method.
+    Rows are compared with ``plain``, ``exact`` and ``hf`` where these are included.
     """
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
     references = [found.get(name) for name in ("plain", "exact", "hf")]
@@ -284,16 +260,9 @@ def score_records(
     progress: Callable[[int, int], None] | None = None,
     run: Callable[[Program], RunResult] | None = None,
 ) -> dict[int | str, bool]:
-    """Score answers by their last turn.
+    """Return whether the last turn of each answer is correct, by question.
 
-    Args:
-        questions: The questions.
-        records: The answers.
-        progress: Called with the number of answers processed so far and the total.
-        run: Runs the code in answers to ``code`` questions; None: these questions have no score.
-
-    Returns:
-        Whether each answer is correct, by question. Questions without a score are omitted.
+    Questions without a score are omitted, also ``code`` questions unless ``run`` runs the code.
     """
     by_id = {question.question_id: question for question in questions}
     found = {}
@@ -310,15 +279,9 @@ def score_records(
 def harness_accuracy(
     questions: Sequence[Question], records: Sequence[Record]
 ) -> dict[str, float] | None:
-    """Return the accuracy of numbers under lm-evaluation-harness's filters for GSM8K.
+    """Return the accuracy of numbers by the name of lm-evaluation-harness's filter for GSM8K.
 
-    Args:
-        questions: The questions.
-        records: The answers.
-
-    Returns:
-        The fraction of correct answers by the name of the filter; None if no question asks for a
-        number.
+    None if no question asks for a number.
     """
     numbers = {item.question_id: item.answer for item in questions if item.scored_by == "number"}
     answers = [
@@ -331,4 +294,70 @@ def harness_accuracy(
     return {
         name: sum(harness_match(*answer, name) for answer in answers) / len(answers)
         for name in HARNESS_FILTERS
+    }
+
+
+def sample_records(records: Sequence[Record], sample: int) -> list[Record]:
+    """Return the records of one sample, as if it were the only one."""
+    return [{**record, "choices": [record["choices"][sample]]} for record in records]
+
+
+def pass_at_k(correct: int, count: int, k: int) -> float:
+    """Estimate the probability that at least one of ``k`` samples is correct, without bias.
+
+    The estimate is ``1 - C(n - c, k) / C(n, k)`` (Chen et al., "Evaluating Large Language Models
+    Trained on Code", arXiv 2107.03374, equation 1), of ``c`` correct samples out of ``n``; a k
+    outside [1, n] raises ``ValueError``.
+    """
+    if not 1 <= k <= count:
+        raise ValueError(f"k must be in [1, {count}]; got {k}")
+    return 1.0 - math.comb(count - correct, k) / math.comb(count, k)
+
+
+def summarize_samples(
+    scores: Sequence[SampleScores], seeds: int, exact: Sequence[SampleScores] | None = None
+) -> dict[str, Any] | None:
+    """Summarize the scores of several samples of each answer, where those of a seed are adjacent.
+
+    The interval of ``accuracy`` is over questions, whose samples are averaged; that of
+    ``seed_accuracies`` is of their mean, over seeds, for the same questions. ``accuracy_change`` is
+    relative to the samples of ``exact`` decoding, ``pass_at`` has values by k. Questions of which a
+    sample has no score are omitted; None without any.
+    """
+    right = _count_correct(scores)
+    if not right:
+        return None
+    count = len(scores)
+    means = {key: correct / count for key, correct in right.items()}
+    each = count // seeds
+    by_seed = [
+        Mean.of([sample[key] for sample in scores[first : first + each] for key in right])
+        for first in range(0, count, each)
+    ]
+    sizes = [*(k for k in PASS_AT if k < count), count]
+    passes = {
+        str(k): Mean.of([pass_at_k(correct, count, k) for correct in right.values()]) for k in sizes
+    }
+    found: dict[str, Any] = {
+        "samples": count,
+        **Mean.of(list(means.values())).as_dict("accuracy"),
+        "seed_accuracies": [item.value for item in by_seed],
+        "seed_accuracies_interval": Mean.of([item.value for item in by_seed]).interval,
+        "pass_at": {k: item.value for k, item in passes.items()},
+        "pass_at_intervals": {k: item.interval for k, item in passes.items()},
+    }
+    if exact is not None:
+        theirs = _count_correct(exact)
+        change = Mean.of([means[key] - theirs[key] / count for key in means if key in theirs])
+        if change.count:
+            found |= change.as_dict("accuracy_change")
+    return found
+
+
+def _count_correct(scores: Sequence[SampleScores]) -> dict[int | str, int]:
+    """Return the number of correct samples of each question whose samples all have a score."""
+    return {
+        key: sum(sample[key] for sample in scores)
+        for key in scores[0]
+        if all(key in sample for sample in scores)
     }

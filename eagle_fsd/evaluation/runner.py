@@ -44,17 +44,18 @@ from eagle_fsd.evaluation.methods import (
     decoded_methods,
     find_methods,
 )
-from eagle_fsd.evaluation.plots import add_tradeoff
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import from_first, placement, start_processes
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.report import (
     harness_accuracy,
     limit_losses,
+    sample_records,
     score_records,
     summarize,
+    summarize_samples,
 )
-from eagle_fsd.evaluation.samples import sample_records, summarize_samples
 from eagle_fsd.evaluation.scoring import score
 from eagle_fsd.evaluation.tables import csv_text
 from eagle_fsd.evaluation.verdict import SKIPPED, main_row
@@ -266,7 +267,7 @@ class Evaluation:
     def write(self, report: Report) -> None:
         """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
         atomic_write(self.folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
-        atomic_write(self.folder / PAGE_FILE, html_text(report))
+        atomic_write(self.folder / PAGE_FILE, html_text(report, self.folder))
         atomic_write(self.folder / TABLE_FILE, report_text(report))
         atomic_write(self.folder / CSV_FILE, csv_text(report))
 
@@ -330,7 +331,7 @@ def evaluate(
     folder = request.output_folder("evaluate")
 
     def draw(_: Evaluation, report: Report) -> None:
-        add_tradeoff(report, folder)
+        draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=draw, on_finish=on_report or ignore)
     return run_evaluation(request, config or EvaluationConfig(), chosen, folder, settings, hooks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eagle_fsd.evaluation.agreement import compare_answers
 from eagle_fsd.evaluation.analysis import MAX_PROBED_QUESTIONS, conclusions, probe_divergences
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig, SweepGrid
 from eagle_fsd.evaluation.methods import (
@@ -21,13 +20,7 @@ from eagle_fsd.evaluation.methods import (
     given_acceptance,
     rule_methods,
 )
-from eagle_fsd.evaluation.plots import (
-    draw_divergences,
-    draw_positions,
-    draw_regrets,
-    draw_tradeoff,
-    draw_trees,
-)
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.sets import balanced_subset, requested_questions
 from eagle_fsd.evaluation.report import limit_losses
@@ -56,7 +49,7 @@ RACE_GROUPS, SCREENING_QUESTIONS, SCREENING_BATCH = 32, 48, 16
 MAX_LOSS, CONFIDENCE = 0.1, 0.9
 #: A setting is not measured if its predicted speed, relative to exact decoding, is below this.
 MIN_SPEED = 0.9
-#: Trees of each method in the heat map.
+#: Trees of each method in the report.
 BEST_TREES = 3
 #: File with the trees of all methods, and folder with the answers that screen settings.
 TREES_FILE, SCREENING_FOLDER = "trees.json", "screening"
@@ -74,8 +67,8 @@ def sweep(
 ) -> Report | None:
     """Evaluate every setting of a grid, and draw quality against speed.
 
-    Writes ``tradeoff``, ``divergence``, ``accepted`` and, for greedy answers, ``regret`` beside the
-    report, as PNG and SVG. In ``tradeoff``, the settings of the pair's ``fsd.json`` have a ring.
+    Writes the figures ``tradeoff`` and ``methods`` beside the report, as PNG and SVG. The settings
+    of the pair's ``fsd.json`` have a ring.
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules of the literature are evaluated, too. In the report,
@@ -84,8 +77,7 @@ def sweep(
     settings.
     """
     config, grid = config or EvaluationConfig(), grid or SweepGrid()
-    series = fsd_series(grid)
-    fuzzy = [method for group in series.values() for method in group]
+    fuzzy = [method for group in fsd_series(grid).values() for method in group]
     methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,29 +115,9 @@ def sweep(
         report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
-        lines = {
-            label: [method.name for method in group if method.name in kept]
-            for label, group in series.items()
-        }
         own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
-        draw_tradeoff(report, lines, folder / "tradeoff.png", own[0] if own else None)
-        draw_divergences(found, grid.thresholds, report, folder / "divergence.png")
-        draw_positions(report, folder / "accepted.png")
-        draw_trees(trees, folder / "trees.png", report)
-        report["figures"] = ["tradeoff.png", "trees.png", "divergence.png", "accepted.png"]
-        in_grid = [kept[method.name] for method in fuzzy if method.name in kept]
-        if in_grid and not config.temperature:
-            compared = compare_answers(
-                model,
-                max(in_grid, key=_looseness),
-                questions,
-                evaluation.merge(),
-                evaluation.scores,
-                decoded=MAX_PROBED_QUESTIONS,
-                max_batch=config.batch,
-            )
-            draw_regrets(compared, folder / "regret.png", report, grid.thresholds, grid.min_ratios)
-            report["figures"].append("regret.png")
+        report["calibrated"] = own[0] if own else None
+        draw_figures(report, folder)
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]
@@ -229,8 +201,3 @@ def screen(
         return reasons
 
     return on_first_process(lossy)
-
-
-def _looseness(method: Method) -> tuple[float, float]:
-    """Order methods by how many fuzzy tokens they accept."""
-    return method.acceptance["threshold"], -method.acceptance["min_ratio"]

@@ -1,11 +1,12 @@
-"""Format reports as tables, Markdown and CSV."""
+"""The tables of a report, its rows as CSV, and a description of how they were measured."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 Row = dict[str, Any]
@@ -18,136 +19,115 @@ PHASE_COLUMNS = ("target", "draft", "verify", "cache", "host")
 MAX_CATEGORIES = 6
 
 
-def speed_table(rows: Sequence[Row]) -> Table:
-    """Return a table of speed, accepted length, latency and memory.
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables of a report, without empty ones."""
+    rows, sampled = report["rows"], bool(report["about"]["temperature"])
+    several_trees = len({tree for row in rows if (tree := tree_text(row))}) > 1
+    filters = _table("accuracy by filter", rows, _filters)
+    agree = all(len(set(line[1:])) == 1 for line in filters[1])
+    names = sorted({name for row in rows for name in row["tau_by_category"]})
+    starts = range(0, len(names), MAX_CATEGORIES) if len(names) > 1 else ()
+    parts = [names[start : start + MAX_CATEGORIES] for start in starts]
+    counts = [
+        2**at for at in range(max((len(row["reach"]) for row in rows), default=0).bit_length())
+    ]
+    found = [
+        _table("method", rows, partial(_speed, with_tree=several_trees)),
+        _table("quality", rows, _quality),
+        _table("samples", rows, _samples),
+        _table("against exact", rows, partial(_agreement, sampled=sampled)),
+        _table("fuzzy tokens", rows, partial(_fuzzy, comparison=report.get("comparison"))),
+        _table("judge", rows, _judge),
+        *([] if agree else [filters]),
+        _table("phases", rows, _phases),
+        *(_table("tau", rows, partial(_tau, categories=part)) for part in parts),
+        _table("tokens per pass", rows, partial(_reach, counts=counts)),
+        _divergences(report.get("divergences", {})),
+    ]
+    return [table for table in found if table[1]]
+
+
+def _table(header: str, rows: Sequence[Row], cells: Callable[[Row], dict[str, str]]) -> Table:
+    """Return a table of cells by header, without methods and columns that have no values.
 
     Args:
+        header: Header of the methods' names.
         rows: Rows of a report.
-
-    Returns:
-        The table, without columns that are empty in every row. Trees are shown if there are
-        several.
+        cells: Formats a row; all rows have the same headers.
     """
-    trees = [tree_text(row) for row in rows]
-    several = len({tree for tree in trees if tree}) > 1
-    return _table(
-        {
-            "method": row["method"],
-            "tokens/s": _number(row["tokens_per_second"], ".1f"),
-            "x plain": _number(row["speedup"], ".2f"),
-            "x exact": _number(row["speed_over_exact"], ".2f")
-            if row["method"] == "exact"
-            else _with_interval(row, "speed_over_exact", ".2f"),
-            "x hf": _number(row.get("speed_over_hf"), ".2f"),
-            "tau": _number(row["tau"], ".2f"),
-            "median s": _number((row["latency"] or {}).get("median"), ".3f"),
-            "p95 s": _number((row["latency"] or {}).get("p95"), ".3f"),
-            "MiB": _number(row["memory"] and row["memory"] / 2**20, ".0f"),
-            "tree": tree if several else "",
-        }
-        for row, tree in zip(rows, trees, strict=True)
-    )
+    lines = {row["method"]: found for row in rows if any((found := cells(row)).values())}
+    names = list(dict.fromkeys(name for line in lines.values() for name in line))
+    names = [name for name in names if any(line[name] for line in lines.values())]
+    body = [[method, *(line[name] for name in names)] for method, line in lines.items()]
+    return [header, *names], body
 
 
-def quality_table(rows: Sequence[Row]) -> Table:
-    """Return a table of accuracy and log-probability, with the changes from exact decoding.
-
-    Args:
-        rows: Rows of a report.
-
-    Returns:
-        The table, without columns that are empty in every row.
-    """
-    cells = []
-    for row in rows:
-        against = row.get("against_exact", {})
-        limit = against.get("loss_limit")
-        cells.append(
-            {
-                "quality": row["method"],
-                "n": str(row["scored"] or row["answers"]),
-                "accuracy": _with_interval(row, "accuracy", ".1%"),
-                "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
-                "loss <=": "" if limit is None else f"{points_text(limit)} points",
-                "nats/token": _number(row["log_likelihood"], ".3f"),
-                "vs exact": _with_interval(against, "log_likelihood_change", "+.3f"),
-            }
-        )
-    return _table(cells)
+def _speed(row: Row, with_tree: bool) -> dict[str, str]:
+    latency = row["latency"] or {}
+    return {
+        "tokens/s": _number(row["tokens_per_second"], ".1f"),
+        "x plain": _number(row["speedup"], ".2f"),
+        "x exact": _with_interval(row, "speed_over_exact", ".2f"),
+        "x hf": _number(row.get("speed_over_hf"), ".2f"),
+        "tau": _number(row["tau"], ".2f"),
+        "median s": _number(latency.get("median"), ".3f"),
+        "p95 s": _number(latency.get("p95"), ".3f"),
+        "MiB": _number(row["memory"] and row["memory"] / 2**20, ".0f"),
+        "tree": tree_text(row) if with_tree else "",
+    }
 
 
-def sample_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the accuracy over samples, empty if there is one sample per answer.
-
-    Args:
-        rows: Rows of a report.
-    """
-
-    def percent(found: Row, name: str, sign: str = "") -> str:
-        value, interval = found.get(name), found.get(f"{name}_interval")
-        half = f" ± {50 * (interval[1] - interval[0]):.1f}" if interval else ""
-        return _number(value, f"{sign}.1%") + half
-
-    cells = []
-    for row in rows:
-        if found := row.get("samples"):
-            seeds = found["seed_accuracies"]
-            several = {**found, "seed_accuracies": sum(seeds) / len(seeds)}
-            cells.append(
-                {
-                    "samples": row["method"],
-                    "accuracy": percent(found, "accuracy"),
-                    "vs exact": percent(found, "accuracy_change", "+"),
-                    "seeds": percent(several, "seed_accuracies") if len(seeds) > 1 else "",
-                    **{f"pass@{k}": f"{value:.1%}" for k, value in found["pass_at"].items()},
-                }
-            )
-    return _table(cells)
+def _quality(row: Row) -> dict[str, str]:
+    against = row.get("against_exact", {})
+    limit = against.get("loss_limit")
+    return {
+        "n": str(row["scored"] or row["answers"]),
+        "accuracy": _with_interval(row, "accuracy", ".1%"),
+        "lost/gained": "{lost}/{gained}".format(**against) if "lost" in against else "",
+        "loss <=": "" if limit is None else f"{points_text(limit)} points",
+        "nats/token": _number(row["log_likelihood"], ".3f"),
+        "vs exact": _with_interval(against, "log_likelihood_change", "+.3f"),
+    }
 
 
-def agreement_table(rows: Sequence[Row], sampled: bool = False) -> Table:
-    """Return a table of the agreement with exact decoding's answers.
-
-    Args:
-        rows: Rows of a report.
-        sampled: Whether answers are sampled: then even lossless answers differ.
-    """
-    cells = []
-    for row in rows:
-        found = row.get("against_exact", {}).get("agreement", {})
-        if found.get("answers"):
-            first, identical = found["first_difference"], f"{found['identical']}/{found['answers']}"
-            cells.append(
-                {
-                    "against exact": row["method"],
-                    "identical": "" if sampled else identical,
-                    "first change": "" if sampled or not first else f"token {first[1] + 1:.0f}",
-                    "length": _with_interval(found, "length_change", "+.1f"),
-                    "repetition": _with_interval(found, "repetition_change", "+.1%"),
-                }
-            )
-    return _table(cells)
+def _samples(row: Row) -> dict[str, str]:
+    found = row.get("samples")
+    if not found:
+        return {}
+    seeds = found["seed_accuracies"]
+    mean = {"value": sum(seeds) / len(seeds), "value_interval": found["seed_accuracies_interval"]}
+    return {
+        "accuracy": _with_interval(found, "accuracy", ".1%"),
+        "vs exact": _with_interval(found, "accuracy_change", "+.1%"),
+        "seeds": _with_interval(mean, "value", ".1%") if len(seeds) > 1 else "",
+        **{f"pass@{k}": f"{value:.1%}" for k, value in found["pass_at"].items()},
+    }
 
 
-def fuzzy_table(rows: Sequence[Row], comparison: Row | None = None) -> Table:
-    """Return a table of the share of fuzzy tokens, what each gives up, and the divergence there.
+def _agreement(row: Row, sampled: bool) -> dict[str, str]:
+    """Compare answers with exact decoding's; sampled ones differ even if decoding is lossless."""
+    found = row.get("against_exact", {}).get("agreement", {})
+    if not found.get("answers"):
+        return {}
+    first = found["first_difference"]
+    return {
+        "identical": "" if sampled else f"{found['identical']}/{found['answers']}",
+        "first change": "" if sampled or not first else f"token {first[1] + 1:.0f}",
+        "length": _with_interval(found, "length_change", "+.1f"),
+        "repetition": _with_interval(found, "repetition_change", "+.1%"),
+    }
 
-    Args:
-        rows: Rows of a report.
-        comparison: The changed answers of one method, whose divergences are known; see
-            :func:`~eagle_fsd.evaluation.agreement.compare_answers`.
-    """
-    return _table(
-        {
-            "fuzzy tokens": row["method"],
-            "share": _number(row["origins"]["fuzzy"], ".1%"),
-            "nats/fuzzy token": _number((row["regret"] or {}).get("mean"), ".3f"),
-            "p95 nats": _number((row["regret"] or {}).get("p95"), ".3f"),
-            "divergence": _number(_mean_divergence(row, comparison), ".3g"),
-        }
-        for row in rows
-        if row["origins"]["fuzzy"]
-    )
+
+def _fuzzy(row: Row, comparison: Row | None) -> dict[str, str]:
+    regret = row["regret"] or {}
+    if not row["origins"]["fuzzy"]:
+        return {}
+    return {
+        "share": _number(row["origins"]["fuzzy"], ".1%"),
+        "nats/fuzzy token": _number(regret.get("mean"), ".3f"),
+        "p95 nats": _number(regret.get("p95"), ".3f"),
+        "divergence": _number(_mean_divergence(row, comparison), ".3g"),
+    }
 
 
 def _mean_divergence(row: Row, comparison: Row | None) -> float | None:
@@ -158,151 +138,92 @@ def _mean_divergence(row: Row, comparison: Row | None) -> float | None:
     return float(sum(values) / len(values))
 
 
-def judge_table(rows: Sequence[Row]) -> Table:
-    """Return a table of a judge's ratings, or of its comparisons with exact decoding.
+def _judge(row: Row) -> dict[str, str]:
+    judge = row.get("judge") or {}
+    pairs = judge.get("pairs") or {}
+    return {
+        "rating": _with_interval(judge, "score", ".2f"),
+        "rating vs exact": _with_interval(judge.get("against_exact", {}), "score_change", "+.2f"),
+        "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
+        "unclear": str(pairs.get("unclear") or ""),
+        "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
+    }
 
-    Args:
-        rows: Rows of a report.
+
+def _filters(row: Row) -> dict[str, str]:
+    """Compare the accuracy with that under lm-evaluation-harness's filters."""
+    values = {"eagle-fsd": row["accuracy"], **row["harness"]} if row.get("harness") else {}
+    return {name: _number(value, ".1%") for name, value in values.items()}
+
+
+def _phases(row: Row) -> dict[str, str]:
+    shares, seconds = row.get("phase_shares"), row.get("seconds_per_step")
+    if not shares or not seconds:
+        return {}
+    return {
+        "ms/pass": f"{1000 * seconds:.2f}",
+        "x exact": _number(row["step_over_exact"], ".2f"),
+        **{name: f"{shares.get(name, 0.0):.1%}" for name in PHASE_COLUMNS},
+    }
+
+
+def _tau(row: Row, categories: Sequence[str]) -> dict[str, str]:
+    return {name: _number(row["tau_by_category"].get(name), ".2f") for name in categories}
+
+
+def _reach(row: Row, counts: Sequence[int]) -> dict[str, str]:
+    """Format the share of target passes that emit at least some numbers of tokens."""
+    if len(row["reach"]) < 2:
+        return {}
+    reach = dict(enumerate(row["reach"], 1))
+    return {f">= {count}": f"{reach.get(count, 0.0):.0%}" for count in counts}
+
+
+def _divergences(found: dict[str, Any]) -> Table:
+    """Return the quartiles of divergences where exact decoding passes.
+
+    Nodes where the target's choice was drafted are apart from the others: a useful threshold is
+    between the two.
     """
-    cells = []
-    for row in rows:
-        if judge := row.get("judge"):
-            pairs = judge.get("pairs") or {}
-            change = judge.get("against_exact", {})
-            cells.append(
-                {
-                    "judge": row["method"],
-                    "rating": _with_interval(judge, "score", ".2f"),
-                    "rating vs exact": _with_interval(change, "score_change", "+.2f"),
-                    "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
-                    "unclear": str(pairs.get("unclear") or ""),
-                    "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
-                }
-            )
-    return _table(cells)
-
-
-def _table(rows: Iterable[dict[str, str]]) -> Table:
-    """Return a table of rows, which are cells by header, without columns that are empty in all."""
-    lines = list(rows)
-    headers = [name for name in lines[0] if any(line[name] for line in lines)] if lines else []
-    return headers, [[line[name] for name in headers] for line in lines]
+    names = [name for name, sides in found.items() if isinstance(sides, dict)]
+    body = [
+        [name, side.replace("_", " "), str(found[side]), *(f"{value:.3g}" for value in quartiles)]
+        for name in names
+        for side, quartiles in found[name].items()
+    ]
+    return ["divergence", "target's choice", "nodes", "25%", "median", "75%"], body
 
 
 def tree_text(row: Row) -> str:
-    """Format the draft tree of a method as ``total_tokens/depth/top_k``; "" if it has none.
-
-    Args:
-        row: The method's row of a report.
-    """
+    """Format the draft tree of a method as ``total_tokens/depth/top_k``; "" if it has none."""
     settings = row.get("settings") or {}
     names = ("total_tokens", "depth", "tree_top_k")
     return "/".join(str(settings[name]) for name in names) if names[0] in settings else ""
 
 
-def phase_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the time per target pass and the share of each phase.
-
-    Args:
-        rows: Rows of a benchmark's report.
-    """
-    return _table(
-        {
-            "phases": row["method"],
-            "ms/pass": f"{1000 * row['seconds_per_step']:.2f}",
-            "x exact": _number(row["step_over_exact"], ".2f"),
-            **{name: f"{row['phase_shares'].get(name, 0.0):.1%}" for name in PHASE_COLUMNS},
-        }
-        for row in rows
-        if row.get("seconds_per_step") and row.get("phase_shares")
-    )
+def points_text(loss: float) -> str:
+    """Format a bound on a loss, as a fraction, in percentage points, rounded up, at least 0."""
+    return f"{math.ceil(10000 * max(0.0, loss)) / 100:.2f}"
 
 
-def category_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return tables of tau by category, of at most :data:`MAX_CATEGORIES` categories each.
-
-    Args:
-        rows: Rows of a report.
-    """
-    names = sorted({name for row in rows for name in row["tau_by_category"]})
-    return [
-        _table(
-            {
-                "tau": row["method"],
-                **{name: _number(row["tau_by_category"].get(name), ".2f") for name in part},
-            }
-            for row in rows
-            if row["tau_by_category"]
-        )
-        for part in (names[at : at + MAX_CATEGORIES] for at in range(0, len(names), MAX_CATEGORIES))
-    ]
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
 
 
-def position_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the share of target passes that emit at least 1, 2, 4, 8, ... tokens.
-
-    Args:
-        rows: Rows of a report.
-    """
-    shown = [row for row in rows if len(row["reach"]) > 1]
-    longest = max((len(row["reach"]) for row in shown), default=0)
-    counts = [2**power for power in range(longest.bit_length())]
-    cells = []
-    for row in shown:
-        reach = dict(enumerate(row["reach"], 1))
-        shares = {f">= {count}": f"{reach.get(count, 0.0):.0%}" for count in counts}
-        cells.append({"tokens per pass": row["method"], **shares})
-    return _table(cells)
-
-
-def filter_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the accuracy under lm-evaluation-harness's filters, beside our own.
-
-    Args:
-        rows: Rows of a report.
-    """
-    return _table(
-        {
-            "accuracy by filter": row["method"],
-            "eagle-fsd": _number(row["accuracy"], ".1%"),
-            **{name: _number(value, ".1%") for name, value in row["harness"].items()},
-        }
-        for row in rows
-        if row.get("harness")
-    )
-
-
-def tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables of a report, without empty ones.
-
-    Args:
-        report: The report.
-    """
-    rows, categories = report["rows"], category_tables(report["rows"])
-    several = len(categories) > 1 or any(len(headers) > 2 for headers, _ in categories)
-    filters = filter_table(rows)
-    found = [
-        speed_table(rows),
-        quality_table(rows),
-        sample_table(rows),
-        agreement_table(rows, sampled=bool(report["about"]["temperature"])),
-        fuzzy_table(rows, report.get("comparison")),
-        judge_table(rows),
-        *([filters] if any(len(set(line[1:])) > 1 for line in filters[1]) else []),
-        phase_table(rows),
-        *(categories if several else []),
-        position_table(rows),
-    ]
-    return [table for table in found if table[1]]
+def _with_interval(values: Row, name: str, form: str) -> str:
+    """Format a value with its interval, unless that is missing or has no width."""
+    value, interval = values.get(name), values.get(f"{name}_interval")
+    if value is None or interval is None or interval[1] - interval[0] < 1e-9:
+        return _number(value, form)
+    if abs(interval[0] + interval[1] - 2 * value) < 1e-9:
+        half = (interval[1] - interval[0]) / 2
+        return f"{format(value, form)} ± {format(half, form.lstrip('+'))}"
+    low, high = (format(end, form).removesuffix("%") for end in interval)
+    return f"{format(value, form)} ({low} to {high})"
 
 
 def markdown(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Format a table as Markdown.
-
-    Args:
-        headers: The column headers.
-        cells: Lines of cells. Vertical bars are escaped.
-    """
+    """Format a table as Markdown; vertical bars are escaped."""
 
     def line(items: Iterable[str]) -> str:
         return "| " + " | ".join(item.replace("|", "\\|") for item in items) + " |"
@@ -326,25 +247,19 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "tau": ("tau",),
     "share_fuzzy": ("origins", "fuzzy"),
     "memory_bytes": ("memory",),
-    "answers": ("answers",),
-    "cut_off": ("cut_off",),
-    "scored": ("scored",),
-    "accuracy": ("accuracy",),
+    **{name: (name,) for name in ("answers", "cut_off", "scored", "accuracy")},
     "accuracy_low": ("accuracy_interval", "0"),
     "accuracy_high": ("accuracy_interval", "1"),
     "latency_median": ("latency", "median"),
     "latency_p95": ("latency", "p95"),
-    "accuracy_change": ("against_exact", "accuracy_change"),
-    "loss_limit": ("against_exact", "loss_limit"),
+    **{name: ("against_exact", name) for name in ("accuracy_change", "loss_limit")},
     **{
         name: ("against_exact", "agreement", name)
         for name in ("identical", "length_change", "repetition_change")
     },
     "regret_mean": ("regret", "mean"),
     "regret_per_token": ("regret", "per_token"),
-    "lost": ("against_exact", "lost"),
-    "gained": ("against_exact", "gained"),
-    "mcnemar_p": ("against_exact", "mcnemar_p"),
+    **{name: ("against_exact", name) for name in ("lost", "gained", "mcnemar_p")},
     "judge_score": ("judge", "score"),
     "judge_low": ("judge", "score_interval", "0"),
     "judge_high": ("judge", "score_interval", "1"),
@@ -361,8 +276,7 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
 def csv_text(report: dict[str, Any]) -> str:
     """Format a report as CSV: a line per method, in full precision.
 
-    Args:
-        report: The report. Values that apply to the whole run are repeated in every line.
+    Values that apply to the whole run are repeated in every line.
     """
     environment, about = report["environment"], report["about"]
     run = ("questions", "count", "target", "drafter", "seed", "template")
@@ -389,11 +303,7 @@ def csv_text(report: dict[str, Any]) -> str:
 
 
 def measurement(report: dict[str, Any]) -> str:
-    """Describe in one sentence what was measured, where and when.
-
-    Args:
-        report: The report.
-    """
+    """Describe in one sentence what was measured, where and when."""
     environment, about = report["environment"], report["about"]
     machine, versions = environment["machine"], environment["versions"]
     sessions = [item["environment"] for item in report["sessions"].values()] or [environment]
@@ -404,9 +314,12 @@ def measurement(report: dict[str, Any]) -> str:
     repeats = f", each decoded {about['repeats']} times" if about.get("repeats", 1) > 1 else ""
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     passes = {bool(item.get("compiled")) for item in report["sessions"].values()}
-    compiled = (", partly" if False in passes else ",") + " compiled" if True in passes else ""
     if about.get("compiled"):
         compiled = ", compiled (answers: not compiled)"
+    elif True not in passes:
+        compiled = ""
+    else:
+        compiled = ", partly compiled" if False in passes else ", compiled"
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     first = f" after the first {about['skip']}" if about.get("skip") else ""
@@ -420,11 +333,7 @@ def measurement(report: dict[str, Any]) -> str:
 
 
 def footnote(report: dict[str, Any]) -> str:
-    """Describe how a report was measured, in a few sentences.
-
-    Args:
-        report: The report.
-    """
+    """Describe how a report was measured, in a few sentences."""
     about, sentences = report["about"], [measurement(report), "Intervals are 95%."]
     if about["template"]:
         sentences.append(f"FastChat template {about['template']}.")
@@ -508,28 +417,3 @@ def _look_up(value: Any, path: Sequence[str]) -> Any:
             return None
         value = value[int(key)] if key.isdigit() else value.get(key)
     return value
-
-
-def points_text(loss: float) -> str:
-    """Format an upper bound on a loss of accuracy in percentage points, rounded up, at least 0.
-
-    Args:
-        loss: The bound as a fraction.
-    """
-    return f"{math.ceil(10000 * max(0.0, loss)) / 100:.2f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None or math.isnan(value) else format(value, form)
-
-
-def _with_interval(values: dict[str, Any], name: str, form: str) -> str:
-    """Format a value with its interval, if it has one."""
-    value, interval = values.get(name), values.get(f"{name}_interval")
-    if value is None or interval is None:
-        return _number(value, form)
-    if abs(interval[0] + interval[1] - 2 * value) < 1e-9:
-        half = (interval[1] - interval[0]) / 2
-        return f"{format(value, form)} ± {format(half, form.lstrip('+'))}"
-    low, high = (format(end, form).removesuffix("%") for end in interval)
-    return f"{format(value, form)} ({low} to {high})"

@@ -19,19 +19,13 @@ SKIPPED = (
 
 
 def main_row(report: dict[str, Any]) -> Row | None:
-    """Return the method that a report is about.
+    """Return the method that a report is about; None if nothing is compared with exact decoding.
 
     This is FSD with the settings of the command line or of ``fsd.json``; where these were not
     measured, the method that the first of the
     :func:`~eagle_fsd.evaluation.analysis.conclusions` names; where they name none, the fastest
     method that is estimated to lose at most one point of accuracy. Without references or a judge,
     it is the one that changes the fewest answers among those that are faster.
-
-    Args:
-        report: The report.
-
-    Returns:
-        The method's row; None if nothing was compared with exact decoding.
     """
     rows = [
         row
@@ -67,13 +61,9 @@ def _compared(row: Row, name: str, default: float) -> float:
 def verdict(report: dict[str, Any]) -> str | None:
     """Return the result of a report in a few sentences that state its bound.
 
-    Args:
-        report: The report.
-
-    Returns:
-        The first of the report's conclusions if it has any; else a sentence on :func:`main_row`,
-        one if exact decoding is slower than plain decoding, and one if ``fsd`` was skipped. None
-        if there is nothing to say.
+    This is the first of the report's conclusions if it has any; else a sentence on
+    :func:`main_row`, one if exact decoding is slower than plain decoding, and one if ``fsd`` was
+    skipped. None if there is nothing to say.
     """
     if report.get("conclusions"):
         return str(report["conclusions"][0])
@@ -163,11 +153,7 @@ def _quality(row: Row, sampled: bool) -> str:
 
 
 def method_text(row: Row) -> str:
-    """Return a method's name with its settings.
-
-    Args:
-        row: The method's row of a report.
-    """
+    """Return a method's name with its settings."""
     settings = row.get("settings") or {}
     parts = []
     if settings.get("method") == "fsd" and row["method"] == FSD.name:

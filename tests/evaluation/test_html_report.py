@@ -15,6 +15,7 @@ from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import fsd_method
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.evaluation.verdict import main_row, verdict
 
@@ -75,29 +76,37 @@ def report_of(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def test_page_of_a_report() -> None:
-    page = Page(html_text(report_of(make_row("fsd", 1.5, lost=1), comparison=comparison())))
+    page = Page(html_text(report_of(make_row("fsd", 1.5, lost=1), comparison=comparison()), Path()))
     assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
-    for words in ("Quality against speed", "Changed answers", "Settings", "Provenance", "2.0"):
+    for words in ("Changed answers", "Settings", "Provenance", "2.0"):
         assert words in page.text
     assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
     assert "1 fuzzy token, 0.50 nats" in page.text
     assert "right with exact decoding, wrong here" in page.text
-    assert page.tags.count("svg") == 2  # wide and narrow
     assert page.tags.count("mark") == 2  # the legend and the token
 
 
-def test_page_loads_nothing() -> None:
-    text = html_text(report_of(make_row("fsd", 1.5), comparison=comparison()))
+def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
+    rows = [make_row("fsd", 1.5), make_row("<b>$x^2$", 1.2)]
+    rows[1]["settings"] = {"method": "Rule()"}
+    report = report_of(*rows, comparison=comparison())
+    report["about"]["questions"] = HOSTILE
+    draw_figures(report, tmp_path)
+    text = html_text(report, tmp_path)
     page = Page(text)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("svg") == 2
+    assert page.text.count("<b>$x^2$") > 5
+    assert text == html_text(json.loads(json.dumps(report)), tmp_path)
+    assert not {"script", "link", "img", "iframe", "object", "b"} & set(page.tags)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset"}
-    assert "url(" not in text
+    assert all(str(value).startswith("#") for name, value in page.attributes if "href" in name)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
     assert "@import" not in text
     policy = next(value for _, value in page.attributes if value and "default-src" in value)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def test_page_escapes_everything() -> None:
+def test_page_escapes_everything(tmp_path: Path) -> None:
     report = report_of(
         make_row(HOSTILE, 1.5),
         comparison={**comparison(HOSTILE, HOSTILE), "method": HOSTILE},
@@ -106,7 +115,8 @@ def test_page_escapes_everything() -> None:
     )
     report["about"] |= {"questions": HOSTILE, "target": HOSTILE}
     report["environment"]["machine"]["cpu"] = HOSTILE
-    text = html_text(report)
+    draw_figures(report, tmp_path)
+    text = html_text(report, tmp_path)
     page = Page(text)
     assert not {"script", "img"} & set(page.tags)
     assert not any(name.startswith("on") for name, _ in page.attributes)
@@ -116,31 +126,25 @@ def test_page_escapes_everything() -> None:
 
 def test_page_keeps_the_answers_spaces() -> None:
     """Nothing but the pieces' text is inside an answer, whose spaces are shown as they are."""
-    text = html_text(report_of(make_row("fsd", 1.5), comparison=comparison("a\n b", "\n")))
+    text = html_text(report_of(make_row("fsd", 1.5), comparison=comparison("a\n b", "\n")), Path())
     sides = re.findall(r'<div class="side" dir="auto">(.*?)</div>', text, re.DOTALL)
     plain = [re.sub(r"<[^>]*>", "", side) for side in sides]
     assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
+def test_pages_of_small_reports() -> None:
+    """Without exact decoding, without anything else, without scores, and without changes."""
+    same = {"method": "fsd", "changed": 0, "answers": [], "tokens": []}
+    for rows in (
         [make_row("plain", 0.4)],
         [make_row("exact", 1.0)],
         [make_row("exact", 1.0, scored=False), make_row("fsd", 1.2, scored=False)],
-    ],
-    ids=["no exact", "only exact", "no scores"],
-)
-def test_pages_of_small_reports(rows: list[dict[str, Any]]) -> None:
-    report = make_report(rows)
-    assert "Measurements" in Page(html_text(report)).text
-    assert report_text(report).startswith("# Evaluation on bundled\n")
-
-
-def test_unchanged_answers_are_stated() -> None:
-    same = {"method": "fsd", "changed": 0, "answers": [], "tokens": []}
-    page = Page(html_text(report_of(make_row("fsd", 1.5), comparison=same)))
-    assert "All answers of fsd are exact decoding's." in page.text
+    ):
+        report = make_report(rows, comparison=same)
+        text = Page(html_text(report, Path())).text
+        assert "Measurements" in text
+        assert "All answers of fsd are exact decoding's." in text
+        assert report_text(report).startswith("# Evaluation on bundled\n")
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -160,7 +164,8 @@ def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> No
     assert page.tags.count("mark") == 1 + len(fuzzy)
     assert "<b>red</b> pens" in page.text
     assert "b" not in page.tags
-    assert text == html_text(json.loads((tmp_path / "out" / "report.json").read_text()))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert text == html_text(report, tmp_path / "out")
 
 
 # -- Markdown and terminal -------------------------------------------------------------------------
@@ -205,14 +210,11 @@ def test_verdict_states_speed_and_bound() -> None:
     )
 
 
-def test_verdict_of_a_slow_method() -> None:
-    sentence = str(verdict(report_of(make_row("fsd", 1.005))))
-    assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in sentence
-
-
-def test_verdict_says_that_exact_decoding_is_slower_than_plain() -> None:
+def test_verdict_of_slow_methods() -> None:
     exact = make_row("exact", 1.0)
     exact |= {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
+    slow = str(verdict(report_of(make_row("fsd", 1.005))))
+    assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in slow
     sentence = (
         "Exact decoding is slower than plain decoding with this pair on this machine (0.85 times as"
         " fast; 95% interval 0.80 to 0.90)"
@@ -232,6 +234,11 @@ def test_verdict_without_references() -> None:
         "at most 48% of the answers to such prompts change; their log-probability under the target"
         " changes by -0.100 nats per token (95% interval -0.150 to -0.050)."
     )
+    found = rows[1]["against_exact"]["agreement"]
+    rows[1]["against_exact"]["agreement"] = {**found, "identical": 1, "changed_limit": 0.9995}
+    sentence = str(verdict(make_report(rows)))  # a limit that says nothing is left out
+    assert "; 1 of 100 answers are exact decoding's (its fuzzy tokens give up 0.25 nats" in sentence
+    assert "95% confidence" not in sentence
     sampled = make_report(rows)
     sampled["about"]["temperature"] = 1.0
     assert "nothing bounds its loss of quality" in str(verdict(sampled))
@@ -243,17 +250,6 @@ def test_verdict_without_references() -> None:
     pairs |= {"tied": 85, "unclear": 3}
     words = "5 better, and is unclear about 3, which count as worse, so that"
     assert words in str(verdict(sampled))
-
-
-def test_verdict_leaves_out_a_limit_that_says_nothing() -> None:
-    rows = [make_row("exact", 1.0, scored=False), make_row("fsd", 1.5, scored=False)]
-    rows[1]["against_exact"]["agreement"] |= {"identical": 1, "changed_limit": 0.9995}
-    sentence = str(verdict(make_report(rows)))
-    assert sentence.endswith(
-        "; 1 of 100 answers are exact decoding's (its fuzzy tokens give up 0.25 nats on average);"
-        " their log-probability under the target changes by -0.100 nats per token (95% interval"
-        " -0.150 to -0.050)."
-    )
 
 
 def test_verdict_names_price_and_budget() -> None:

@@ -1,4 +1,4 @@
-"""Reports from answers made by hand: figures, sessions, phases and tables."""
+"""Reports from answers made by hand: numbers, sessions, phases, tables and CSV."""
 
 from __future__ import annotations
 
@@ -12,22 +12,7 @@ from sample_report import make_report, make_row
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import harness_accuracy, limit_losses, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import (
-    agreement_table,
-    category_tables,
-    csv_text,
-    filter_table,
-    footnote,
-    fuzzy_table,
-    judge_table,
-    markdown,
-    measurement,
-    phase_table,
-    position_table,
-    quality_table,
-    speed_table,
-    tables,
-)
+from eagle_fsd.evaluation.tables import Table, csv_text, footnote, markdown, measurement, tables
 
 
 def record_of(
@@ -62,7 +47,18 @@ def record_of(
     }
 
 
-def test_figures_of_known_answers() -> None:
+def tables_of(rows: list[dict[str, Any]], temperature: float = 0.0, **values: Any) -> Any:
+    """Return the tables of a report by their first header, as headers and lines of cells."""
+    found = tables({"rows": rows, "about": {"temperature": temperature}, **values})
+    by_name: dict[str, Table] = {headers[0]: (headers[1:], cells) for headers, cells in found}
+    return by_name
+
+
+def csv_lines(report: dict[str, Any]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(csv_text(report))))
+
+
+def test_rows_and_tables_of_known_answers() -> None:
     records = {
         "plain": [record_of(0, 2.0, [1] * 4, [3] * 4), record_of(1, 2.0, [1] * 2, [3] * 2)],
         "exact": [record_of(0, 1.0, [3, 1], [1, 1, 3, 3]), record_of(1, 0.5, [2], [1, 3])],
@@ -77,49 +73,42 @@ def test_figures_of_known_answers() -> None:
     limit_losses(rows)
     assert plain["tokens_per_second"] == 1.5
     assert exact["speedup"] == pytest.approx(4.0 / 1.5)
-    assert exact["speed_over_exact"] == 1.0
+    assert (exact["speed_over_exact"], exact["tau"]) == (1.0, 2.0)
     assert fuzzy["speed_over_exact"] == pytest.approx(1.5)
     low, high = fuzzy["speed_over_exact_interval"]
     assert low < 1.5 < high
-    assert exact["tau"] == 2.0
     assert exact["reach"] == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3)]
     assert fuzzy["origins"]["fuzzy"] == 0.5
-    assert exact["log_likelihood"] == -0.75
-    assert fuzzy["against_exact"]["lost"] == 1
-    assert fuzzy["against_exact"]["accuracy_change"] == -0.5
-    assert fuzzy["against_exact"]["log_likelihood_change"] == 0.0
-    assert plain["accuracy"] is None
-    assert fuzzy["memory"] == 2000
-    assert fuzzy["against_exact"]["loss_limit"] == loss_bound(1, 0, 2, 0.95)
-    assert fuzzy["against_exact"]["agreement"]["identical"] == 2  # token ids, not texts
+    assert (exact["log_likelihood"], plain["accuracy"], fuzzy["memory"]) == (-0.75, None, 2000)
+    against = fuzzy["against_exact"]
+    assert (against["lost"], against["accuracy_change"]) == (1, -0.5)
+    assert against["log_likelihood_change"] == 0.0
+    assert against["loss_limit"] == loss_bound(1, 0, 2, 0.95)
+    assert against["agreement"]["identical"] == 2  # token ids, not texts
     assert fuzzy["regret"]["per_token"] == pytest.approx(0.25)
     assert fuzzy["latency"] == {"median": 1.5, "p95": 1.5}
-    headers, cells = speed_table(rows)
-    assert headers == [
-        "method",
-        "tokens/s",
-        "x plain",
-        "x exact",
-        "tau",
-        "median s",
-        "p95 s",
-        "MiB",
-    ]
+    found = tables_of(rows)
+    headers, cells = found["method"]
+    assert headers == ["tokens/s", "x plain", "x exact", "tau", "median s", "p95 s", "MiB"]
     assert cells[2][:4] == ["fsd", "6.0", "4.00", f"1.50 ({low:.2f} to {high:.2f})"]
     assert cells[1][3] == "1.00"
-    text = markdown(*quality_table(rows))
-    assert "| fsd | 2 | 50.0% ± 40.5% | 1/0 |" in text
-    headers, cells = agreement_table(rows)
-    assert headers == ["against exact", "identical", "length", "repetition"]
+    assert found["quality"][1][2][:4] == ["fsd", "2", "50.0% ± 40.5%", "1/0"]
+    headers, cells = found["against exact"]
+    assert headers == ["identical", "length", "repetition"]
     assert cells[1][:2] == ["fsd", "2/2"]
-    headers, cells = fuzzy_table(rows)
-    assert headers == ["fuzzy tokens", "share", "nats/fuzzy token", "p95 nats"]
-    assert cells == [["fsd", "50.0%", "0.500", "0.500"]]
-    assert "identical" not in agreement_table(rows, sampled=True)[0]
-    assert not phase_table(rows)[1]
+    assert found["fuzzy tokens"] == (
+        ["share", "nats/fuzzy token", "p95 nats"],
+        [["fsd", "50.0%", "0.500", "0.500"]],
+    )
+    assert "phases" not in found
+    assert "identical" not in tables_of(rows, temperature=1.0)["against exact"][0]
 
 
-def test_every_sample_is_an_answer_with_a_latency() -> None:
+def test_summaries_of_few_answers() -> None:
+    """No answers have no numbers; every sample is an answer with a latency of its own."""
+    (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
+    assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
+    assert "phase_shares" not in row
     record = record_of(0, 1.0, [1], [3])
     (choice,) = record["choices"]
     record["choices"] = [{**choice, "latency": [at, at]} for at in (1.0, 2.0, 6.0)]
@@ -127,51 +116,22 @@ def test_every_sample_is_an_answer_with_a_latency() -> None:
     assert row["latency"] == {"median": 4.0, "p95": pytest.approx(11.2)}
 
 
-def test_limits_on_the_loss_hold_at_once() -> None:
-    records = {
-        name: [record_of(at, 1.0, [1], [3]) for at in range(4)]
-        for name in ("plain", "exact", "a", "b")
-    }
-    scores: dict[str, Any] = {name: dict.fromkeys(range(4), True) for name in records}
-    plain, _, a, b = rows = summarize(list(records), records, scores)
-    limits = limit_losses(rows)
-    assert "loss_limit" not in plain["against_exact"]
-    assert a["against_exact"]["loss_limit"] == b["against_exact"]["loss_limit"]
-    assert a["against_exact"]["loss_limit"] == loss_bound(0, 0, 4, 0.975)
-    words = "are exact, at 95% confidence for all methods at once (97.5% for each)."
-    assert words in footnote(make_report([make_row("fsd", 1.5)], **limits))
-
-
-def test_lost_and_gained_answers_are_counted() -> None:
-    records = {name: [record_of(at, 1.0, [1], [3]) for at in range(5)] for name in ("exact", "a")}
+def test_losses_are_counted_and_bounded_for_all_methods_at_once() -> None:
+    names = ("plain", "exact", "a", "b")
+    records = {name: [record_of(at, 1.0, [1], [3]) for at in range(5)] for name in names}
     exact = {0: True, 1: True, 2: True, 3: False, 4: False}
     other = {1: False, 2: False, 3: True, 4: False}
-    _, row = summarize(["exact", "a"], records, {"exact": exact, "a": other})
-    found = row["against_exact"]
+    scores: dict[str, Any] = {"plain": exact, "exact": exact, "a": other, "b": exact}
+    plain, _, a, b = rows = summarize(names, records, scores)
+    limits = limit_losses(rows)
+    assert "loss_limit" not in plain["against_exact"]
+    found = a["against_exact"]
     assert [found[name] for name in ("lost", "gained", "paired")] == [2, 1, 4]
-    assert found["accuracy_change"] == -0.25
-    assert found["mcnemar_p"] == 1.0
-
-
-def test_wide_tables_are_divided() -> None:
-    """Trees of depth 64 and many categories give narrow tables."""
-    rows = [
-        {
-            "method": "exact",
-            "reach": [1 - at / 80 for at in range(65)],
-            "tau_by_category": {f"c{at}": 2.0 for at in range(8)},
-        }
-    ]
-    headers, cells = position_table(rows)
-    assert headers == ["tokens per pass", *(f">= {2**power}" for power in range(7))]
-    assert cells[0][-1] == "21%"
-    assert [len(headers) for headers, _ in category_tables(rows)] == [7, 3]
-
-
-def test_no_answers_give_no_figures() -> None:
-    (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
-    assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
-    assert "phase_shares" not in row
+    assert (found["accuracy_change"], found["mcnemar_p"]) == (-0.25, 1.0)
+    assert found["loss_limit"] == loss_bound(2, 1, 4, 0.975)
+    assert b["against_exact"]["loss_limit"] == loss_bound(0, 0, 5, 0.975)
+    words = "are exact, at 95% confidence for all methods at once (97.5% for each)."
+    assert words in footnote(make_report([make_row("fsd", 1.5)], **limits))
 
 
 def test_phases_are_shares_of_the_decoding_time() -> None:
@@ -187,13 +147,11 @@ def test_phases_are_shares_of_the_decoding_time() -> None:
         records[name][0]["choices"][0]["phases"] = [values]
     exact, fuzzy, hf = rows = summarize(list(records), records, {name: {} for name in records})
     assert exact["phase_shares"] == {"target": 0.75, "draft": 0.25}
-    assert exact["seconds_per_step"] == 2.0
-    assert exact["step_over_exact"] == 1.0
+    assert (exact["seconds_per_step"], exact["step_over_exact"]) == (2.0, 1.0)
     assert fuzzy["step_over_exact"] == 0.5
     assert (hf["phase_shares"], hf["seconds_per_step"], hf["step_over_exact"]) == ({}, None, None)
-    report = {"rows": rows, "about": {"temperature": 0.0}}
-    headers, cells = next(table for table in tables(report) if table[0][0] == "phases")
-    assert headers[:4] == ["phases", "ms/pass", "x exact", "target"]
+    headers, cells = tables_of(rows)["phases"]
+    assert headers[:3] == ["ms/pass", "x exact", "target"]
     assert [line[:4] for line in cells] == [
         ["exact", "2000.00", "1.00", "75.0%"],
         ["fsd", "1000.00", "0.50", "100.0%"],
@@ -219,27 +177,21 @@ def test_speeds_compare_within_a_session() -> None:
 def test_speed_intervals_treat_batches_as_independent() -> None:
     """Eight questions in two batches give the interval of two measurements, not of eight."""
 
-    def records(factors: tuple[float, float], together: bool) -> dict[str, list[dict[str, Any]]]:
-        def answers(speeds: tuple[float, float]) -> list[dict[str, Any]]:
-            return [
+    def interval(together: bool, count: int = 8) -> Any:
+        records = {
+            name: [
                 record_of(at, 1 / speeds[at // 4], [4], [3] * 4, batch=at // 4 if together else at)
-                for at in range(8)
+                for at in range(count)
             ]
+            for name, speeds in {"exact": (1.0, 1.0), "fsd": (1.5, 1.6)}.items()
+        }
+        rows = summarize(["exact", "fsd"], records, {"exact": {}, "fsd": {}})
+        return rows[1]["speed_over_exact_interval"]
 
-        return {"exact": answers((1.0, 1.0)), "fsd": answers(factors)}
-
-    intervals = []
-    for together in (True, False):
-        found = records((1.5, 1.6), together)
-        row = summarize(list(found), found, {name: {} for name in found})[1]
-        intervals.append(row["speed_over_exact_interval"])
-    (low, high), (narrow_low, narrow_high) = intervals
+    (low, high), (narrow_low, narrow_high) = interval(True), interval(False)
     assert low < narrow_low < narrow_high < high
     assert high - low > 5 * (narrow_high - narrow_low)  # t with 1 degree of freedom, not 7
-    single = records((1.5, 1.5), True)
-    single = {name: found[:4] for name, found in single.items()}
-    row = summarize(list(single), single, {name: {} for name in single})[1]
-    assert row["speed_over_exact_interval"] is None
+    assert interval(True, count=4) is None
 
 
 def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
@@ -249,25 +201,41 @@ def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
         record["choices"][0]["turns"] = [text]
     found = harness_accuracy(questions, records)
     assert found == {"strict-match": 0.5, "flexible-extract": 1.0}
-    headers, cells = filter_table([{"method": "exact", "accuracy": 1.0, "harness": found}])
-    assert headers == ["accuracy by filter", "eagle-fsd", "strict-match", "flexible-extract"]
-    assert cells == [["exact", "100.0%", "50.0%", "100.0%"]]
+    row = make_row("exact", 1.0) | {"accuracy": 1.0, "harness": found}
+    assert tables_of([row])["accuracy by filter"] == (
+        ["eagle-fsd", "strict-match", "flexible-extract"],
+        [["exact", "100.0%", "50.0%", "100.0%"]],
+    )
+    row["harness"] = {"strict-match": 1.0, "flexible-extract": 1.0}
+    assert "accuracy by filter" not in tables_of([row])
     assert harness_accuracy([Question(0, "c", ("?",))], records[:1]) is None
 
 
-def test_the_mean_divergence_at_fuzzy_tokens_is_reported() -> None:
+def test_tables_of_divergences_categories_and_positions() -> None:
+    """Trees of depth 64 and many categories give narrow tables."""
     rows = [make_row("exact", 1.0), make_row("fsd", 1.5), make_row("other", 1.5)]
+    rows[0] |= {"reach": [1 - at / 80 for at in range(65)]}
     rows[0]["origins"]["fuzzy"] = 0.0
-    tokens = [[0.01, 0.5], [0.04, 0.25]]
-    report = make_report(rows, comparison={"method": "fsd", "answers": [], "tokens": tokens})
-    headers, cells = next(table for table in tables(report) if table[0][0] == "fuzzy tokens")
+    for row in rows:
+        row["tau_by_category"] = {f"c{at}": 2.0 for at in range(8)}
+    comparison = {"method": "fsd", "answers": [], "tokens": [[0.01, 0.5], [0.04, 0.25]]}
+    sides = {"drafted": [1e-6, 2e-5, 0.003], "not_drafted": [0.01, 0.02, 0.5]}
+    divergences = {"drafted": 90, "not_drafted": 10, "questions": 5, "js": sides}
+    found = tables_of(rows, comparison=comparison, divergences=divergences)
+    headers, cells = found["fuzzy tokens"]
     assert headers[-1] == "divergence"
-    assert [line[-1] for line in cells] == ["0.025", ""]
-    assert [line["divergence_mean"] for line in csv_lines(report)] == ["", "0.025", ""]
-
-
-def csv_lines(report: dict[str, Any]) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert [[line[0], line[-1]] for line in cells] == [["fsd", "0.025"], ["other", ""]]
+    lines = csv_lines(make_report(rows, comparison=comparison))
+    assert [line["divergence_mean"] for line in lines] == ["", "0.025", ""]
+    headers, cells = found["tokens per pass"]
+    assert headers == [f">= {2**power}" for power in range(7)]
+    assert cells[0][-1] == "21%"
+    parts = tables({"rows": rows, "about": {"temperature": 0.0}})
+    assert [len(headers) for headers, _ in parts if headers[0] == "tau"] == [7, 3]
+    assert found["divergence"][1] == [
+        ["js", "drafted", "90", "1e-06", "2e-05", "0.003"],
+        ["js", "not drafted", "10", "0.01", "0.02", "0.5"],
+    ]
 
 
 def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
@@ -292,34 +260,29 @@ def test_unclear_replies_of_a_judge_are_reported() -> None:
     row = make_row("fsd", 1.5)
     pairs = {"questions": 9, "won": 2, "tied": 3, "lost": 1, "unclear": 3, "loss_limit": 0.5}
     row["judge"] = {"pairs": pairs}
-    assert judge_table([row]) == (
-        ["judge", "better/equal/worse", "unclear", "net loss <="],
+    assert tables_of([row])["judge"] == (
+        ["better/equal/worse", "unclear", "net loss <="],
         [["fsd", "2/3/1", "3", "50.0%"]],
     )
     (line,) = csv_lines(make_report([row]))
     assert (line["judge_unclear"], line["judge_loss_limit"]) == ("3", "0.5")
     pairs["unclear"] = 0
-    assert "unclear" not in judge_table([row])[0]
+    assert "unclear" not in tables_of([row])["judge"][0]
 
 
 def test_markdown_escapes_vertical_bars() -> None:
     assert markdown(["x"], [["a|b"]]) == "| x |\n|---|\n| a\\|b |"
 
 
-@pytest.mark.parametrize(
-    ("sessions", "words"),
-    [
-        ([False], "1 thread;"),
+def test_a_report_says_whether_passes_were_compiled() -> None:
+    report = make_report([make_row("exact", 1.0)])
+    for sessions, words in (
+        ([False], "1 thread; tree"),
         ([True], "1 thread, compiled;"),
         ([True, False], ", partly compiled;"),
-    ],
-)
-def test_a_report_says_whether_passes_were_compiled(sessions: list[bool], words: str) -> None:
-    report = make_report([make_row("exact", 1.0)])
-    environment = report["environment"] | {"machine": {"cpu": "a processor", "threads": 1}}
-    report["environment"] = environment
-    report["sessions"] = {
-        str(number): {"environment": environment, "compiled": compiled}
-        for number, compiled in enumerate(sessions)
-    }
-    assert words in measurement(report)
+    ):
+        report["sessions"] = {
+            str(number): {"environment": report["environment"], "compiled": compiled}
+            for number, compiled in enumerate(sessions)
+        }
+        assert words in measurement(report)

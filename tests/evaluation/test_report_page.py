@@ -15,18 +15,19 @@ from eagle_fsd.bundled.problems import problems
 from eagle_fsd.evaluation import evaluate
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
+from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.model.config import Settings
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser is driven by Selenium")
 
 pytestmark = MARKS
 
-#: Returns [text, left, top, right, bottom] of the visible curve and of each title and tick in it.
+#: Returns [text, left, top, right, bottom] of the figure and of each text in it.
 BOXES = """
-const curve = [...document.querySelectorAll("svg.curve")].find(item => item.checkVisibility());
-return [curve, ...curve.querySelectorAll("text.tick, text.axis")].map(item => {
+const figure = document.querySelector(".figure svg");
+return [figure, ...figure.querySelectorAll("text")].map(item => {
   const box = item.getBoundingClientRect();
-  const text = item === curve ? "" : item.textContent;
+  const text = item === figure ? "" : item.textContent;
   return [text, box.left, box.top, box.right, box.bottom];
 });
 """
@@ -44,51 +45,50 @@ def driver() -> Iterator[Any]:
     chrome.quit()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("level", [-0.2675, -12.345678, None])
-def test_titles_and_ticks_of_the_curve_do_not_overlap(
-    driver: Any, tmp_path: Path, width: int, level: float | None
-) -> None:
-    """Of accuracies (no level) and of log-probabilities, whose tick labels are long."""
-    rows = [
-        make_row(name, 1.0 + at, scored=level is None) for at, name in enumerate(("exact", "fsd"))
-    ]
-    for row in rows:
-        row["log_likelihood"] = level
-    if level is not None:
-        rows[1]["against_exact"] |= {
-            "log_likelihood_change": -0.0011,
-            "log_likelihood_change_interval": [-0.0013, -0.0009],
-        }
-    page = tmp_path / "report.html"
-    page.write_text(html_text(make_report(rows)), encoding="utf-8")
+def open_page(driver: Any, page: Path, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     driver.get(page.as_uri())
-    (_, left, top, right, bottom), *boxes = driver.execute_script(BOXES)
-    assert 300 < right - left <= width
-    titles = [box[0] for box in boxes if not box[0][-1].isdigit()]
-    assert titles == [
-        "tokens/s",
-        "accuracy (%)" if level is None else "log-probability (nats/token)",
-    ]
-    assert len(boxes) >= 6
-    for text, *box in boxes:
-        inside = left <= box[0] and top <= box[1] and box[2] <= right and box[3] <= bottom
-        assert inside, text
-    for (first, *a), (second, *b) in combinations(boxes, 2):
-        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-        assert apart, (first, second)
+
+
+def test_texts_of_the_figure_are_legible_and_do_not_overlap(driver: Any, tmp_path: Path) -> None:
+    """Of accuracies (no level) and of log-probabilities; a narrow page scrolls the figure."""
+    for level in (-0.2675, -12.345678, None):
+        scored = level is None
+        rows = [make_row(name, 1.0 + at, scored=scored) for at, name in enumerate(("exact", "fsd"))]
+        for row in rows:
+            row["log_likelihood"] = level
+        if not scored:
+            rows[1]["against_exact"] |= {
+                "log_likelihood_change": -0.0011,
+                "log_likelihood_change_interval": [-0.0013, -0.0009],
+            }
+        report = make_report(rows)
+        draw_figures(report, tmp_path)
+        (tmp_path / "report.html").write_text(html_text(report, tmp_path), encoding="utf-8")
+        for width in (1280, 420):
+            open_page(driver, tmp_path / "report.html", width)
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+            (_, left, top, right, bottom), *boxes = driver.execute_script(BOXES)
+            assert 600 < right - left <= 1280
+            title = "accuracy (%)" if scored else "log-probability (nats/token)"
+            assert {"tokens/s, including the prefill", title} <= {box[0] for box in boxes}
+            assert len(boxes) >= 10
+            for text, *box in boxes:
+                inside = left <= box[0] and top <= box[1] and box[2] <= right and box[3] <= bottom
+                assert inside, text
+                assert min(box[2] - box[0], box[3] - box[1]) > 7, text
+            for (first, *a), (second, *b) in combinations(boxes, 2):
+                apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+                assert apart, (first, second)
 
 
 def test_tables_are_not_clipped_on_a_narrow_page(driver: Any, tmp_path: Path) -> None:
     """Their values are labeled, because the header is gone."""
     page = tmp_path / "report.html"
     rows = [make_row("exact", 1.0), make_row(f"T=0.1 r=0.3{' and more' * 8}", 1.5)]
-    page.write_text(html_text(make_report(rows)), encoding="utf-8")
-    metrics = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    driver.get(page.as_uri())
+    page.write_text(html_text(make_report(rows), tmp_path), encoding="utf-8")
+    open_page(driver, page, 420)
     cells = driver.execute_script("""
     const cells = [...document.querySelectorAll("th, td")];
     return cells.filter(item => item.checkVisibility()).map(item => [
@@ -100,35 +100,26 @@ def test_tables_are_not_clipped_on_a_narrow_page(driver: Any, tmp_path: Path) ->
     assert ["1.50 ± 0.01", '"x exact"'] in [cell[2:] for cell in cells]
 
 
-@pytest.fixture(scope="module")
-def own_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of an evaluation on 30 prompts of the user's, without references."""
-    folder = tmp_path_factory.mktemp("own")
-    prompts = folder / "prompts.txt"
+@pytest.mark.slow
+def test_report_on_own_prompts_fits_the_page(driver: Any, tmp_path: Path) -> None:
+    """Verdict, figure, tables and changed answers of 30 prompts, whose fuzzy tokens are colored."""
+    prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{problem.question}\n" for problem in problems("test", 30)))
     config = EvaluationConfig(max_new_tokens=160)
-    request = EvaluationRequest(questions=str(prompts), out=folder / "out")
+    request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
     # Accepts much, so that answers change.
     settings = Settings(threshold=0.5, min_ratio=0.02)
     assert evaluate(request, config, ["exact", "fsd"], settings=settings) is not None
-    return folder / "out" / "report.html"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-def test_report_on_own_prompts_fits_the_page(driver: Any, own_report: Path, width: int) -> None:
-    """Verdict, curve, tables and changed answers, whose fuzzy tokens are colored."""
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    driver.get(own_report.as_uri())
-    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-    text = driver.execute_script("return document.body.innerText")
-    assert "of 30 answers are exact decoding's" in text
-    assert len(driver.execute_script(BOXES)) >= 6
-    colored = """
-    return [...document.querySelectorAll("mark")].map(item => [
-      item.textContent, getComputedStyle(item).backgroundColor, item.checkVisibility()]);
-    """
-    tokens = driver.execute_script(colored)
-    assert any(visible for _, _, visible in tokens)
-    assert {color for _, color, _ in tokens}.isdisjoint({"rgba(0, 0, 0, 0)"})
+    for width in (1280, 390):
+        open_page(driver, tmp_path / "out" / "report.html", width)
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        text = driver.execute_script("return document.body.innerText")
+        assert "of 30 answers are exact decoding's" in text
+        assert len(driver.execute_script(BOXES)) >= 6
+        colored = """
+        return [...document.querySelectorAll("mark")].map(item => [
+          item.textContent, getComputedStyle(item).backgroundColor, item.checkVisibility()]);
+        """
+        tokens = driver.execute_script(colored)
+        assert any(visible for _, _, visible in tokens)
+        assert {color for _, color, _ in tokens}.isdisjoint({"rgba(0, 0, 0, 0)"})

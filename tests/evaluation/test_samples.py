@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_report import make_report, make_row
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
@@ -16,29 +17,27 @@ from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
 from eagle_fsd.evaluation.answering import Answerer, answer_seed
 from eagle_fsd.evaluation.methods import EXACT, FSD
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.samples import pass_at_k, sample_records, summarize_samples
-from eagle_fsd.evaluation.tables import sample_table
+from eagle_fsd.evaluation.report import pass_at_k, sample_records, summarize_samples
+from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_pass_at_k_is_unbiased(count: int, chance: float) -> None:
+def test_pass_at_k_is_unbiased() -> None:
     """Its expectation over all outcomes is the probability that one of k samples is correct."""
-    for k in range(1, count + 1):
-        expected = sum(
-            math.comb(count, correct)
-            * chance**correct
-            * (1 - chance) ** (count - correct)
-            * pass_at_k(correct, count, k)
-            for correct in range(count + 1)
-        )
-        assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
-    assert pass_at_k(count, count, count) == 1.0
-    for k in (0, count + 1):
-        with pytest.raises(ValueError, match=rf"k must be in \[1, {count}\]; got {k}"):
-            pass_at_k(0, count, k)
+    for count, chance in itertools.product((1, 2, 5, 8), (0.0, 0.1, 0.5, 0.9, 1.0)):
+        for k in range(1, count + 1):
+            expected = sum(
+                math.comb(count, correct)
+                * chance**correct
+                * (1 - chance) ** (count - correct)
+                * pass_at_k(correct, count, k)
+                for correct in range(count + 1)
+            )
+            assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=rf"k must be in \[1, 8\]; got {k}"):
+            pass_at_k(0, 8, k)
 
 
 def test_samples_of_known_scores() -> None:
@@ -62,14 +61,11 @@ def test_samples_of_known_scores() -> None:
     assert found["pass_at"] == {"4": pytest.approx(1.0)}
     change = [mean - other for mean, other in zip(means, (1.0, 0.0, 1.0), strict=True)]
     assert found["accuracy_change"] == pytest.approx(sum(change) / 3)
-    headers, cells = sample_table([{"method": "fsd", "samples": found}, {"method": "plain"}])
+    report = make_report([make_row("fsd", 1.5) | {"samples": found}, make_row("plain", 0.4)])
+    headers, cells = next(table for table in tables(report) if table[0][0] == "samples")
     assert headers == ["samples", "accuracy", "vs exact", "seeds", "pass@4"]
-    assert cells == [["fsd", "50.0% ± 107.6", "-16.7% ± 129.3", "50.0% ± 0.0", "100.0%"]]
+    assert cells == [["fsd", "50.0% ± 107.6%", "-16.7% ± 129.3%", "50.0%", "100.0%"]]
     assert summarize_samples([{}, {}], 1) is None
-    assert sample_table([{"method": "plain"}])[1] == []
-
-
-def test_pass_at_k_is_reported_for_round_numbers_and_all_samples() -> None:
     found = summarize_samples([{0: True, 1: False}] * 12, 1)
     assert found is not None
     assert found["pass_at"] == {"5": 0.5, "10": 0.5, "12": 0.5}
@@ -96,11 +92,11 @@ def test_every_answer_has_a_seed_of_its_own() -> None:
     assert seeds == [answer_seed(*key) for key in keys]
 
 
-@pytest.mark.parametrize("name", ["samples", "seeds"])
-def test_greedy_answers_are_not_repeated(name: str) -> None:
-    with pytest.raises(OptionsError, match=f"--{name} 2 requires a --temperature above 0"):
-        EvaluationConfig.from_dict({name: 2})
-    EvaluationConfig.from_dict({name: 2, "temperature": 0.5})
+def test_greedy_answers_are_not_repeated() -> None:
+    for name in ("samples", "seeds"):
+        with pytest.raises(OptionsError, match=f"--{name} 2 requires a --temperature above 0"):
+            EvaluationConfig.from_dict({name: 2})
+        EvaluationConfig.from_dict({name: 2, "temperature": 0.5})
 
 
 @pytest.mark.slow
