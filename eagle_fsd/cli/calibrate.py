@@ -58,7 +58,7 @@ def calibrate(
         CalibrationConfig, options("Decoding", exclude=("samples", "seeds"))
     ] = CalibrationConfig(),
 ) -> None:
-    """Find the fastest settings whose loss of accuracy is within a bound; write fsd.json."""
+    """Find the fastest settings whose loss of accuracy is bounded; write them to fsd.json."""
     from eagle_fsd.evaluation.calibration import calibrate as run
     from eagle_fsd.evaluation.tables import footnote
 
