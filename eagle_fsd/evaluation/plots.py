@@ -9,7 +9,9 @@ pixels, so that the smallest type is about 10.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,8 @@ def _draw(report: dict[str, Any], name: str) -> Any:
     axis.set_xlabel("tokens/s, including the prefill")
     if PLAIN.name in known:
         plain = known[PLAIN.name].speed
-        times = axis.secondary_xaxis("top", functions=(lambda x: x / plain, lambda x: x * plain))
+        scales = partial(operator.mul, 1.0 / plain), partial(operator.mul, plain)
+        times = axis.secondary_xaxis("top", functions=scales)
         times.set_xlabel(f"times plain decoding ({plain:.0f} tokens/s)", fontsize=SMALL)
     axis.set_title(
         "Quality against speed, with 95% intervals relative to exact decoding", fontsize=TITLE

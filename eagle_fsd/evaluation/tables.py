@@ -139,11 +139,8 @@ def _mean_divergence(row: Row, comparison: Row | None) -> float | None:
 
 
 def _judge(row: Row) -> dict[str, str]:
-    judge = row.get("judge") or {}
-    pairs = judge.get("pairs") or {}
+    pairs = (row.get("judge") or {}).get("pairs") or {}
     return {
-        "rating": _with_interval(judge, "score", ".2f"),
-        "rating vs exact": _with_interval(judge.get("against_exact", {}), "score_change", "+.2f"),
         "better/equal/worse": "{won}/{tied}/{lost}".format(**pairs) if pairs else "",
         "unclear": str(pairs.get("unclear") or ""),
         "net loss <=": _number(pairs.get("loss_limit"), ".1%"),
@@ -260,12 +257,6 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "regret_mean": ("regret", "mean"),
     "regret_per_token": ("regret", "per_token"),
     **{name: ("against_exact", name) for name in ("lost", "gained", "mcnemar_p")},
-    "judge_score": ("judge", "score"),
-    "judge_low": ("judge", "score_interval", "0"),
-    "judge_high": ("judge", "score_interval", "1"),
-    "judge_rated": ("judge", "rated"),
-    "judge_unrated": ("judge", "unrated"),
-    "judge_change": ("judge", "against_exact", "score_change"),
     **{f"judge_{name}": ("judge", "pairs", name) for name in ("won", "tied", "lost", "unclear")},
     "judge_loss_limit": ("judge", "pairs", "loss_limit"),
     "log_likelihood": ("log_likelihood",),
