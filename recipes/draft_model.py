@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, get_wsd_schedule
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest
-from eagle_fsd.train.dataset import Batch, collate, pack_batches
+from eagle_fsd.train.dataset import TrainingBatch, collate, pack_batches
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import regenerate
@@ -150,7 +150,7 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
     write_record(out, asdict(config), steps, tokens, time.monotonic() - start)
 
 
-def _answer_states(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def _answer_states(model: LlamaForCausalLM, batch: TrainingBatch) -> Tensor:
     """Return ``[n, H]``: the last hidden states at the tokens before those of answers."""
     hidden = model.model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
     states: Tensor = hidden[batch.assistant_mask[:, 1:]]

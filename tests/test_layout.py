@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -106,6 +106,16 @@ def find_cycle(graph: Graph) -> list[str]:
 
 def test_imports_point_downward() -> None:
     assert find_violations(import_graph()) == []
+
+
+def test_names_of_classes_are_unique() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_imports_have_no_cycle() -> None:

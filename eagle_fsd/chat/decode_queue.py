@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from eagle_fsd.chat.session import Answer, AnswerRequest
+from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.batch import StreamChunk
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer as BatchAnswer
+from eagle_fsd.model.request import Answer
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
@@ -79,15 +79,15 @@ class DecodeObserver:
 
         Args:
             outcome: ``"ended"``, ``"cancelled"`` or ``"failed"``.
-            stats: The answer's :meth:`~eagle_fsd.chat.session.Answer.stats` and, if it ended, its
-                usage. Empty if the request failed or never started.
+            stats: The answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it ended,
+                its usage. Empty if the request failed or never started.
             seconds_per_token: Seconds per token after the first step of an answer that ended; None
                 if it took only one step.
         """
 
 
 @dataclass(frozen=True)
-class Update:
+class JobUpdate:
     """The increment of a streamed answer.
 
     Attributes:
@@ -119,7 +119,7 @@ class Job:
 
     def __init__(self, request: AnswerRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self._loop = request, loop
-        self._updates: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
+        self._updates: asyncio.Queue[JobUpdate | Exception | None] = asyncio.Queue()
         self.cancelled = False
         self.submitted = time.monotonic()
 
@@ -132,7 +132,9 @@ class Job:
         """Cancel the request."""
         self.cancelled = True
 
-    async def updates(self, heartbeat: float | None = None) -> AsyncGenerator[Update | None, None]:
+    async def updates(
+        self, heartbeat: float | None = None
+    ) -> AsyncGenerator[JobUpdate | None, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
         Args:
@@ -158,7 +160,7 @@ class Job:
         finally:
             self.cancel()
 
-    def publish(self, update: Update | Exception | None) -> None:
+    def publish(self, update: JobUpdate | Exception | None) -> None:
         """Send an update from the decoding thread to the event loop.
 
         Args:
@@ -205,7 +207,7 @@ class _Row:
     """
 
     job: Job
-    answer: Answer
+    answer: ChatAnswer
     began: float = 0.0
     first_tokens: int = 0
 
@@ -246,7 +248,7 @@ class DecodeQueue:
         # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
         # next turn of a chat only adds its own tokens.
         self._batch = model.batch(max_batch)
-        self._rows: dict[BatchAnswer, _Row] = {}
+        self._rows: dict[Answer, _Row] = {}
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -406,7 +408,7 @@ class DecodeQueue:
         """Add a request to the batch."""
         self.observer.request_started(time.monotonic() - job.submitted)
         try:
-            answer = Answer(self.model, job.request)
+            answer = ChatAnswer(self.model, job.request)
             self._rows[answer.join(self._batch)] = _Row(job, answer)
         except Exception as error:  # of any kind: the others go on
             log.exception("a request failed")
@@ -433,7 +435,7 @@ class DecodeQueue:
         for answer, chunk in found:
             self._publish(answer, chunk)
 
-    def _publish(self, decoded: BatchAnswer, chunk: StreamChunk) -> None:
+    def _publish(self, decoded: Answer, chunk: StreamChunk) -> None:
         """Send the tokens of a row to its client."""
         row = self._rows[decoded]
         job, answer = row.job, row.answer
@@ -456,7 +458,7 @@ class DecodeQueue:
             self._remove(decoded)
             self._release(job)  # first, so that a client that sees the end can submit again
             self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
-        job.publish(Update("", pieces, usage, answer.finish_reason, stats))
+        job.publish(JobUpdate("", pieces, usage, answer.finish_reason, stats))
         if answer.finish_reason is not None:
             job.publish(None)
 
@@ -469,7 +471,7 @@ class DecodeQueue:
                 self.observer.request_finished("cancelled", row.answer.stats())
                 row.job.publish(None)
 
-    def _remove(self, decoded: BatchAnswer) -> None:
+    def _remove(self, decoded: Answer) -> None:
         """Free a row."""
         del self._rows[decoded]
         self._batch.cancel(decoded)

@@ -1,7 +1,7 @@
 """Generate one answer as a stream; terminal chat, worker and web page share this code.
 
-Start with :class:`Answer`. :func:`fit_chat` turns a chat into a prompt that fits the context, and
-:func:`score_prompt` computes the log-probabilities of a prompt's tokens.
+Start with :class:`ChatAnswer`. :func:`fit_chat` turns a chat into a prompt that fits the context,
+and :func:`score_prompt` computes the log-probabilities of a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.prefix_cache import PrefixCache
-from eagle_fsd.model.request import Answer as BatchAnswer
-from eagle_fsd.model.request import PromptDecodeOptions
+from eagle_fsd.model.request import Answer, PromptDecodeOptions
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
@@ -142,7 +141,7 @@ class AnswerRequest:
         return "".join(self.echo_texts)
 
 
-class Answer:
+class ChatAnswer:
     """An answer in progress: its text, usage and statistics.
 
     :meth:`stream` decodes it alone, :meth:`join` in a batch, whose chunks are given to
@@ -211,7 +210,7 @@ class Answer:
 
         return pieces()
 
-    def join(self, batch: Batch) -> BatchAnswer:
+    def join(self, batch: Batch) -> Answer:
         """Add the request to a batch.
 
         Args:

@@ -28,7 +28,7 @@ from rich.text import Text
 from torch import Tensor
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.session import Answer, AnswerRequest, fit_chat
+from eagle_fsd.chat.session import AnswerRequest, ChatAnswer, fit_chat
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.chat.wire_format import TEMPLATE_NAME, decode_chat, register_template, strip_markers
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
@@ -79,7 +79,7 @@ class ChatSession:
     show_origins: bool = False
     notes: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
-    answer: Answer | None = None
+    answer: ChatAnswer | None = None
 
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
@@ -106,7 +106,7 @@ class ChatSession:
             request = AnswerRequest(
                 ids, self.options, stop=stop, stop_token_ids=stop_token_ids or ()
             )
-            self.answer = answer = Answer(self.model, request)
+            self.answer = answer = ChatAnswer(self.model, request)
             steps = answer.stream(self.prefix_cache)
         except ValueError as error:
             self.answer = None

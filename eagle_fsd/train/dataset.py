@@ -41,12 +41,12 @@ class Example:
 
     @property
     def contributes(self) -> bool:
-        """Whether the loss covers a token of the chat; see :attr:`Batch.loss_mask`."""
+        """Whether the loss covers a token of the chat; see :attr:`TrainingBatch.loss_mask`."""
         return any(self.assistant_mask[2:])
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """Chats padded on the right: ``[B, S]`` ids and mask, and ``[B, S, H]`` stored features.
 
     ``errors`` says why chats could not be encoded, ``unused`` counts the others of which the loss
@@ -71,7 +71,7 @@ class Batch:
         """
         return torch.nn.functional.pad(self.assistant_mask[:, 2:], (0, 1))
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """Return the batch with its tensors on another device."""
 
         def moved(tensor: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class ChatDataset(Dataset[Example]):
         return self.file.size(index)
 
 
-def collate(examples: Sequence[Example]) -> Batch:
+def collate(examples: Sequence[Example]) -> TrainingBatch:
     """Pad examples on the right, where a causal mask hides the padding from every token.
 
     All of the examples have stored features, or none.
@@ -136,7 +136,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         mask[row, : len(item.ids)] = torch.tensor(item.assistant_mask)
         if features is not None and item.features is not None:
             features[row, : len(item.ids)] = item.features
-    return Batch(
+    return TrainingBatch(
         ids,
         mask,
         indices=[item.index for item in examples],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.model.target import LAST, Target
-from eagle_fsd.train.dataset import Batch
+from eagle_fsd.train.dataset import TrainingBatch
 
 
 @torch.no_grad()
@@ -30,14 +30,14 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
     return torch.cat([recorded[state].to(device) for state in states], -1)
 
 
-def batch_features(target: Target, batch: Batch, states: Sequence[int] = (LAST,)) -> Tensor:
+def batch_features(target: Target, batch: TrainingBatch, states: Sequence[int] = (LAST,)) -> Tensor:
     """Return a batch's stored features, or compute them: ``[B, S, F]``."""
     if batch.features is not None:
         return batch.features
     return compute_features(target, batch.ids, states)
 
 
-def add_noise(features: Tensor, batch: Batch, half_width: float, seed: int) -> Tensor:
+def add_noise(features: Tensor, batch: TrainingBatch, half_width: float, seed: int) -> Tensor:
     """Add noise in ``[-half_width, half_width]`` that depends on the chat, not on its row or batch.
 
     Its half-width is the same for every chat. EAGLE's training script (``eagle/train/main.py``)

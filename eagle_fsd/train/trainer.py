@@ -26,8 +26,8 @@ from eagle_fsd.train.chat_file import MAX_DESCRIBED
 from eagle_fsd.train.config import DRAFT_VOCAB_SIZE, TrainConfig
 from eagle_fsd.train.dataset import (
     FILLER,
-    Batch,
     ChatDataset,
+    TrainingBatch,
     collate,
     count_answer_tokens,
     count_batches,
@@ -210,7 +210,7 @@ class Trainer:
     # -- one step ----------------------------------------------------------------------------------
 
     def _train_step(
-        self, batches: Iterator[tuple[int, Batch]], stop_requested: Callable[[], bool]
+        self, batches: Iterator[tuple[int, TrainingBatch]], stop_requested: Callable[[], bool]
     ) -> tuple[dict[str, Any], bool]:
         """Do one optimizer step.
 
@@ -260,7 +260,7 @@ class Trainer:
         metrics |= {"lr": lr, "gradient_norm": norm}
         return metrics, stops > 0
 
-    def _count(self, batches: Iterator[Batch]) -> int:
+    def _count(self, batches: Iterator[TrainingBatch]) -> int:
         """Count what all processes read in a step, and return the positions of its loss."""
         counts = torch.zeros(6, dtype=torch.long)
         for batch in batches:
@@ -284,7 +284,7 @@ class Trainer:
         positions: int = totals[2]
         return positions
 
-    def _compute_losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
+    def _compute_losses(self, epoch: int, batch: TrainingBatch) -> dict[str, Tensor]:
         features = batch_features(self.target, batch, self.states)
         inputs, labels = split_features(self.head, features)
         seed = self.config.seed * 1_000_003 + epoch
@@ -295,7 +295,7 @@ class Trainer:
             )
         return losses
 
-    def _batches(self) -> Iterator[tuple[int, Batch]]:
+    def _batches(self) -> Iterator[tuple[int, TrainingBatch]]:
         """Yield (epoch, batch) from the current step on; after the last epoch, empty batches."""
         config = self.config
         epoch, skip = divmod(self.step * config.accumulate, self.batches_per_epoch)

@@ -12,7 +12,7 @@ from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.probe import DivergenceProbe, ProbeRecord
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.dataset import Batch
+from eagle_fsd.train.dataset import TrainingBatch
 from eagle_fsd.train.features import batch_features
 from eagle_fsd.train.heads import split_features, training_states
 from eagle_fsd.train.losses import HeadLosses
@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 64
 
 @torch.no_grad()
 def validation_losses(
-    losses: HeadLosses, target: Target, batches: Iterable[Batch]
+    losses: HeadLosses, target: Target, batches: Iterable[TrainingBatch]
 ) -> dict[str, float]:
     """Compute mean losses over the held-out positions, without noise."""
     sums: dict[str, float] = {}
@@ -40,7 +40,7 @@ def validation_losses(
     return {name: value / max(1, positions) for name, value in sums.items()}
 
 
-def validation_prompts(batches: Iterable[Batch], count: int) -> list[Tensor]:
+def validation_prompts(batches: Iterable[TrainingBatch], count: int) -> list[Tensor]:
     """Return the ``[S]`` prompts before the first assistant turns of at most ``count`` chats."""
     prompts: list[Tensor] = []
     for batch in batches:

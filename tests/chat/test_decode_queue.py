@@ -24,7 +24,7 @@ from eagle_fsd.chat.decode_queue import (
     Update,
 )
 from eagle_fsd.chat.processors import AnswerPenalty
-from eagle_fsd.chat.session import Answer, AnswerRequest
+from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
@@ -266,21 +266,21 @@ def test_cancelled_calls_are_told(queue: DecodeQueue) -> None:
 
 
 def fail_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Answer.join
+    join = ChatAnswer.join
 
-    def fail(answer: Answer, batch: Batch) -> Any:
+    def fail(answer: ChatAnswer, batch: Batch) -> Any:
         return 1 / 0 if answer.prompt_tokens == 2 else join(answer, batch)
 
-    monkeypatch.setattr(Answer, "join", fail)
+    monkeypatch.setattr(ChatAnswer, "join", fail)
 
 
 def fail_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Answer.push
+    push = ChatAnswer.push
 
-    def fail(answer: Answer, chunk: StreamChunk) -> Any:
+    def fail(answer: ChatAnswer, chunk: StreamChunk) -> Any:
         return 1 / 0 if answer.prompt_tokens == 2 else push(answer, chunk)
 
-    monkeypatch.setattr(Answer, "push", fail)
+    monkeypatch.setattr(ChatAnswer, "push", fail)
 
 
 def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from prompts import request, tokenize
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import session
-from eagle_fsd.chat.session import Answer, score_prompt
+from eagle_fsd.chat.session import ChatAnswer, score_prompt
 from eagle_fsd.model.sampling import Sampler
 from eagle_fsd.model.verify import VerificationInputs
 
@@ -119,10 +119,10 @@ def test_requests_with_equal_penalties_are_verified_together(
         request(model, prompt=None, prompt_token_ids=own, max_new_tokens=32, **params)
         for own, params in zip((ids, ids[:-7]), options, strict=True)
     ]
-    alone = [tokens_of(Answer(model, read)) for read in reads]
+    alone = [tokens_of(ChatAnswer(model, read)) for read in reads]
     monkeypatch.setattr(Sampler, "__call__", count)
     batch = model.batch(2)
-    answers = [Answer(model, read).join(batch) for read in reads]
+    answers = [ChatAnswer(model, read).join(batch) for read in reads]
     while len(batch) == 2:
         before = calls
         batch.step()
@@ -132,7 +132,7 @@ def test_requests_with_equal_penalties_are_verified_together(
     assert [answer.tokens for answer in answers] == alone
 
 
-def tokens_of(answer: Answer) -> list[int]:
+def tokens_of(answer: ChatAnswer) -> list[int]:
     """Decode an answer alone."""
     return [piece.token for pieces in answer.stream() for piece in pieces]
 
@@ -150,7 +150,7 @@ def test_options_have_the_meaning_of_hugging_faces(
         return answer
 
     read = request(model, prompt=None, prompt_token_ids=ids[0].tolist(), **params)
-    answer = Answer(model, read)
+    answer = ChatAnswer(model, read)
     tokens = tokens_of(answer)
     assert tokens == hugging_face(**options)
     assert tokens != hugging_face()

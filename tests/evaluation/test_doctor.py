@@ -42,7 +42,7 @@ from eagle_fsd.evaluation.doctor.checks import (
     check_tree,
 )
 from eagle_fsd.evaluation.doctor.diagnosis import GENERAL_QUESTIONS, diagnose
-from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements
+from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurements
 from eagle_fsd.evaluation.doctor.templates import TurnTemplate, candidate_templates
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
@@ -323,7 +323,7 @@ def test_dtype_is_compared_with_float32_and_restored(healthy: Measurements) -> N
         assert [(item.dtype, item.data_ptr()) for item in network.parameters()] == before
 
 
-def text_of(answers: Sequence[Answer]) -> list[tuple[Tensor, Tensor]]:
+def text_of(answers: Sequence[MeasuredAnswer]) -> list[tuple[Tensor, Tensor]]:
     return [(item.ids, torch.arange(len(item.ids)) >= item.start) for item in answers]
 
 
@@ -386,7 +386,7 @@ def test_context_length(healthy: Measurements) -> None:
 
 def test_tree(healthy: Measurements) -> None:
     def check(*accepted: int) -> Finding:
-        short = [Answer(torch.arange(9), 1, [*accepted, 1])]
+        short = [MeasuredAnswer(torch.arange(9), 1, [*accepted, 1])]
         return check_tree(measured_rows(healthy.model.drafter, short=short))
 
     assert check(6, 6, 3, 1) == Finding(

@@ -38,7 +38,7 @@ from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import FeaturesRequest
-from eagle_fsd.train.dataset import Batch, split_validation
+from eagle_fsd.train.dataset import TrainingBatch, split_validation
 from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.trainer import Trainer
@@ -284,7 +284,7 @@ def test_batches_never_exceed_the_budget_of_tokens(
     seen: list[tuple[int, int, int, list[int]]] = []
     original = Trainer._compute_losses
 
-    def record(trainer: Trainer, epoch: int, batch: Batch) -> Any:
+    def record(trainer: Trainer, epoch: int, batch: TrainingBatch) -> Any:
         seen.append((epoch, *batch.ids.shape, batch.indices))
         return original(trainer, epoch, batch)
 

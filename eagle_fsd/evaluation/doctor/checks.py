@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.evaluation.doctor.agreement import CHUNK, Agreement
-from eagle_fsd.evaluation.doctor.measurements import Answer, Measurements, complete_steps
-from eagle_fsd.evaluation.doctor.settings import Setting, find_settings
+from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurements, complete_steps
+from eagle_fsd.evaluation.doctor.settings import DrafterSetting, find_settings
 from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.target import LAST, Target
@@ -104,7 +104,7 @@ def _damage(agreement: Agreement, dtype: str) -> Finding:
     return Finding("dtype", "problem", evidence, step)
 
 
-def _compare(agreement: Agreement, setting: Setting) -> tuple[float, Finding]:
+def _compare(agreement: Agreement, setting: DrafterSetting) -> tuple[float, Finding]:
     """Return by how much the best alternative raises the agreement, 0.0 if that is not clear."""
     tried, before = {}, agreement.own
     with suppress(torch.OutOfMemoryError):  # of weights in float32
@@ -250,7 +250,7 @@ def _note_if(condition: bool, check: str, evidence: str, step: str) -> Finding:
     return Finding(check, "note", evidence, step) if condition else Finding(check, "ok", evidence)
 
 
-def _variety(answers: Sequence[Answer]) -> float:
+def _variety(answers: Sequence[MeasuredAnswer]) -> float:
     """Return the share of distinct pairs of tokens in an answer, averaged."""
     pairs = (list(pairwise(answer.ids[answer.start :].tolist())) for answer in answers)
     return fmean([len(set(found)) / len(found) for found in pairs if found] or [0.0])

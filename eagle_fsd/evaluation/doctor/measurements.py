@@ -30,7 +30,7 @@ FIRST_LENGTHS = 128
 
 
 @dataclass(frozen=True)
-class Answer:
+class MeasuredAnswer:
     """A prompt and the target's greedy answer to it."""
 
     ids: Tensor  # [S]
@@ -61,19 +61,19 @@ class Measurements:
         return found
 
     @cached_property
-    def short(self) -> list[Answer]:
+    def short(self) -> list[MeasuredAnswer]:
         """Answers to the questions."""
         return self.answer(self.chat_template, self.chats)
 
     @cached_property
-    def chains(self) -> list[Answer]:
+    def chains(self) -> list[MeasuredAnswer]:
         """Answers to the questions, drafted as chains."""
         depth = self.model.tree.depth
         tree = TreeConfig(total_tokens=depth + 2, depth=depth, top_k=1)
         return self.answer(self.chat_template, self.chats, tree)
 
     @cached_property
-    def long(self) -> list[Answer]:
+    def long(self) -> list[MeasuredAnswer]:
         """Answers to the questions after up to :data:`MAX_HISTORY` others and their answers."""
         exchanges = []
         for chat, answer in zip(self.chats, self.short, strict=True):
@@ -87,7 +87,7 @@ class Measurements:
 
     def answer(
         self, chat_template: ChatTemplate, chats: Sequence[Chat], tree: TreeConfig | None = None
-    ) -> list[Answer]:
+    ) -> list[MeasuredAnswer]:
         """Answer chats, with the model's tree or another; skip those without room for an answer."""
         model = self.model
         if tree is not None:
@@ -104,7 +104,7 @@ class Measurements:
         for item in sorted(found, key=lambda item: item.index):
             prompt, (accepted,) = prompts[item.index], item.stats.accepted
             ids = torch.cat([prompt, prompt.new_tensor(item.tokens)])
-            answers.append(Answer(ids.to(model.target.device), len(prompt), accepted))
+            answers.append(MeasuredAnswer(ids.to(model.target.device), len(prompt), accepted))
         return answers
 
     def _prompts(self, chats: Sequence[Chat], chat_template: ChatTemplate) -> list[Tensor]:
@@ -165,7 +165,7 @@ class Measurements:
         return rows
 
 
-def complete_steps(answers: Sequence[Answer]) -> list[int]:
+def complete_steps(answers: Sequence[MeasuredAnswer]) -> list[int]:
     """Return accepted lengths without the last step of each answer, unless it is the only one.
 
     The last step may have been cut off.

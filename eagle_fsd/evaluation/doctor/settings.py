@@ -35,7 +35,7 @@ MAX_ORDERS = 6
 
 
 @dataclass(frozen=True)
-class Setting:
+class DrafterSetting:
     """A setting of a drafter, and what it could be instead."""
 
     check: str
@@ -45,26 +45,26 @@ class Setting:
     min_gain: float = MIN_GAIN  # by how much an alternative must raise the agreement
 
 
-def find_settings(drafter: LevelDrafter, target: Target) -> list[Setting]:
+def find_settings(drafter: LevelDrafter, target: Target) -> list[DrafterSetting]:
     """Return the settings of a drafter, in the order in which they are reported."""
     own, theirs = (str(item.dtype).removeprefix("torch.") for item in (drafter, target))
     step = f"pass another --dtype: {own} is not precise enough for this drafter"
-    found = [Setting("dtype", f"{own}; target {theirs}", step, _float32(drafter))]
+    found = [DrafterSetting("dtype", f"{own}; target {theirs}", step, _float32(drafter))]
     if drafter.reads:
         step = "correct the layer ids in the head's config.json, so that it reads {}"
         reads = other_reads(drafter, target)
         others = [(_describe_reads(item), [(drafter, "reads", item)]) for item in reads]
         value = _describe_reads(drafter.reads)
-        found.append(Setting("hidden states", value, step, others, MIN_READS_GAIN))
+        found.append(DrafterSetting("hidden states", value, step, others, MIN_READS_GAIN))
     if isinstance(drafter, DraftHead):
         value = "embedding, then hidden state"
         step = "export the head again, with its weights' columns in order: it agrees best with {}"
-        found.append(Setting("input order", value, step, _input_orders(drafter)))
+        found.append(DrafterSetting("input order", value, step, _input_orders(drafter)))
         own_embedding, width = drafter.embed_tokens, target.embed.weight.shape[-1]
         if own_embedding is not None and own_embedding.weight.shape[-1] == width:
             step = "remove embed_tokens from the head's weights: {} fits"
             shared: Alternatives = [("the target's", [(drafter, "embed_tokens", None)])]
-            found.append(Setting("embedding", "the head's own", step, shared))
+            found.append(DrafterSetting("embedding", "the head's own", step, shared))
     ids, value = drafter.token_ids, "the target's"
     step = "use a drafter with the target's tokenizer: {} fits this one"
     maps: list[tuple[str, list[Change]]] = []
@@ -75,12 +75,12 @@ def find_settings(drafter: LevelDrafter, target: Target) -> list[Setting]:
         if not (ascending := ids.sort().values).equal(ids):
             maps.append(("a map in ascending order", [map_change(drafter, ascending)]))
         maps.append(("a map of ids, not offsets", [map_change(drafter, offsets)]))
-    found.append(Setting("vocabulary", value, step, maps))
+    found.append(DrafterSetting("vocabulary", value, step, maps))
     if rotary := _rotary_embeddings(drafter.network):
         ropes = [_rope(rotary[0][2].config), _rope(target.config)]
         value = "; target ".join(dict.fromkeys(_describe_rope(rope) for rope in ropes if rope))
         step = "correct the RoPE in the drafter's config.json: {}"
-        found.append(Setting("RoPE", value, step, _other_ropes(rotary, *ropes)))
+        found.append(DrafterSetting("RoPE", value, step, _other_ropes(rotary, *ropes)))
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgeError, Prompt
+from eagle_fsd.evaluation.judge.prompts import MAX_TURNS, JudgeError, JudgePrompt
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
 from eagle_fsd.utils.files import append_line, atomic_write, read_jsonl, truncate_partial_line
@@ -31,11 +31,11 @@ KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
 
 @dataclass(frozen=True)
-class Task:
+class JudgeTask:
     """A turn to judge, which becomes a line of FastChat's judgment file."""
 
     fields: Record  # of the line, known before the judge is asked
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[JudgePrompt, ...]
     replies: tuple[str, ...]  # names of the fields that hold the reply to each prompt
     read: Callable[[Sequence[str]], Record]  # returns the fields that follow from the replies
 
@@ -78,11 +78,11 @@ def judged_turns(
 
 def ask(
     endpoint: Endpoint,
-    tasks: Sequence[Task],
+    tasks: Sequence[JudgeTask],
     path: Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
-    replies: Mapping[Prompt, Reply] | None = None,
+    replies: Mapping[JudgePrompt, Reply] | None = None,
 ) -> list[Record]:
     """Add the lines that a file lacks to it, and return the lines of all tasks.
 
@@ -105,14 +105,14 @@ def ask(
                     known[prompt] = text, tstamp
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def finish(task: Task) -> None:
+    def finish(task: JudgeTask) -> None:
         texts, times = zip(*(known[prompt] for prompt in task.prompts), strict=True)
         line = done[task.key] = task.line(texts, max(times))
         append_line(path, json.dumps(line))
         if progress is not None:
             progress(len(done), len(tasks))
 
-    waiting: dict[Prompt, list[Task]] = defaultdict(list)
+    waiting: dict[JudgePrompt, list[JudgeTask]] = defaultdict(list)
     for task in tasks:
         if task.key not in done:
             missing = [prompt for prompt in dict.fromkeys(task.prompts) if prompt not in known]
@@ -124,7 +124,7 @@ def ask(
         try:
             client = ChatClient(endpoint)
 
-            def complete(prompt: Prompt) -> str:
+            def complete(prompt: JudgePrompt) -> str:
                 return client.complete(prompt.messages(), temperature=0, max_tokens=MAX_TOKENS)
 
             with closing(map_concurrently(complete, waiting, parallel)) as found:

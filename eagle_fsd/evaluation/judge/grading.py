@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import Task, ask, judged_turns, judgment_file
+from eagle_fsd.evaluation.judge.client import JudgeTask, ask, judged_turns, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_rating
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
@@ -37,7 +37,7 @@ def judge_answers(
                 "turn": turn,
                 "answer_id": answer_id,
             }
-            tasks.append(Task(fields, (prompt,), ("judgment",), _rating))
+            tasks.append(JudgeTask(fields, (prompt,), ("judgment",), _rating))
     file = judgment_file(out, judge, "single")
     return ask(endpoint, tasks, file, parallel=parallel, progress=progress)
 

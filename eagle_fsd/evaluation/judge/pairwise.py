@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import Task, ask, judged_turns, judgment_file
+from eagle_fsd.evaluation.judge.client import JudgeTask, ask, judged_turns, judgment_file
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts, parse_winner
 from eagle_fsd.evaluation.methods import EXACT
 from eagle_fsd.evaluation.questions.question import Question
@@ -60,7 +60,7 @@ def judge_pairs(
             if own[:turn] == other[:turn]:
                 replies[first] = IDENTICAL, 0.0
             names = ("g1_judgment", "g2_judgment")
-            tasks.append(Task(fields, (first, second), names, _winners))
+            tasks.append(JudgeTask(fields, (first, second), names, _winners))
     file = judgment_file(out, judge, "pair")
     return ask(endpoint, tasks, file, parallel=parallel, progress=progress, replies=replies)
 

@@ -42,7 +42,7 @@ class JudgeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class JudgePrompt:
     """A request to a judge."""
 
     name: str  # of FastChat's prompt template
@@ -85,7 +85,7 @@ class JudgePrompts:
             raise JudgeError(f"{path} contains a line that is not a FastChat answer") from error
         return cls(templates, references)
 
-    def fill(self, question: Question, turn: int, *answers: Sequence[str]) -> Prompt:
+    def fill(self, question: Question, turn: int, *answers: Sequence[str]) -> JudgePrompt:
         """Fill the prompt that rates one answer, or compares those of assistants A and B.
 
         Each answer has all turns up to ``turn``, which is 1 or 2. Without a reference answer, the
@@ -109,7 +109,7 @@ class JudgePrompts:
         try:
             template = self.templates[name]
             user = template["prompt_template"].format(**fields)
-            return Prompt(name, template["system_prompt"], _context_text(question) + user)
+            return JudgePrompt(name, template["system_prompt"], _context_text(question) + user)
         except (KeyError, IndexError, ValueError) as error:
             raise JudgeError(
                 f"the prompt {name} of {JUDGE_PROMPTS.file} is missing or invalid ({error!r})"
