@@ -119,7 +119,7 @@ def _draw(report: dict[str, Any], name: str) -> Any:
 
     figure = Figure(figsize=SIZE, layout="constrained")
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    axis: Any = figure.subplots()
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     known = {point.name: point for point in points(report["rows"])}

@@ -20,7 +20,7 @@ from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.evaluation.verdict import main_row, verdict
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m"
-VOID = {"meta", "circle", "line"}
+VOID = {"meta"}
 
 
 class Page(HTMLParser):
