@@ -63,6 +63,9 @@ def describe_field(options: type[BaseModel], name: str) -> str:
     """Describe the values that an option accepts, as in ``"an integer in [1, 32]"``."""
     field = options.model_fields[name]
     kind = _without_none(field.annotation)
+    if get_origin(kind) in (Union, UnionType):  # of booleans and names
+        names = [str(name) for item in get_args(kind) for name in get_args(item)]
+        return f"true, false or {' or '.join(names)}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if kind is bool:
@@ -115,7 +118,11 @@ def validation_message(error: ValidationError, options: type[BaseModel] | None =
     if problem["type"] == "missing":
         return f"{path} is missing"
     value = problem["input"]
-    if options is not None and name in options.model_fields and len(problem["loc"]) == 1:
+    if (
+        options is not None
+        and name in options.model_fields
+        and isinstance(value, (str, int, float))
+    ):
         return f"{path} must be {describe_field(options, name)}; got {value!r}"
     expected = problem["msg"].removeprefix("Input should be ")
     return f"{path} must be {expected}; got {value!r}"
