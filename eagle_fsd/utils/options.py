@@ -63,7 +63,7 @@ def describe_field(options: type[BaseModel], name: str) -> str:
     """Describe the values that an option accepts, as in ``"an integer in [1, 32]"``."""
     field = options.model_fields[name]
     kind = _without_none(field.annotation)
-    if get_origin(kind) in (Union, UnionType):  # of booleans and names
+    if _is_union(kind):  # of booleans and names
         names = [str(name) for item in get_args(kind) for name in get_args(item)]
         return f"true, false or {' or '.join(names)}"
     if get_origin(kind) is Literal:
@@ -118,12 +118,10 @@ def validation_message(error: ValidationError, options: type[BaseModel] | None =
     if problem["type"] == "missing":
         return f"{path} is missing"
     value = problem["input"]
-    if (
-        options is not None
-        and name in options.model_fields
-        and isinstance(value, (str, int, float))
-    ):
-        return f"{path} must be {describe_field(options, name)}; got {value!r}"
+    field = options.model_fields.get(name) if options is not None else None
+    # The error of a union names the member that rejected the value.
+    if options and field and (len(problem["loc"]) == 1 or _is_union(field.annotation)):
+        return f"{name} must be {describe_field(options, name)}; got {value!r}"
     expected = problem["msg"].removeprefix("Input should be ")
     return f"{path} must be {expected}; got {value!r}"
 
@@ -131,6 +129,11 @@ def validation_message(error: ValidationError, options: type[BaseModel] | None =
 def _unwrapped(value: Any) -> Any:
     """Convert a NumPy scalar or a tensor without dimensions to a Python number."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _is_union(annotation: Any) -> bool:
+    """Whether an annotation is a union of types other than None."""
+    return get_origin(_without_none(annotation)) in (Union, UnionType)
 
 
 def _without_none(annotation: Any) -> Any:

@@ -22,6 +22,7 @@ class Sample(Options):
     mode: Literal["first", "last"] = Field("first", description="One of a few names.")
     flag: bool = Field(False, description="True or false.")
     label: str | None = Field(None, description="An optional string.")
+    choice: bool | Literal["auto"] | None = Field(None, description="A choice.")
     large: int | None = Field(None, le=2**63 - 1, description="A large bound.")
 
 
@@ -42,6 +43,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"mode": ["first"]}, "mode must be one of first, last; got ['first']"),
     ({"flag": 1}, "flag must be true or false; got 1"),
     ({"label": 3}, "label must be a string; got 3"),
+    ({"choice": "maybe"}, "choice must be true, false or auto; got 'maybe'"),
     ({"large": 2**63}, f"large must be an integer of at most {2**63 - 1}; got {2**63}"),
     ({"falg": True}, "unknown option falg; the options are count, share, seconds, mode,"),
 ]
