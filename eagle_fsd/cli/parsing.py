@@ -194,8 +194,8 @@ def _validation_message(error: PydanticError, parent: Argument | None) -> str:
     """Return :func:`validation_message` with option and value as the user typed them."""
     message = validation_message(error, _model(parent))
     problem = error.errors()[0]
-    path = ".".join(map(str, problem["loc"]))
-    if parent is not None and path and message.startswith(path):
-        option = next(item.name for item in parent.children if item.keys[-1] == problem["loc"][0])
-        message = option + message.removeprefix(path)
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if parent is not None and name and message.startswith(name):
+        option = next(item.name for item in parent.children if item.keys[-1] == name)
+        message = option + message.removeprefix(name)
     return one_line(message.replace(f"got {problem['input']!r}", f"got {problem['input']}"))

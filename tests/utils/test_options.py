@@ -64,7 +64,8 @@ def test_invalid_value_raises_one_line_with_bounds() -> None:
 
 
 def test_valid_values_are_kept() -> None:
-    values = {"count": 4, "share": 1.0, "seconds": 7, "mode": "last", "flag": True, "label": None}
+    values = {"count": 4, "share": 1.0, "seconds": 7, "mode": "last", "flag": True}
+    values |= {"label": None, "choice": None}
     made = Sample.from_dict(values)
     assert made.model_dump() == {**values, "large": None}
     assert type(made.seconds) is float
