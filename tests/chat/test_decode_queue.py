@@ -19,9 +19,9 @@ from eagle_fsd.chat.decode_queue import (
     DecodeQueue,
     DecodingError,
     Job,
+    JobUpdate,
     Outcome,
     QueueFullError,
-    Update,
 )
 from eagle_fsd.chat.processors import AnswerPenalty
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
@@ -82,7 +82,7 @@ def queue(model: EagleFSD, recorder: Recorder) -> Iterator[DecodeQueue]:
     assert not queue.alive
 
 
-async def collect(job: Job) -> list[Update]:
+async def collect(job: Job) -> list[JobUpdate]:
     return [update async for update in job.updates() if update is not None]
 
 
@@ -93,7 +93,7 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 def test_answers_are_those_of_generate(
     model: EagleFSD, queue: DecodeQueue, recorder: Recorder
 ) -> None:
-    async def work() -> list[Update]:
+    async def work() -> list[JobUpdate]:
         return await collect(queue.submit(request(model)))
 
     updates = run(work)
@@ -361,7 +361,7 @@ def test_shortage_of_memory_passes(
 
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:
-    async def work() -> tuple[Update, Update]:
+    async def work() -> tuple[JobUpdate, JobUpdate]:
         first = (await collect(queue.submit(request(model))))[-1]
         chat = [*HELLO, {"role": "assistant", "content": first.text}]
         prompt = encode_chat([*chat, {"role": "user", "content": "Hi"}])
@@ -375,7 +375,7 @@ def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQu
 def test_baseline_leaves_the_prefix_cache_alone(model: EagleFSD, queue: DecodeQueue) -> None:
     fsd = request(model)
 
-    async def work() -> list[Update]:
+    async def work() -> list[JobUpdate]:
         requests = [fsd, replace(fsd, method="ar"), fsd]
         return [(await collect(queue.submit(item)))[-1] for item in requests]
 
@@ -390,7 +390,7 @@ def test_details_stop_strings_and_echo(model: EagleFSD, queue: DecodeQueue) -> N
     text = reference(model)
     word = text.split()[2]
 
-    async def work() -> tuple[list[Update], list[Update]]:
+    async def work() -> tuple[list[JobUpdate], list[JobUpdate]]:
         stopped = await collect(queue.submit(request(model, stop=[word], logprobs=2)))
         raw = request(model, prompt="Hello", echo=True, max_new_tokens=5)
         return stopped, await collect(queue.submit(raw))
@@ -409,11 +409,11 @@ def test_details_stop_strings_and_echo(model: EagleFSD, queue: DecodeQueue) -> N
 
 
 def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -> None:
-    async def work() -> list[Update | None]:
+    async def work() -> list[JobUpdate | None]:
         release = threading.Event()
         blocking = asyncio.create_task(queue.call(lambda _: release.wait(60)))
         await asyncio.sleep(0)
-        seen: list[Update | None] = []
+        seen: list[JobUpdate | None] = []
         async for update in queue.submit(request(model)).updates(heartbeat=0.01):
             seen.append(update)
             if len(seen) == 3:

@@ -26,6 +26,7 @@ from eagle_fsd.chat.serve import worker as worker_module
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.session import AnswerRequest
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
@@ -268,7 +269,7 @@ def test_errors_are_outputs(
     assert rejected["error_code"] == 40302
     assert "temperature" in rejected["text"]
     check_target(worker.model.target)
-    monkeypatch.setattr(worker.model.target, "forward_tree", lambda *_: 1 / 0)
+    monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
     failed = generate(client)
     assert failed["error_code"] == 50001
     assert failed["text"] == "decoding failed: division by zero"
@@ -279,14 +280,14 @@ def test_errors_are_outputs(
 
 def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of seven requests are decoded, two wait, three are rejected."""
-    release, forward = threading.Event(), worker.model.target.forward_tree
+    release, forward = threading.Event(), Target.forward_tree
     rejected: list[dict[str, Any]] = []
 
     def blocked(*args: Any, **kwargs: Any) -> Any:
         assert release.wait(60)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(worker.model.target, "forward_tree", blocked)
+    monkeypatch.setattr(Target, "forward_tree", blocked)
 
     async def post(client: httpx.AsyncClient) -> dict[str, Any]:
         response = await client.post("/worker_generate", json=GREEDY, timeout=60)

@@ -47,6 +47,7 @@ from eagle_fsd.evaluation.tuning.tune import race_finalists, tune
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES
+from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -156,14 +157,15 @@ def test_measured_steps_have_full_trees(monkeypatch: pytest.MonkeyPatch) -> None
     class Recorded(FullTrees):
         def start(self, *arguments: Any) -> Any:
             state = super().start(*arguments)
-            draft = state.draft
+            kind: Any = type(state)
 
-            def record(*arguments: Any, **options: Any) -> Any:
-                found = draft(*arguments, **options)
-                sizes.append(found.size)
-                return found
+            class RecordedState(kind):
+                def draft(self, *arguments: Any) -> DraftTree:
+                    found: DraftTree = super().draft(*arguments)
+                    sizes.append(found.size)
+                    return found
 
-            monkeypatch.setattr(state, "draft", record)
+            state.__class__ = RecordedState
             return state
 
     monkeypatch.setattr(costs_module, "FullTrees", Recorded)

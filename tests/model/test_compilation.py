@@ -401,7 +401,7 @@ def test_only_what_differs_between_calls_is_checked_at_every_step(
     monkeypatch.setattr(compilation, "_is_about_calls", is_about_calls)
     both(aligned_pair(), prompt(20))
     assert len(graphs) == 3
-    assert 0 < counts[True] < 0.2 * counts[False]
+    assert 0 < counts[True] < 0.3 * counts[False]
 
 
 def test_one_version_serves_all_lengths(graphs: list[torch.fx.GraphModule]) -> None:
