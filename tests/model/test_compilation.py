@@ -264,15 +264,16 @@ def test_changes_of_attributes_are_seen() -> None:
     ids, wrong = prompt(40), []
     pair.compile = True
     kept, batch = PrefixCache(), pair.batch(2)
+    options: Any = {"max_new_tokens": 8, "method": "ar"}  # verification takes long to trace
     before = greedy_reference(model, ids, new=8)
 
     def decode() -> list[Tensor]:
-        answer = batch.add(pair.request(ids[0], 8))
+        answer = batch.add(pair.request(ids[0], **options))
         while not answer.finished:
             batch.step()
         return [
-            pair.generate(ids, max_new_tokens=8).sequences,
-            pair.generate(ids, max_new_tokens=8, prefix_cache=kept).sequences,
+            pair.generate(ids, **options).sequences,
+            pair.generate(ids, prefix_cache=kept, **options).sequences,
             torch.cat([ids, torch.tensor([answer.tokens])], 1),
         ]
 
@@ -285,7 +286,7 @@ def test_changes_of_attributes_are_seen() -> None:
                 wrong.append(name)
     assert not wrong
     assert all(torch.equal(found, before) for found in decode())
-    out = pair.generate(ids, max_new_tokens=8, prefix_cache=kept)
+    out = pair.generate(ids, prefix_cache=kept, **options)
     assert out.stats.prefilled < 8  # an unchanged model's tokens are kept
 
 
@@ -308,10 +309,10 @@ def test_several_models_and_data_types_in_one_process() -> None:
     for dtype in (torch.float32, torch.float64):
         for pair in pairs:
             pair.model.to(dtype)
-            both(pair, ids, mask)
+            both(pair, ids, mask, method="ar", max_new_tokens=8)
         pairs[0].compile = True
         first, expected = prompt(12), greedy_reference(pairs[0].model, prompt(12), new=8)
-        out = pairs[0].generate(first, max_new_tokens=8, prefix_cache=kept)
+        out = pairs[0].generate(first, max_new_tokens=8, prefix_cache=kept, method="ar")
         assert torch.equal(out.sequences, expected)
     with pytest.raises(ValueError, match=r"^compile must be True, False or 'auto'; got 'yes'$"):
         pairs[0].compile = "yes"  # type: ignore[assignment]
