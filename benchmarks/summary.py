@@ -4,12 +4,14 @@
 
     python benchmarks/summary.py
 
-The part of the page below :data:`MARK` is replaced by the tables in ``--out``.
+The part of the page below :data:`MARK` is replaced by some of the reports in ``--out``, and links
+to the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,21 +21,14 @@ from eagle_fsd.utils.files import atomic_write
 
 README = Path(__file__).with_name("README.md")
 MARK = "## Results"
-#: Reports in the order of the page; names of files without ``-cpu.md``.
+#: Reports that the page contains, in its order.
 REPORTS = (
-    "compare",
-    "batches",
-    "drafters",
-    "step-bundled",
-    "step-bundled-compiled",
-    "revisions",
-    "serving",
-    "shapes-bfloat16",
-    "shapes-float32",
-    "vocabulary-float32",
-    "vocabulary-bfloat16",
-    "attention",
-    "growth",
+    "compare-cpu.md",
+    "step-bundled-compiled-cpu.md",
+    "revisions-cpu.md",
+    "serving-cpu.md",
+    "vocabulary-float32-cpu.md",
+    "attention-cpu.md",
 )
 
 
@@ -49,11 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     head = options.readme.read_text(encoding="utf-8").partition(MARK)[0]
     parts = [f"{MARK}\n"]
-    for name in REPORTS:
-        paths = (options.out / f"{name}-cpu.md", options.out / f"{name}.md")
-        for path in filter(Path.exists, paths):
-            # The titles of the tables are one level below this section's.
-            parts.append(path.read_text(encoding="utf-8").replace("## ", "### "))
+    for path in filter(Path.exists, (options.out / name for name in REPORTS)):
+        # The titles of the tables are one level below this section's.
+        parts.append(path.read_text(encoding="utf-8").replace("## ", "### "))
+    folder = os.path.relpath(options.out, options.readme.parent)
+    others = sorted({path.name for path in options.out.glob("*-cpu.md")} - {*REPORTS})
+    if others:
+        links = (f"- [{name}]({folder}/{name})\n" for name in others)
+        parts.append(f"### Further results\n\n{''.join(links)}")
     atomic_write(options.readme, head + "\n".join(parts))
 
 

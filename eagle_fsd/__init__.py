@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from eagle_fsd.model.verify import Origin as Origin
     from eagle_fsd.utils.options import OptionsError as OptionsError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 #: The module that defines each public name. Modules are imported on first use, because torch and
 #: transformers take seconds to import and ``eagle-fsd --help`` does not need them.

@@ -263,15 +263,18 @@ def test_official_code_gives_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_summary_replaces_the_results(tmp_path: Path) -> None:
-    for name, text in (("growth-cpu", "## Growth\n"), ("compare-cuda", "## GPU\n")):
-        (tmp_path / f"{name}.md").write_text(text, encoding="utf-8")
+    for name in ("growth-cpu", "compare-cpu", "compare-cuda"):
+        (tmp_path / f"{name}.md").write_text(f"## Table of {name}\n", encoding="utf-8")
     page = tmp_path / "README.md"
     page.write_text("# Benchmarks\n\n## Results\n\nold\n", encoding="utf-8")
     arguments = ["--out", str(tmp_path), "--readme", str(page)]
     for _ in range(2):
         summary.main(arguments)
         written = page.read_text(encoding="utf-8")
-        assert written == "# Benchmarks\n\n## Results\n\n### Growth\n"
+        assert written == (
+            "# Benchmarks\n\n## Results\n\n### Table of compare-cpu\n\n"
+            "### Further results\n\n- [growth-cpu.md](./growth-cpu.md)\n"
+        )
 
 
 def test_copy_bandwidth_is_plausible() -> None:

@@ -47,8 +47,7 @@ class DraftModel(LevelDrafter):
     target's get probability 0.
 
     The depth of the trees adapts if ``num_assistant_tokens_schedule`` in the model's generation
-    configuration is one of :data:`ADAPTIVE_SCHEDULES`, as in Hugging Face's assisted generation,
-    unless ``depth="auto"`` replaces that.
+    configuration is one of :data:`ADAPTIVE_SCHEDULES`, as in Hugging Face's assisted generation.
 
     Args:
         model: An unmodified Hugging Face causal LM with the target's tokenizer.
