@@ -60,11 +60,11 @@ async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Ran
 
 @pytest.mark.slow
 def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
-    """After 2,200 mixed requests it is within 1 % of that after 800, when all sizes occurred."""
+    """After 1,000 mixed requests it is within 1 % of that after 400, when all sizes occurred."""
     queue, dice = DecodeQueue(model, max_waiting=CLIENTS, max_batch=8), random.Random(0)
-    asyncio.run(send(model, queue, 800, dice))
+    asyncio.run(send(model, queue, 400, dice))
     before = resident_memory()
-    asyncio.run(send(model, queue, 1400, dice))
+    asyncio.run(send(model, queue, 600, dice))
     after = resident_memory()
     queue.close()
     record_property("resident_bytes", [before, after])

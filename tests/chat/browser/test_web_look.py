@@ -304,11 +304,12 @@ def test_requested_content_scrolls_into_view(page: PageObject) -> None:
     page.ask("And again")
     page.wait_until(lambda: below() < 2)
     # Streaming does not scroll a user who has scrolled up.
-    page.backend.pause = 0.02
+    page.backend.pause = 0.1
     page.ask("Slowly", wait=False)
     page.wait_until(lambda: page.find("#fsd-live .fsd-question").text == "Slowly")
-    page.wait_until(lambda: 10 < len(page.find_all("#fsd-live .fsd-token")) < 100)
+    page.wait_until(lambda: 10 < len(page.find_all("#fsd-live .fsd-token")) < 140)
     page.execute(chat + "chat.scrollTop = 0;")
+    page.backend.pause = 0.0
     page.wait_for_answer()
     assert below() > 100
     # A comparison scrolls into view, also an identical one.
