@@ -206,7 +206,7 @@ class BackgroundCompiler:
     def count(
         self, kind: Hashable, tokens: int, seconds: float, compile_steps: Callable[[], None]
     ) -> None:
-        """Count an eager step, and compile its like in the background if that pays by now.
+        """Count an eager step, and compile steps of its kind in the background once that pays.
 
         ``kind`` is equal for steps that the same versions serve, and ``compile_steps`` runs
         compiled steps of this kind.

@@ -516,7 +516,7 @@ class Engine:
         return StepResult(tokens, origins, faults, launched.read_details(tokens))
 
     def _count(self, background: BackgroundCompiler, tokens: int, seconds: float) -> None:
-        """Count an eager step of a single row, whose like may be compiled."""
+        """Count an eager step of a single row toward background compilation."""
         decision = self.rows[0].request.decision
         if not decision.on_device:
             decision = Decision.of()  # verification is not compiled

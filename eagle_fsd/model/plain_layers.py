@@ -21,20 +21,30 @@ from eagle_fsd.model.cache import TreeCache
 
 #: Families whose decoder layers these are.
 FAMILIES = "llama", "mistral", "qwen2"
+#: Modules that define the functions of plain layers and their parts, unless somebody patches them.
+LIBRARIES = "torch.nn.", "transformers.", "eagle_fsd.model.drafters."
 
 
 def is_plain(layer: nn.Module, config: PreTrainedConfig) -> bool:
     """Whether a layer consists of Llama's parts, none of which has been replaced or hooked."""
-    attention = getattr(layer, "self_attn", None)
+    attention, activation = getattr(layer, "self_attn", None), None
+    if hasattr(getattr(layer, "mlp", None), "gate_proj"):
+        activation = getattr(layer.mlp, "act_fn", None)
     return (
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
+        and "SiLU" in type(activation).__name__
         and hasattr(attention, "head_dim")
         and hasattr(attention, "scaling")
         and all(
             type(part) is nn.Linear
             for name, part in layer.named_modules()
             if name.endswith("_proj")
+        )
+        and all(
+            isinstance(part, nn.Identity) or hasattr(part, "variance_epsilon")
+            for name, part in layer.named_modules()
+            if name.endswith("norm")
         )
         and not any(map(_is_changed, layer.modules()))
     )
@@ -53,14 +63,14 @@ def is_plain_model(model: Any) -> bool:
 
 
 def _is_changed(part: nn.Module) -> bool:
-    """Whether the function of a module has been replaced, or a hook may change its result.
+    """Whether a module's function is not a library's own, or a hook may change its result.
 
     Hooks with a true attribute ``reads_only`` do not.
     """
+    if "forward" in part.__dict__ or not type(part).forward.__module__.startswith(LIBRARIES):
+        return True
     hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-    return "forward" in part.__dict__ or not all(
-        getattr(hook, "reads_only", False) for hook in hooks
-    )
+    return not all(getattr(hook, "reads_only", False) for hook in hooks)
 
 
 def run_layers(

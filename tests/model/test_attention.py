@@ -121,7 +121,7 @@ def test_overlapping_passes_keep_the_selection_until_the_last_ends() -> None:
 
 
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
-    """The self-check finds it, and decoding goes on with masks of the usual size.
+    """The self-check finds it, and decoding continues with masks of the usual size.
 
     Eager attention is never folded.
     """

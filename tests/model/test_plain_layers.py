@@ -9,7 +9,9 @@ import torch
 from eagle3_heads import target_model, untrained_eagle3
 from pairs import small_tree, tiny_target, untrained_head
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd.model.attention import folded_queries, query_groups
 from eagle_fsd.model.drafters.heads import DraftHead
@@ -105,7 +107,7 @@ def test_a_plain_target_gives_the_results_of_its_model(family: str) -> None:
         torch.testing.assert_close(plain, called, atol=1e-4, rtol=1e-4)
 
 
-def test_changed_targets_are_not_plain() -> None:
+def test_changed_targets_are_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     class Subclass(LlamaForCausalLM):
         pass
 
@@ -114,5 +116,22 @@ def test_changed_targets_are_not_plain() -> None:
     model = tiny_target()
     model.model.layers[0].mlp.forward = lambda x: x
     assert not is_plain_model(model)
+
+    class Louder(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3.0 * super().forward(x)
+
+    model = tiny_target()
+    assert is_plain_model(model)
+    model.model.layers[0].mlp = Louder(model.config)
+    assert not is_plain_model(model)
+    for name, part in (("mlp.act_fn", nn.GELU()), ("input_layernorm", nn.LayerNorm(32))):
+        model = tiny_target()
+        model.model.layers[0].set_submodule(name, part)
+        assert not is_plain_model(model)
+    model = tiny_target()
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda _, x: x)
+    assert not is_plain_model(model)
+    monkeypatch.undo()
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     assert not is_plain_model(get_peft_model(tiny_target(), config).base_model.model)

@@ -32,7 +32,7 @@ KEYS = ("model", "model_1", "model_2", "question_id", "turn")
 
 @dataclass(frozen=True)
 class JudgeTask:
-    """A turn to judge, which becomes a line of FastChat's judgment file."""
+    """A turn to judge, written as one line of the FastChat judgment file."""
 
     fields: Record  # of the line, known before the judge is asked
     prompts: tuple[JudgePrompt, ...]
