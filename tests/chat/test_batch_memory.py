@@ -60,7 +60,11 @@ async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Ran
 
 @pytest.mark.slow
 def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
-    """After 1,000 mixed requests it is within 1 % of that after 400, when all sizes occurred."""
+    """After 1,000 mixed requests it is within 2 % of that after 400, when all sizes occurred.
+
+    The allocator's fragmentation moved it by up to 1.2 %; keeping the keys and values of every row
+    would nearly double it.
+    """
     queue, dice = DecodeQueue(model, max_waiting=CLIENTS, max_batch=8), random.Random(0)
     asyncio.run(send(model, queue, 400, dice))
     before = resident_memory()
@@ -68,4 +72,4 @@ def test_memory_does_not_grow(model: EagleFSD, record_property: Any) -> None:
     after = resident_memory()
     queue.close()
     record_property("resident_bytes", [before, after])
-    assert after == pytest.approx(before, rel=0.01)
+    assert after == pytest.approx(before, rel=0.02)

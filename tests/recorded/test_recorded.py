@@ -33,7 +33,8 @@ def differences(recorded: Any, found: Any, where: str = "") -> list[str]:
 def test_behavior_is_unchanged(area: str) -> None:
     recorded = json.loads((HERE / f"{area}.json").read_text())
     found = json.loads(json.dumps(AREAS[area]()))
-    assert not differences(recorded, found)
+    changes = differences(recorded, found)
+    assert not changes, "\n".join(changes[:20])
 
 
 def test_a_changed_token_is_a_difference() -> None:
