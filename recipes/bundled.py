@@ -4,7 +4,7 @@ There are stages that can be run separately: ``target`` trains the tokenizer and
 ``head`` trains the EAGLE-2 head as ``eagle-fsd train`` does, ``eagle3`` the EAGLE-3 head,
 ``draft-model`` the draft model (``draft_model.py``), and ``card`` measures them on unseen problems
 and writes the model cards. An interrupted training of the target or a head resumes. Run ``eagle-fsd
-tune --install`` and ``eagle-fsd calibrate --no-rules --seed 3 --install`` before ``card`` to select
+tune --install`` and ``eagle-fsd calibrate --install`` before ``card`` to select
 the pair's settings. ``make bundled`` runs everything, which takes some hours on two cores.
 """
 
