@@ -38,16 +38,6 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
         evaluate(request, EvaluationConfig(max_new_tokens=8), ["exact"])
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_bench_keeps_no_files_without_an_output_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    report = bench(EvaluationRequest(count=1), BenchConfig(max_new_tokens=4), GRID)
-    assert report is not None
-    assert not list(tmp_path.iterdir())
-
-
 def test_bench_by_several_processes_requires_an_output_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sample_report import make_report, make_row
 from stub_judge import StubJudge, pairwise_request
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import calibration, engines, methods
 from eagle_fsd.evaluation.calibration import (
@@ -56,18 +53,13 @@ from eagle_fsd.evaluation.selection import (
     drop_settings,
     exact_tree,
     plan_settings,
-    race_settings,
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
-from eagle_fsd.evaluation.tables import footnote, points_text
-from eagle_fsd.evaluation.tuning import costs, search
+from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
-from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
-from eagle_fsd.utils.progress import no_progress
 
 Run = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -103,17 +95,6 @@ def certified(outcomes: np.ndarray, loss: float, count: int, confidence: float) 
 
 
 # -- what is tested --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_chances_agree_with_the_certificate() -> None:
-    """The estimate is a share of 200 draws and the other of 300: standard errors below 4 points."""
-    for lost, gained, paired in ((0, 0, 400), (2, 1, 400), (0, 0, 16), (9, 7, 200)):
-        random = np.random.default_rng(5)
-        shares = random.dirichlet([lost + 0.5, gained + 0.5, paired - lost - gained + 0.5], 300)
-        passed = certified(random.multinomial(1500, shares)[:, :2], 0.01, 1500, 0.975)
-        found = chance(row("", 150, lost, gained, paired), BOUNDS, 1500, 2)
-        assert found == pytest.approx(passed.mean(), abs=0.2)
 
 
 def test_chances_decrease_with_losses_and_with_the_number_of_tests() -> None:
@@ -232,29 +213,6 @@ def test_candidates_include_other_rules_or_are_an_engines() -> None:
             candidate_methods(grid, "sglang", 0.0, rules)
 
 
-def test_the_fastest_tree_of_exact_decoding_is_the_reference() -> None:
-    """Whichever tree won the race at the beginning of the search."""
-    seconds = {48: 1.07, 24: 1.0, None: 4.0, 12: 0.5}
-    raced: list[int | None] = []
-
-    def decode(_: object, method: Method, *__: int) -> tuple[list[Any], float]:
-        size = method.tree.total_tokens if method.tree else None
-        raced.append(size)
-        answer = SimpleNamespace(tokens=[0], stats=SimpleNamespace(steps=1))
-        return [answer], seconds[size]
-
-    config = SimpleNamespace(batch=1)
-    prompts: Any = SimpleNamespace(groups=8, config=config, pair=lambda: None, decode=decode)
-    slow, fast = (TreeConfig(total_tokens=n, depth=8, top_k=4) for n in (48, 24))
-    setting = Setting(Method("a", tree=TREE), "a", 2.0)
-    best, found = race_settings(prompts, [slow, fast, slow], [setting], no_progress)
-    assert best.tree == fast
-    assert found["a"]["speed_over_exact"] == pytest.approx(2.0)
-    assert found["exact"]["speed_over_exact_interval"] is None
-    assert raced[4:8] == [48, 24, 12, None]  # in turn, after each has warmed up
-    assert raced.count(48) == raced.count(12) == 9
-
-
 # -- the certificate -------------------------------------------------------------------------------
 
 
@@ -294,35 +252,27 @@ def test_a_series_of_tests_errs_as_stated() -> None:
 
 def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> None:
     good, bad = (Verdict.of(row(name, 150, n, 1), BOUNDS, 1) for name, n in (("a", 2), ("b", 12)))
+    assert (good.certified, bad.certified) == (True, False)
+    assert good.drop < 1.0 < bad.drop
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
         " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
         f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
     )
-    assert (good.certified, bad.certified) == (True, False)
-    assert good.drop < 1.0 < bad.drop
-    assert conclude([bad], BOUNDS, 1, 9) == (
-        "Exact decoding: nothing is certified to lose at most 1 points of accuracy relative to"
-        " exact decoding. On 1000 questions that had no part in the selection, with 95%"
-        " confidence: b lost 12 answers and gained 1, so that it loses at most"
-        f" {points_text(bad.drop / 100)} points."
-    )
     assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
-
     fast, slow, lossy = (
         Verdict.of(row(name, 150, lost, 1), BOUNDS, 2)
         for name, lost in (("fast", 12), ("slow", 2), ("lossy", 20))
     )
     assert slow.drop == pytest.approx(100 * loss_bound(2, 1, 1000, 0.975))
-    bound = f"at most {points_text(fast.drop / 100)} points"
     found = conclude([fast, slow], BOUNDS, 2, 9)
     assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
     assert "fast was tested before and is not certified: it lost 12 answers and gained 1" in found
-    assert f"which shows {bound}, not 1 points." in found
     assert "Each of up to 2 tests has a confidence of 97.5%" in found
     found = conclude([fast, lossy], BOUNDS, 2, 9)
-    assert found.startswith("Exact decoding: nothing is certified")
-    assert f"gained 1, so that it loses {bound}; lossy lost 20" in found
+    assert found.startswith("Exact decoding: nothing is certified to lose at most 1 points")
+    bound = points_text(fast.drop / 100)
+    assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
     with pytest.raises(ValueError, match="have no score"):
         Verdict.of({**row("T=0.1", 120), "against_exact": {}}, BOUNDS, 1)
 
@@ -519,7 +469,7 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     predict("T=0.05 r=0.3", "price 1.5")
     next_ = "price 1.5 tree 12-10-1"
     bounds = LossBounds(max_drop=5.0, confidence=0.8)
-    for lost, chosen in ((1, CHOSEN), (30, next_)):
+    for lost, chosen, certified_ in ((1, CHOSEN, [True]), (30, next_, [False, True])):
         machine.lost = {CHOSEN: lost}
         request = EvaluationRequest(count=500, out=tmp_path / f"{lost}")
         found = calibrate(request, bounds, CONFIG, GRID)
@@ -527,17 +477,13 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
         assert found.chosen == chosen
         last, _ = machine.answered[-1]
         assert last == ["exact", CHOSEN, next_][: 2 + (chosen == next_)]
+        shown = f"{points_text(loss_bound(1, 0, 100, 0.9))} points"
+        assert f"loses at most {shown} of accuracy" in found.conclusion
         text = report_text(found.report)
-        shown = [f"{points_text(loss_bound(n, 0, 100, 0.9))} points" for n in (1, 30)]
-        assert f"loses at most {shown[0]} of accuracy" in found.conclusion
         assert "at 80% confidence for all methods at once (90% for each)." in text
+        assert text.count(shown) == 2  # sentence and table
         tests = found.report["calibration"]["about"]["tested"]
-        assert [item["certified"] for item in tests] == [True] if lost == 1 else [False, True]
-        if lost == 1:
-            assert re.findall(r"[0-9.]+ points", text) == [shown[0]] * 2  # sentence and table
-        else:
-            assert f"{CHOSEN} was tested before and is not certified" in found.conclusion
-            assert f"which shows at most {shown[1]}, not 5 points" in found.conclusion
+        assert [item["certified"] for item in tests] == certified_
     assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
 
 
@@ -552,17 +498,6 @@ def test_exact_decoding_is_saved_if_nothing_is_selected(
     assert "6 fresh questions cannot show a loss" in caplog.text
     assert "none of 9 settings" in found.conclusion
     assert machine.answered[-1][0] == ["exact"]
-
-
-def test_speeds_are_those_of_compiled_passes_if_asked_for(
-    machine: Machine, predict: Callable[..., None], tmp_path: Path
-) -> None:
-    """The answers, which are decoded in batches, are not."""
-    report = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0).report
-    assert machine.raced_compiled
-    assert not any(compiled for _, compiled in machine.answered)
-    assert report["calibration"]["about"]["compiled"] is True
-    assert ", compiled" in footnote(report)
 
 
 def test_settings_for_another_engine_are_flags(
@@ -589,27 +524,33 @@ def test_settings_for_another_engine_are_flags(
 def test_a_chosen_rule_is_stored(
     machine: Machine, predict: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The pair decodes by it wherever no threshold is given."""
     predict("margin")
-    found = calibrated(EvaluationRequest(count=100, out=tmp_path), 20.0)
+    found = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0)
     assert found.chosen == "margin tree 12-10-1"
-    model = EagleFSD.from_pretrained()
-    model.configure(read_settings(tmp_path / "fsd.json"))
+    model = EagleFSD.from_pretrained(settings=tmp_path / "fsd.json")
     assert model.acceptance == AcceptanceConfig(rule="margin")
     assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
-    question = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
-    messages = [{"role": "user", "content": question}]
-    prompt = encode_prompt(messages, model.tokenizer, load_chat_template(model.tokenizer))
-    own, same, exact = (
-        model.generate(prompt, max_new_tokens=96, **options)
-        for options in ({}, {"rule": MarginRule()}, {"threshold": 0.0})
-    )
-    assert torch.equal(own.sequences, same.sequences)
-    assert int(Origin.FUZZY) in own.origins
-    assert int(Origin.FUZZY) not in exact.origins
+    # Speeds are those of compiled passes; answers, which are decoded in batches, are not compiled.
+    assert machine.raced_compiled
+    assert not any(compiled for _, compiled in machine.answered)
+    assert found.report["calibration"]["about"]["compiled"] is True
 
 
 # -- runs on the bundled pair ----------------------------------------------------------------------
+
+
+#: Fields of fsd.json, and of what it says about the calibration.
+SETTINGS = {
+    *("target", "drafter", "exact", "batch", "total_tokens", "depth", "top_k"),
+    *AcceptanceConfig.model_fields.keys() - {"rule"},
+}
+ABOUT = {
+    *("accuracy", "accuracy_exact", "answer_batch", "batch", "compiled", "confidence", "count"),
+    *("device", "environment", "made_by", "max_drop_points", "max_new_tokens", "questions", "seed"),
+    *("sessions", "skip", "speed_over_exact", "speed_over_exact_interval", "speedup"),
+    *("speedup_interval", "tau", "tau_exact", "temperature", "template", "tested"),
+    "tokens_per_second",
+}
 
 
 @pytest.fixture
@@ -651,6 +592,8 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     for values in (about, report["about"]):
         assert (values["batch"], values["answer_batch"]) == (1, 12)
     assert about["environment"]["revision"]
+    assert written.keys() == {*SETTINGS, "about"}
+    assert about.keys() == ABOUT
     model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
     assert (model.tree, model.exact_tree) == (TREE, EXACT_TREE)
     assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
@@ -680,21 +623,3 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     assert written.batch == {"2": EXACT_TREE, "8": eight}
     about = found.report["calibration"]["about"]
     assert (about["batch"], about["answer_batch"]) == (2, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_calibrate_searches_settings_and_trees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All stages, with few measurements; which setting wins depends on the machine."""
-    trees = [TREE, TREE.updated(top_k=2)]
-    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: trees)
-    monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(costs, "ROUNDS", 1)
-    monkeypatch.setattr(calibration, "RACE_GROUPS", 4)
-    found = calibrated(EvaluationRequest(count=40, out=tmp_path), 30.0)
-    assert (tmp_path / "fsd.json").exists()
-    assert {item["method"].partition(" tree ")[0] for item in found.report["selection"]} <= {
-        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75", *CALIBRATED_RULES)
-    }

@@ -234,16 +234,6 @@ def test_planted_faults(healthy: Measurements, tmp_path: Path) -> None:
         assert fault.step in str(found.step), fault.name
 
 
-@pytest.mark.usefixtures("no_templates")
-def test_wrong_layer_of_an_eagle_2_head(healthy: Measurements) -> None:
-    head = loaded(healthy)
-    head.reads = (13,)
-    found = the_problem(with_drafter(healthy, head))
-    assert found.check == "hidden states"
-    assert found.evidence.startswith("the input of layer 13; agreement ")
-    assert found.evidence.endswith("with the last hidden state")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [BUNDLED_HEAD, BUNDLED_EAGLE3], ids=["eagle2", "eagle3"])
 @pytest.mark.usefixtures("no_templates")
@@ -401,18 +391,6 @@ def test_tree(healthy: Measurements) -> None:
 # -- the whole diagnosis and the command ---------------------------------------------------------
 
 
-def test_tree_of_exact_decoding_is_used_and_reported(healthy: Measurements) -> None:
-    old, fuzzy = healthy.model, TreeConfig(total_tokens=32, depth=30, top_k=1)
-    model = EagleFSD(old.model, NGramDrafter(), fuzzy, tokenizer=old.tokenizer)
-    model.exact_tree = TreeConfig(total_tokens=4, depth=2, top_k=1)
-    model.batch_trees = {2: TreeConfig(total_tokens=9, depth=7, top_k=1)}
-    found = diagnose(model, QUESTIONS[:2], healthy.chat_template, max_new_tokens=8)
-    assert found["tree"] == model.exact_tree.model_dump()
-    assert found["findings"][-1]["evidence"].endswith("accept the longest path, 3 tokens")
-    assert len(found["by_depth"]) <= 3
-    assert model.tree == fuzzy
-
-
 def test_drafter_without_a_network_gets_tables(healthy: Measurements) -> None:
     old = healthy.model
     model = EagleFSD(old.model, NGramDrafter(), old.tree, tokenizer=old.tokenizer)
@@ -439,22 +417,6 @@ def report(run: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
     small = ("--prompts", "bundled", "--count", 6, "--max-new-tokens", NEW_TOKENS)
     status, out, _ = run("doctor", "--json", *small, *arguments)
     return status, json.loads(out)
-
-
-@pytest.mark.slow
-def test_command_on_the_bundled_pair(run: Run, tmp_path: Path) -> None:
-    data = tmp_path / "chats.jsonl"
-    written = list(islice(chats("train", seed=5), 40))
-    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in written))
-    status, found = report(run, "--data", data)
-    assert status == 0
-    assert found["healthy"]
-    assert found["next_step"] is None
-    assert [finding["check"] for finding in found["findings"]] == [
-        *("dtype", "hidden states", "input order", "vocabulary", "RoPE", "chat template"),
-        *("target", "training text", "context length", "depth", "tree"),
-    ]
-    assert 0.7 < found["agreement"] < 1.0
 
 
 @pytest.mark.slow

@@ -88,11 +88,6 @@ def answerer(
 # -- answers and reports ---------------------------------------------------------------------------
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    check = "import sys, eagle_fsd.evaluation; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True)
-
-
 def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
     """Answers have FastChat's fields, and exact decoding gives plain decoding's."""
     finished: list[dict[str, Any]] = []
@@ -263,20 +258,6 @@ def test_fsd_without_a_threshold_is_not_decoded_beside_exact(
     text = (tmp_path / "alone" / "report.md").read_text()
     assert "fsd: the threshold is 0, which is exact decoding" in text
     assert "a second time" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [{"fallback": "stop"}, {"selection": "target"}])
-def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
-    own: dict[str, str], tmp_path: Path
-) -> None:
-    rules = [rule_method("typical"), rule_method("top-gap")]
-    taus = []
-    for name, settings in (("default", None), ("changed", Settings(**own))):
-        report = run(tmp_path / name, [EXACT, *rules], settings, max_new_tokens=12)
-        taus.append([row["tau"] for row in report["rows"]])
-    assert taus[0] == taus[1]
-    assert taus[0][0] > 2
 
 
 # -- resumption ------------------------------------------------------------------------------------
@@ -475,23 +456,6 @@ def test_describe_names_the_tree_that_is_used(model: EagleFSD) -> None:
     assert replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)["depth"] == 5
 
 
-def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -> None:
-    """Those of the model, unless a tree is given; the answers are the same."""
-    pair = copy.copy(model)
-    pair.batch_trees = {2: TreeConfig(total_tokens=1)}
-    assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
-    own = replace(EXACT, tree=pair.exact_tree)
-    assert "batch_trees" not in own.describe(pair)
-    questions = [Question(index, "c", (f"Hello{'!' * index}",)) for index in range(2)]
-    found = [
-        answerer(pair, tmp_path, max_new_tokens=12, batch=2).answer(questions, method)
-        for method in (EXACT, own)
-    ]
-    wide, deep = ([record["choices"][0] for record in records] for records in found)
-    assert [item["turns"] for item in wide] == [item["turns"] for item in deep]
-    assert sum(item["idxs"][0] for item in wide) > sum(item["idxs"][0] for item in deep)
-
-
 def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
     """Two answers fill a batch of two, and no batch of eight."""
     single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
@@ -514,17 +478,6 @@ def test_series_name_what_differs() -> None:
 
 
 # -- decoding --------------------------------------------------------------------------------------
-
-
-def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
-    prompt, answer = torch.tensor([1, 3, 40, 50, 4]), torch.tensor([60, 70, 80, 2])
-    with torch.no_grad():
-        logits = model.model(torch.cat([prompt, answer])[None]).logits[0]
-    log_probs = logits[4:-1].log_softmax(-1)
-    own, best = answer_log_probs(model.target, prompt, answer)
-    torch.testing.assert_close(own.float(), log_probs.gather(1, answer[:, None])[:, 0])
-    torch.testing.assert_close(best.float(), log_probs.amax(-1))
-    assert len(answer_log_probs(model.target, prompt, answer[:0])[0]) == 0
 
 
 @pytest.mark.slow

@@ -215,23 +215,6 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
         assert about["environment"]["versions"]["torch"] == version("torch")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "judge_data")
-def test_a_sweep_is_judged_in_pairs(
-    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exact decoding has a tree of its own here, and is what the others are compared with."""
-    stub.reply_with(lambda _: "[[C]]")
-    monkeypatch.setattr(sweep_module, "plan_trees", planned)
-    request = pairwise_request(stub, 2, tmp_path / "out")
-    grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
-    report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
-    assert report is not None
-    judged = {item["method"]: item["judge"] for item in report["rows"]}
-    assert judged["exact"] is None
-    assert judged["T=0.4"]["pairs"]["tied"] == 2
-
-
 def test_invalid_grids_are_rejected() -> None:
     for values, words in (
         ({"thresholds": (0.0, -0.1)}, "threshold must be a number of at least 0; got -0.1"),

@@ -89,21 +89,6 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
     assert all(slow.seconds(shape) >= 0.001 for shape in candidate_trees())
 
 
-def test_interrupted_measurements_of_costs_do_not_count(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but one of the repetitions of every tree are disturbed by other processes."""
-
-    def seconds(_: Workload, method: Method, repetition: int) -> float:
-        shape = method.tree
-        own = linear_seconds(shape) if shape is not None else 0.001
-        quiet = repetition == (shape.depth if shape is not None else 0) % costs_module.ROUNDS
-        return own if quiet else 3 * own
-
-    monkeypatch.setattr(costs_module, "step_seconds", seconds)
-    assert measure_costs(workload(model), lambda *_: None) == linear_costs()
-
-
 def test_steps_are_measured_after_their_shapes_have_been_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,42 +135,6 @@ def test_steps_are_measured_after_their_shapes_have_been_captured(
     assert step_seconds(prompts, method, 0) == pytest.approx(0.01)
 
 
-def test_measured_steps_have_full_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks draft them; the prompts let n-gram drafters propose little."""
-    sizes: list[int] = []
-
-    class Recorded(FullTrees):
-        def start(self, *arguments: Any) -> Any:
-            state = super().start(*arguments)
-            kind: Any = type(state)
-
-            class RecordedState(kind):
-                def draft(self, *arguments: Any) -> DraftTree:
-                    found: DraftTree = super().draft(*arguments)
-                    sizes.append(found.size)
-                    return found
-
-            state.__class__ = RecordedState
-            return state
-
-    monkeypatch.setattr(costs_module, "FullTrees", Recorded)
-    for name in (BUNDLED_HEAD, BUNDLED_EAGLE3, BUNDLED_DRAFT_MODEL, *sorted(WITHOUT_FILES)):
-        sizes.clear()
-        prompts = workload(EagleFSD.from_pretrained(drafter=name), batch=2)
-        for shape in (tree(8, 2, 2), tree(64, 62, 1)):
-            assert 0.0 < step_seconds(prompts, replace(EXACT, tree=shape), 0) < 10.0
-        assert set(sizes) == ({8, 64} if name in WITHOUT_FILES else set())
-
-
-@pytest.mark.slow
-def test_measured_costs_increase_with_the_tree(model: EagleFSD) -> None:
-    done: list[tuple[int, int]] = []
-    costs = measure_costs(workload(model), lambda *at: done.append(at), 2)
-    assert done[-1][0] == done[-1][1] == len(done)
-    assert costs.nodes[64] > costs.nodes[1]
-    assert costs.seconds(tree(62, 60, 1)) > costs.seconds(tree(10, 8, 1)) > costs.nodes[1]
-
-
 # -- lengths and candidates ------------------------------------------------------------------------
 
 
@@ -219,20 +168,6 @@ def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"key": "ab')  # an interrupted run
     assert LengthRecorder(prompts, path).record(method) == found
-
-
-@pytest.mark.slow
-def test_predicted_lengths_agree_with_measured_ones(model: EagleFSD, tmp_path: Path) -> None:
-    """With 12 answers, the standard error of tau is about 4%."""
-    prompts = workload(model, 12, max_new_tokens=128)
-    recorder = LengthRecorder(prompts, tmp_path / "lengths.jsonl")
-    for method in (EXACT, fsd_method(0.1, 0.3)):
-        trees = recorded_trees(quick=True)
-        lengths = Lengths({item: recorder.record(replace(method, tree=item)) for item in trees})
-        for shape in (tree(12, 10, 1), tree(20, 18, 1), tree(16, 8, 2), tree(24, 6, 2)):
-            measured = recorder.record(replace(method, tree=shape))
-            tau = sum(map(sum, measured)) / sum(map(len, measured))
-            assert lengths.tau(shape) == pytest.approx(tau, rel=0.15)
 
 
 def test_candidates_are_different_complete_trees() -> None:
@@ -328,23 +263,6 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
     assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
     assert set(rows[0]["over"]) == {"plain", "next"}
     assert json.dumps(won.as_dict())
-
-
-def test_the_best_trees_of_exact_decoding_are_raced_once_more() -> None:
-    """In turn with those of FSD: the first race was disturbed, and a slower tree won it."""
-    disturbed, best, *fuzzy = (chain(nodes) for nodes in (8, 12, 16, 20))
-    seconds = {disturbed: 1.0, best: 1.1, fuzzy[0]: 0.5, fuzzy[1]: 0.6, None: 2.0}
-    prompts: Any = Prompts(seconds)
-    recorder: Any = None  # not used
-    exact, fsd = raced(EXACT, prompts, disturbed, best), raced(Method("fsd"), prompts, *fuzzy)
-    assert exact.tree == disturbed
-    seconds |= {disturbed: 1.1, best: 1.0}
-    race_finalists(TreeSearch(prompts, recorder, no_progress, [exact, fsd]))
-    assert [runner.method.tree for runner in exact.trees] == [best, disturbed]
-    assert fsd.references == {"plain": exact.references["plain"], "exact": exact.trees[0]}
-    names = [row["name"] for row in fsd.as_dict()["finalists"]]
-    assert names == ["fsd", "fsd", "exact", "plain"]
-    assert "2.0" in fsd.sentence().partition(" as fast as exact")[0]
 
 
 def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
