@@ -87,8 +87,8 @@ def test_head_can_draft_the_tokens_of_answers() -> None:
 @pytest.mark.slow
 def test_greedy_output_is_the_target_s_and_tau_the_card_s() -> None:
     ids, mask = prompts()
-    expected = model().generate(ids, mask, max_new_tokens=256, method="ar").sequences
-    out = model().generate(ids, mask, max_new_tokens=256, threshold=0.0)
+    expected = model().generate(ids, mask, max_new_tokens=128, method="ar").sequences
+    out = model().generate(ids, mask, max_new_tokens=128, threshold=0.0)
     assert torch.equal(out.sequences, expected)
     card = (BUNDLED_EAGLE3 / "README.md").read_text()
     row = re.search(r"^\| 16/8/2 \| [\d.]+ \| ([\d.]+) \|$", card, re.MULTILINE)

@@ -99,10 +99,10 @@ def certified(outcomes: np.ndarray, loss: float, count: int, confidence: float) 
 
 def test_chances_decrease_with_losses_and_with_the_number_of_tests() -> None:
     rows = [row("", 150, lost) for lost in range(0, 20, 4)]
-    single = [chance(item, BOUNDS, 1500) for item in rows]
+    single = [chance(item, BOUNDS, 600) for item in rows]
     assert single == sorted(single, reverse=True)
     assert single[0] > 0.9 > 0.1 > single[-1]
-    assert all(chance(item, BOUNDS, 1500, 2) <= chance(item, BOUNDS, 1500) for item in rows)
+    assert all(chance(item, BOUNDS, 600, 2) <= chance(item, BOUNDS, 600) for item in rows)
     assert chance(rows[0], BOUNDS, 0) == 0.0
 
 
@@ -115,14 +115,14 @@ def test_the_series_with_the_largest_expected_speed_is_tested() -> None:
         ([sure, risky, lossy], 0.1, ["sure"]),
         ([sure, risky], 5.0, ["risky"]),
         ([sure, risky, lossy, row("between", 140)], 1.0, ["risky", "between"]),
-        ([row("slower", 149), row("faster", 150)], 1.0, ["faster"]),
+        ([row("slower", 149), row("faster", 150)], 2.0, ["faster"]),
         ([row("slower", 149), row("faster", 150, 5)], 1.0, ["faster", "slower"]),
         ([], 0.5, []),
         ([row("slow", 90), row("slow too", 96)], 0.5, []),
         ([row("lossy", 190, 90), row("lossy too", 196, 90)], 0.5, []),
         ([noisy], 0.5, []),
     ):
-        found = choose_tests(rows, LossBounds(max_drop=max_drop), 3000)
+        found = choose_tests(rows, LossBounds(max_drop=max_drop), 1500)
         assert [item["method"] for item in found] == expected
 
 
@@ -143,7 +143,7 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
             name: row(name, 150, number, 0, paired)
             for name, number in zip(names, lost.values(), strict=True)
         }
-        found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 1500, count)
+        found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 200, count)
         return [item.name for item in found]
 
     losses = {"a": 12, "b": 4, "c": 0, "d": 0}
@@ -223,7 +223,7 @@ def test_certificates_of_selected_settings_err_as_stated() -> None:
     stated error plus five of them has a probability below 1e-6. On the questions for the selection
     themselves, the same test would err almost always.
     """
-    for confidence, count, settings in ((0.8, 200, 8), (0.95, 400, 20)):
+    for confidence, count, settings in ((0.8, 200, 8), (0.95, 200, 20)):
         random = np.random.default_rng(0)
         lost = random.multinomial(count, SHARES, (3000, settings))[..., :2]
         luckiest = (lost[..., 0] - lost[..., 1]).argmin(1)
@@ -239,7 +239,7 @@ def test_a_series_of_tests_errs_as_stated() -> None:
     The samples and the tolerance are those of the test above. Without dividing the error
     probability, independent tests would err almost twice as often.
     """
-    for confidence, count in ((0.8, 300), (0.95, 400)):
+    for confidence, count in ((0.8, 200), (0.95, 200)):
         random = np.random.default_rng(2)
         lost = random.multinomial(count, SHARES, (3000, MAX_TESTS))[..., :2]
         divided, whole = (
@@ -471,7 +471,7 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     bounds = LossBounds(max_drop=5.0, confidence=0.8)
     for lost, chosen, certified_ in ((1, CHOSEN, [True]), (30, next_, [False, True])):
         machine.lost = {CHOSEN: lost}
-        request = EvaluationRequest(count=500, out=tmp_path / f"{lost}")
+        request = EvaluationRequest(count=250, out=tmp_path / f"{lost}")
         found = calibrate(request, bounds, CONFIG, GRID)
         assert found is not None
         assert found.chosen == chosen

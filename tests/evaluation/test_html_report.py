@@ -75,17 +75,6 @@ def report_of(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_page_of_a_report() -> None:
-    page = Page(html_text(report_of(make_row("fsd", 1.5, lost=1), comparison=comparison()), Path()))
-    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
-    for words in ("Changed answers", "Settings", "Provenance", "2.0"):
-        assert words in page.text
-    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
-    assert "1 fuzzy token, 0.50 nats" in page.text
-    assert "right with exact decoding, wrong here" in page.text
-    assert page.tags.count("mark") == 2  # the legend and the token
-
-
 def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     rows = [make_row("fsd", 1.5), make_row("<b>$x^2$", 1.2)]
     rows[1]["settings"] = {"method": "Rule()"}
@@ -94,6 +83,10 @@ def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     draw_figures(report, tmp_path)
     text = html_text(report, tmp_path)
     page = Page(text)
+    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
+    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
+    assert "right with exact decoding, wrong here" in page.text
+    assert page.tags.count("mark") == 2  # the legend and the token
     assert page.tags.count("svg") == 2
     assert page.text.count("<b>$x^2$") > 5
     assert text == html_text(json.loads(json.dumps(report)), tmp_path)
@@ -132,26 +125,11 @@ def test_page_keeps_the_answers_spaces() -> None:
     assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
 
 
-def test_pages_of_small_reports() -> None:
-    """Without exact decoding, without anything else, without scores, and without changes."""
-    same = {"method": "fsd", "changed": 0, "answers": [], "tokens": []}
-    for rows in (
-        [make_row("plain", 0.4)],
-        [make_row("exact", 1.0)],
-        [make_row("exact", 1.0, scored=False), make_row("fsd", 1.2, scored=False)],
-    ):
-        report = make_report(rows, comparison=same)
-        text = Page(html_text(report, Path())).text
-        assert "Measurements" in text
-        assert "All answers of fsd are exact decoding's." in text
-        assert report_text(report).startswith("# Evaluation on bundled\n")
-
-
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Tom has 12 <b>red</b> pens and 7 blue pens. How many pens?\n")
-    config = EvaluationConfig(max_new_tokens=48)
+    config = EvaluationConfig(max_new_tokens=32)
     request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
     assert report is not None
@@ -202,6 +180,8 @@ def test_tables_fit_a_terminal() -> None:
 
 
 def test_verdict_states_speed_and_bound() -> None:
+    assert verdict(report_of(make_row("a", 1.5), conclusions=["One.", "Two."])) == "One."
+    assert verdict(make_report([make_row("plain", 0.4)])) is None
     assert verdict(report_of(make_row("fsd", 1.5, lost=1))) == (
         "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
         " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
@@ -259,11 +239,6 @@ def test_verdict_names_price_and_budget() -> None:
     assert sentence.startswith("fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)")
     row["settings"] |= {"selection": "target", "max_fuzzy_nats": None}
     assert "(js T=0.1, r=0.1, selection target, tree 16/8/2)" in str(verdict(report_of(row)))
-
-
-def test_verdict_repeats_the_first_conclusion() -> None:
-    assert verdict(report_of(make_row("a", 1.5), conclusions=["One.", "Two."])) == "One."
-    assert verdict(make_report([make_row("plain", 0.4)])) is None
 
 
 def test_main_row_prefers_fsd_then_a_bound() -> None:

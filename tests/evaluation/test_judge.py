@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import threading
@@ -24,7 +25,7 @@ from stub_judge import (
 )
 
 from eagle_fsd.evaluation import EvaluationRequest
-from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
+from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.pairwise import judge_pairs
 from eagle_fsd.evaluation.judge.prompts import JudgeError
@@ -136,12 +137,11 @@ def test_concurrent_requests_give_the_same_judgments(
     assert one == four
 
 
-@pytest.mark.parametrize("parallel", [1, 4])
 def test_judging_resumes_after_a_failure(
-    parallel: int, stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
+    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
     """No answer is judged twice, and the file equals that of an uninterrupted run."""
-    out = tmp_path / "out"
+    out, parallel = tmp_path / "out", 4
     stub.intercept = lambda prompt: (
         (500, {"error": {"message": "out of\nmemory"}}) if len(stub.requests) > 9 else None
     )
@@ -155,12 +155,7 @@ def test_judging_resumes_after_a_failure(
     assert len(read_jsonl(single_file(out))) == len(stub.answered)
     assert len(stub.requests) < 9 + 2 * parallel
     stub.intercept = lambda prompt: None
-    seen: list[tuple[int, int]] = []
-    kept = len(stub.answered)
-    judge_answers(
-        stub.endpoint(), QUESTIONS, records, out, parallel, lambda *numbers: seen.append(numbers)
-    )
-    assert seen[0] == (kept + 1, COUNT)
+    judge_answers(stub.endpoint(), QUESTIONS, records, out, parallel)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "uninterrupted")
     assert read_without_times(single_file(out)) == read_without_times(
@@ -168,9 +163,8 @@ def test_judging_resumes_after_a_failure(
     )
 
 
-@pytest.mark.parametrize("mode", ["single", "pair"])
 def test_the_judge_reads_system_prompts_and_earlier_messages(
-    mode: str, stub: StubJudge, tmp_path: Path
+    stub: StubJudge, tmp_path: Path
 ) -> None:
     """Answers are judged again when these change."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}]
@@ -180,8 +174,8 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
         name: [{"question_id": 0, "answer_id": name, "choices": [{"turns": [name]}]}]
         for name in ("exact", "fsd")
     }
-    judge = judge_answers if mode == "single" else judge_pairs
-    for system in ("Talk like a pirate.", "Be brief."):
+    systems = ("Talk like a pirate.", "Be brief.")
+    for judge, system in itertools.product((judge_answers, judge_pairs), systems):
         questions = requested_questions(EvaluationRequest(questions=str(file), system=system))
         asked = len(stub.answered)
         for _ in range(2):
@@ -195,7 +189,6 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
 def test_a_partial_line_is_judged_again(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """It is removed before the next line is written, also where the resumed run fails."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     path = single_file(tmp_path)
     content, expected = path.read_bytes(), read_without_times(path)
@@ -207,14 +200,6 @@ def test_a_partial_line_is_judged_again(
         assert len(stub.answered) == COUNT
         assert read_without_times(path) == expected
         assert path.read_bytes().split(b"\n")[:-2] == whole[:-2]
-    path.write_bytes(b"\n".join(whole[:5]) + b"\n" + whole[5][:30])
-    first = len(stub.requests) + 1
-    stub.intercept = lambda prompt: (400, {}) if len(stub.requests) > first else None
-    with pytest.raises(JudgeError):
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel=1)
-    lines = path.read_bytes().split(b"\n")
-    assert lines[:5] == whole[:5]
-    assert [json.loads(line)["question_id"] for line in lines[5:-1]] == [102]
 
 
 def test_changed_answers_and_prompts_are_judged_again(
@@ -239,20 +224,6 @@ def test_changed_answers_and_prompts_are_judged_again(
     lines = read_jsonl(single_file(tmp_path))
     assert lines == [*found, *kept]
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
-
-
-def test_unusual_characters_are_preserved(stub: StubJudge, tmp_path: Path) -> None:
-    """Unicode line separators, in answers read from a file and in judgments."""
-    odd = "a\u2028b\x85c\r\nd\U0001f600"
-    choice = {name: [odd] for name in CHOICE_LISTS}
-    record = {"question_id": 9, "answer_id": "x", "session": "s", "batch": 0, "choices": [choice]}
-    AnswerStore(tmp_path, "exact", {}, {9: "text"}).append(record)
-    answers = {"exact": AnswerStore(tmp_path, "exact", {}, {9: "text"}).merge()}
-    assert answers["exact"] == [{**record, "fingerprint": "text"}]
-    for _ in range(2):
-        (found,) = judge_answers(stub.endpoint(), QUESTIONS[3:], answers, tmp_path)
-    assert found["user_prompt"] == f"Q greet A {odd}"
-    assert len(stub.requests) == 1
 
 
 def test_fastchat_reads_the_judgment_file(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def request(path: Path | str, **options: Any) -> EvaluationRequest:
 # -- formats ---------------------------------------------------------------------------------------
 
 
-def test_prompts_and_questions_are_read_with_their_ids(tmp_path: Path) -> None:
+def test_prompts_questions_and_chats_are_read(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "id": "a", "category": "c", "answer": 4}, {"prompt": "q", "id": "b"}]
     first, second = read_questions(write(tmp_path / "q.jsonl", *rows))
     assert (first.question_id, first.category, first.turns) == ("a", "c", ("p",))
@@ -65,14 +65,9 @@ def test_prompts_and_questions_are_read_with_their_ids(tmp_path: Path) -> None:
     assert [item.question_id for item in found] == [0, 1]
     assert [item.scored_by for item in found] == ["exact", "number"]
     assert found[0].extra == rows[0]
-
-
-def test_the_last_message_is_answered(tmp_path: Path) -> None:
-    (found,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
-    assert found.turns == ("Name a river.",)
-    assert found.opening() == CHAT[:-1]
-    assert found.first_chat() == CHAT
-    assert found.scored_by == "exact"
+    (chat,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
+    assert chat.turns == ("Name a river.",)
+    assert (chat.opening(), chat.first_chat()) == (CHAT[:-1], CHAT)
 
 
 def test_every_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
@@ -112,17 +107,12 @@ def test_an_invalid_row_is_named(tmp_path: Path) -> None:
     for row, reason in [
         ({"prompt": " "}, '"prompt" must not be blank'),
         ({"prompt": 5}, '"prompt" must be a string'),
-        ({"prompt": "p", "answer": ["4"]}, '"answer" must be a number or a string'),
-        ({"prompt": "p", "answer": " "}, '"answer" must be a number or a string'),
         ({"prompt": "p", "answer": True}, '"answer" must be a number or a string'),
         ({"prompt": "p", "id": 1.5}, '"id" must be an integer or a string'),
         ({"prompt": "p", "category": 5}, '"category" must be a string'),
         ({"question": "q"}, "'answer' is missing"),
-        ({"question": "q", "answer": None}, '"answer" must be a number or a string'),
-        ({"messages": []}, 'the last of "messages" must be a user\'s'),
         ({"messages": CHAT[:3]}, 'the last of "messages" must be a user\'s'),
         ({"messages": [{"role": "user", "content": " "}]}, "and not blank"),
-        ({"messages": ["hi"]}, '"messages" must be a list of objects'),
         ({"messages": {"role": "user"}}, '"messages" must be a list of objects'),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'must have a "role"'),
         ({"messages": [{"role": "user", "content": ["x"]}]}, 'a string "content"'),
@@ -158,13 +148,12 @@ def test_mixed_lines_are_rejected(tmp_path: Path) -> None:
             read_questions(tmp_path / name)
 
 
-def test_every_format_reads_its_own_example(tmp_path: Path) -> None:
+def test_formats_are_listed_with_examples(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     for item in FORMATS:
         (tmp_path / "q.jsonl").write_text(item.example)
         assert len(read_questions(tmp_path / "q.jsonl")) == 1
-
-
-def test_formats_are_listed(run: Callable[..., tuple[int, str, str]]) -> None:
     status, text, _ = run("evaluate", "--formats")
     assert status == 0
     assert all(item.name in text and item.example in text for item in FORMATS)
@@ -340,9 +329,9 @@ def test_too_few_examples_are_rejected(tmp_path: Path) -> None:
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def run_own(path: Path, out: Path, methods: Sequence[str] = ("exact",), **options: Any) -> Any:
+def run_own(path: Path, out: Path, **options: Any) -> Any:
     report = evaluate(
-        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), methods
+        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), ["exact"]
     )
     assert report is not None
     return report
@@ -350,34 +339,26 @@ def run_own(path: Path, out: Path, methods: Sequence[str] = ("exact",), **option
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path: Path) -> None:
-    """A run with another system prompt is refused in the same folder."""
-    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": CHAT[-1:]})
-    report = run_own(path, tmp_path / "out", system="Be kind.")
+    """Another grader scores the same answers; another system prompt is refused."""
+    path, out = tmp_path / "q.jsonl", tmp_path / "out"
+    write(path, {"messages": CHAT, "answer": "no such text"}, {"messages": CHAT[-1:]})
+    report = run_own(path, out, system="Be kind.")
     (row,) = report["rows"]
-    assert (row["answers"], row["accuracy"], row["harness"]) == (2, None, None)
+    assert (row["answers"], row["accuracy"], row["harness"]) == (2, 0.0, None)
     assert report["about"]["system"] == "Be kind."
     template = load_chat_template(model.tokenizer)
     chats = [CHAT, [{"role": "system", "content": "Be kind."}, CHAT[-1]]]
-    for record, chat in zip(read_jsonl(tmp_path / "out" / "exact.jsonl"), chats, strict=True):
+    for record, chat in zip(read_jsonl(out / "exact.jsonl"), chats, strict=True):
         prompt = encode_prompt(chat, model.tokenizer, template)[0].tolist()
         assert record["choices"][0]["prompt_ids"] == [prompt]
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "No accuracy: the questions come without correct answers." in text
-    assert "System prompt: 'Be kind.'." in text
-    with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
-        run_own(path, tmp_path / "out")
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_another_grader_scores_the_same_answers(tmp_path: Path) -> None:
+    assert "System prompt: 'Be kind.'." in (out / "report.md").read_text()
+    before = (out / "exact.jsonl").read_bytes()
     (tmp_path / "mine.py").write_text("def always(answer, question):\n    return True\n")
-    path = write(tmp_path / "q.jsonl", {"prompt": "Hello!", "answer": "no such text"})
-    assert run_own(path, tmp_path / "out")["rows"][0]["accuracy"] == 0.0
-    before = (tmp_path / "out" / "exact.jsonl").read_bytes()
-    report = run_own(path, tmp_path / "out", grader=f"{tmp_path}/mine.py:always")
-    assert report["rows"][0]["accuracy"] == 1.0
-    assert report["rows"][0]["harness"] is None
-    assert (tmp_path / "out" / "exact.jsonl").read_bytes() == before
+    grader = f"{tmp_path}/mine.py:always"
+    assert run_own(path, out, system="Be kind.", grader=grader)["rows"][0]["accuracy"] == 1.0
+    assert (out / "exact.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
+        run_own(path, out)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -411,7 +392,6 @@ def test_a_base_model_continues_examples_or_the_prompt_itself(model: EagleFSD) -
 
 
 def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Path) -> None:
-    """The bundled target, prompted like a base model."""
     question = Question(0, "c", ("What?",), context=(("user", "Who?"), ("assistant", "Tim")))
     template = CompletionTemplate(1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +162,10 @@ def test_every_canonical_solution_of_human_eval_passes() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize(
-    "indices", [(0, 32, 38, 50), pytest.param(range(164), marks=pytest.mark.slow)]
-)
-def test_canonical_solutions_pass_in_the_sandbox(indices: Sequence[int]) -> None:
+def test_canonical_solutions_pass_in_the_sandbox() -> None:
     """The tests of 32, 38 and 50 call functions that the question defines."""
     questions = read_questions(published("HumanEval.jsonl.gz"))
-    for item in [questions[index] for index in indices]:
+    for item in [questions[index] for index in (0, 32, 38, 50)]:
         result = run_program(build_program(item, item.reference))
         assert result.passed, (item.question_id, result.reason)
         assert not run_program(build_program(item, "    return None")).passed, item.question_id

@@ -139,7 +139,7 @@ def test_samples_are_reported(tmp_path: Path) -> None:
     own_tree = replace(EXACT, tree=TreeConfig(total_tokens=8, depth=4, top_k=2))
     report = evaluate(
         EvaluationRequest(count=2, out=tmp_path),
-        EvaluationConfig(temperature=1.0, max_new_tokens=160, samples=2, seeds=2),
+        EvaluationConfig(temperature=1.0, max_new_tokens=64, samples=2, seeds=2),
         [own_tree, "fsd"],
     )
     assert report is not None

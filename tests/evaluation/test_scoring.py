@@ -210,6 +210,7 @@ def test_scoring_time_is_not_quadratic() -> None:
         final_letter(part * 4000)
         build_program(question, part * 4000)
         assert time.process_time() - start < 3, part
+    assert score(Question(81, "writing", ("Write.",)), "Anything") is None  # without a reference
 
 
 _PIECES = [
@@ -235,13 +236,9 @@ def test_any_text_can_be_scored(pieces: list[str]) -> None:
     assert build_program(question, text).entry_point == "twice"
 
 
-@pytest.mark.parametrize(
-    "name", ["gsm8k_test.jsonl", pytest.param("gsm8k_train.jsonl", marks=pytest.mark.slow)]
-)
-def test_gsm8k_reference_answers_are_correct(name: str) -> None:
+def test_gsm8k_reference_answers_are_correct() -> None:
     """Unchanged and in other forms, but not with a digit appended."""
-    questions = read_questions(published(name))
-    assert len(questions) == {"gsm8k_test.jsonl": 1319, "gsm8k_train.jsonl": 7473}[name]
+    questions = read_questions(published("gsm8k_test.jsonl"))
     assert all(score(item, item.reference) for item in questions)
     for item in questions[:300]:
         worked = item.reference.rsplit("####", 1)[0]
@@ -270,13 +267,3 @@ def test_filters_of_lm_evaluation_harness() -> None:
         assert harness_match(text, "7", "flexible-extract") is flexible
     for name in HARNESS_FILTERS:
         assert harness_match("#### 1,234.", "1,234", name)
-
-
-def test_letters_are_found_in_every_form() -> None:
-    """The other letters are wrong; questions without a reference have no score."""
-    for label in LETTERS:
-        question = Question("x", "commonsense-qa", ("?",), "letter", label)
-        for form in ("Answer: {}", "The answer is {}", "({})", "{}.", "I think ({}).\nAnswer: {}"):
-            for letter in LETTERS:
-                assert score(question, form.format(letter, letter)) is (letter == label), form
-    assert score(Question(81, "writing", ("Write.",)), "Anything") is None

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from stub_judge import StubJudge, pairwise_request
 from transformers import StopStringCriteria
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_HEAD
+from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
@@ -33,21 +33,17 @@ from eagle_fsd.evaluation.tuning.candidates import (
     shortlist,
 )
 from eagle_fsd.evaluation.tuning.costs import (
-    FullTrees,
     StepCosts,
-    measure_costs,
     measured_trees,
     step_seconds,
 )
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
 from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
-from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, TreeSearch, plan_trees
+from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, plan_trees
 from eagle_fsd.evaluation.tuning.settings_file import settings_values
-from eagle_fsd.evaluation.tuning.tune import race_finalists, tune
+from eagle_fsd.evaluation.tuning.tune import tune
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
-from eagle_fsd.model.drafters.loading import WITHOUT_FILES
-from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -355,58 +351,52 @@ def test_exact_decoding_has_the_tree_that_won_the_last_race(
 
 # -- the command -----------------------------------------------------------------------------------
 
-CONFIG = EvaluationConfig(max_new_tokens=16)
+CONFIG = EvaluationConfig(max_new_tokens=8)
 
 
 @pytest.mark.usefixtures("quick")
-def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path) -> None:
-    head = tmp_path / "head"
+def test_tune_writes_trees_that_the_pair_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted, it keeps what it measured, and resumes."""
+    head, out = tmp_path / "head", tmp_path / "out"
     shutil.copytree(BUNDLED_HEAD, head)
-    request = EvaluationRequest(count=2, out=tmp_path / "out", drafter=str(head))
+    request = EvaluationRequest(count=2, out=out, drafter=str(head))
     shown: list[Any] = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeRace, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tune(request, CONFIG, on_result=shown.append)
+    written = json.loads((out / "tune.json").read_text())
+    assert not written["complete"]
+    assert written["costs"]["nodes"]["1"] == 0.001
+    assert written["methods"]["exact"]["predicted"]
+    assert shown.pop().conclusions() == []
+    assert not (out / "fsd.json").exists()
+    recorded = (out / "lengths.jsonl").read_bytes()
+
     tuning = tune(request, CONFIG, install=True, on_result=shown.append)
+    assert (out / "lengths.jsonl").read_bytes() == recorded
     assert shown == [tuning]
     assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
-    written = json.loads((tmp_path / "out" / "tune.json").read_text())
+    written = json.loads((out / "tune.json").read_text())
     assert written["complete"]
     assert len(written["conclusions"]) == 4
     assert list(written["batch"]) == ["4", "16"]
     assert all(item["over_plain"] >= 1.0 for item in written["batch"].values())
     assert next(len(cells) for _, cells in tuning.tables()) == 11
     settings = read_settings(head / "fsd.json")
-    assert settings == read_settings(tmp_path / "out" / "fsd.json")
+    assert settings == read_settings(out / "fsd.json")
     pair = EagleFSD.from_pretrained(drafter=head)
     exact, fsd = tuning.methods
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
     assert pair.batch_trees == {rows: item.tree for rows, item in tuning.batch.items()}
     assert pair.acceptance == EagleFSD.from_pretrained().acceptance
     assert settings.about["made_by"] == "eagle-fsd tune"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_interrupted_tuning_keeps_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = EvaluationRequest(count=2, out=tmp_path)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    shown: list[Any] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(TreeRace, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tune(request, CONFIG, on_result=shown.append)
-    written = json.loads((tmp_path / "tune.json").read_text())
-    assert not written["complete"]
-    assert written["costs"]["nodes"]["1"] == 0.001
-    assert written["methods"]["exact"]["predicted"]
-    assert shown[0].conclusions() == []
-    assert not (tmp_path / "fsd.json").exists()
-    recorded = (tmp_path / "lengths.jsonl").read_bytes()
-    assert tune(request, CONFIG).complete
-    assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
 
 
 def test_lossless_trees_are_stored_by_the_number_of_prompts(model: EagleFSD) -> None:

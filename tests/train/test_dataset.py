@@ -58,15 +58,6 @@ def test_processes_together_see_every_chat_once_in_the_batches_of_one_process(
     assert sorted(seen) == [3 * number + 1 for number in range(count)]
 
 
-def test_batches_hold_chats_of_similar_length_in_random_order() -> None:
-    lengths = [number * 7919 % 1009 for number in range(512)]
-    batches = shuffled_batches(range(512), lengths, 8, seed=0, epoch=0)
-    spans = [max(map(lengths.__getitem__, b)) - min(map(lengths.__getitem__, b)) for b in batches]
-    assert sum(spans) / len(spans) < 1009 / 8
-    first_lengths = [lengths[batch[0]] for batch in batches]
-    assert first_lengths != sorted(first_lengths)
-
-
 def test_order_depends_on_seed_and_epoch_only() -> None:
     lengths = [number % 5 + 3 for number in range(100)]
     singles = [[number] for number in range(30)]

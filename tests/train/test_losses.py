@@ -67,11 +67,8 @@ def gradients(losses: HeadLosses, given: Inputs) -> tuple[dict[str, Tensor], dic
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_unrolled_runs_match_decoding(architecture: str) -> None:
-    """From every root: the chat up to it in the cache, then a chain on the head's own features.
-
-    In float64, because this head amplifies small differences.
-    """
-    head = attached_head(architecture, torch.float64)
+    """From every root: the chat up to it in the cache, then a chain on the head's own features."""
+    head = attached_head(architecture, torch.float64)  # it amplifies small differences
     head.plain = False  # transformers computes norms in float32
     features, tokens, _, _ = inputs(head)
     with torch.no_grad():

@@ -110,7 +110,7 @@ def test_the_batch_does_not_change_the_result(rewrite: Rewriting, tmp_path: Path
         found = set()
         for size in (1, 2, 8):
             out = tmp_path / f"{size}-{temperature}.jsonl"
-            rewrite(out, temperature=temperature, batch_size=size, max_new_tokens=40)
+            rewrite(out, temperature=temperature, batch_size=size, max_new_tokens=12)
             found.add(out.read_bytes())
         assert len(found) == 1
 
@@ -127,7 +127,7 @@ def test_the_next_turn_joins_the_running_batch(
 
     monkeypatch.setattr(Batch, "add", recorded)
     chosen = [chat for chat in rewrite.chats if len(chat) >= 6]
-    rewrite(tmp_path / "out.jsonl", chosen, max_new_tokens=400, temperature=0.0)
+    rewrite(tmp_path / "out.jsonl", chosen, max_new_tokens=200, temperature=0.0)
     assert len(running) == 6
     assert running[:5] == [0, 1, 1, 1, 1]  # the last turn may be alone
 
