@@ -16,7 +16,7 @@ from eagle_fsd.utils.files import read_jsonl
 GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)

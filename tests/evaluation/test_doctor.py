@@ -61,7 +61,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
-QUESTIONS = [problem.question for problem in problems("test", 12)]
+QUESTIONS = [problem.question for problem in problems("test", 6)]
 NEW_TOKENS = 47
 
 

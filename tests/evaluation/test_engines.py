@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 
-from eagle_fsd import EagleFSD, OptionsError, Origin, TreeConfig
+from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.config import EngineName
 from eagle_fsd.evaluation.engines import ENGINES, THINKING, series, settings
-from eagle_fsd.evaluation.methods import BEFORE_RESULT, EXACT, Method
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.tuning.candidates import PLAIN_TREE
-from eagle_fsd.model.acceptance import FuzzyRule, PhaseRule, TargetRule, TopKRule
+from eagle_fsd.model.acceptance import TargetRule, TopKRule
 
 TREE = TreeConfig(total_tokens=16, depth=5, top_k=4)
 

@@ -22,7 +22,6 @@ from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session
 from eagle_fsd.evaluation.answering import Answerer
-from eagle_fsd.evaluation.config import GridConfig
 from eagle_fsd.evaluation.methods import (
     EXACT,
     FSD,
@@ -31,7 +30,6 @@ from eagle_fsd.evaluation.methods import (
     Method,
     find_methods,
     fsd_method,
-    fsd_series,
 )
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
@@ -44,7 +42,7 @@ from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 
 #: Longer than the bundled target's context.
 LONG = "pens " * 3000
@@ -449,17 +447,6 @@ def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
         report = run(tmp_path / str(batch), ["exact"], settings, batch=batch)
         assert tree_text(report["rows"][0]) == expected
         assert f"; tree {expected};" in footnote(report)
-
-
-def test_series_name_what_differs() -> None:
-    assert find_methods(["exact", EXACT, "plain", "exact"]) == [EXACT, PLAIN]
-    grid = GridConfig(thresholds=(0.2, 0.1, 0.0), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
-    series = fsd_series(grid)
-    assert list(series) == ["js r=0", "js r=0.3", "kl r=0", "kl r=0.3"]
-    assert [method.name for method in series["js r=0.3"]] == ["js T=0.1 r=0.3", "js T=0.2 r=0.3"]
-    close = GridConfig(thresholds=(0.1, 0.1000001, 1e-7, 2.0), min_ratios=(0.1, 0.1000001))
-    names = [[method.name.split()[0] for method in item] for item in fsd_series(close).values()]
-    assert names == [["T=1e-07", "T=0.1", "T=0.1000001", "T=2"]] * 2
 
 
 # -- decoding --------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from eagle_fsd.evaluation.frontier import (
     Point,
     pareto_front,
     points,
-    quality_range,
-    speed_range,
 )
 from eagle_fsd.evaluation.statistics import loss_bound
 
@@ -62,11 +60,3 @@ def test_the_front_omits_only_what_is_clearly_beaten() -> None:
     assert not best.dominates(best)
     assert not best.dominates(fast)
     assert best.dominates(slow)
-
-
-def test_ranges_ignore_outliers() -> None:
-    found = [point(str(at), 100 + at, 95 + at / 10) for at in range(9)]
-    low, high = quality_range([*found, point("bad", 100, 10)])
-    assert 85 < low < 95 < high < 100
-    noisy = point("noisy", 104, 95, half=50)
-    assert speed_range([*found, noisy])[0] > 90

@@ -191,8 +191,7 @@ def test_verdict_states_speed_and_bound() -> None:
 
 
 def test_verdict_of_slow_methods() -> None:
-    exact = make_row("exact", 1.0)
-    exact |= {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
+    exact = make_row("exact", 1.0) | {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
     slow = str(verdict(report_of(make_row("fsd", 1.005))))
     assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in slow
     sentence = (
@@ -200,8 +199,6 @@ def test_verdict_of_slow_methods() -> None:
         " fast; 95% interval 0.80 to 0.90)"
     )
     assert str(verdict(make_report([exact]))).startswith(sentence)
-    found = str(verdict(make_report([exact, make_row("fsd", 1.5)])))
-    assert found.index(" points. ") < found.index(sentence)
     exact["speedup_interval"] = [0.8, 1.01]
     assert verdict(make_report([exact])) is None
 
@@ -230,15 +227,6 @@ def test_verdict_without_references() -> None:
     pairs |= {"tied": 85, "unclear": 3}
     words = "5 better, and is unclear about 3, which count as worse, so that"
     assert words in str(verdict(sampled))
-
-
-def test_verdict_names_price_and_budget() -> None:
-    row = make_row("fsd", 1.5)
-    row["settings"] |= {"selection": "priced", "price": 0.75, "max_fuzzy_nats": 2.5}
-    sentence = str(verdict(report_of(row)))
-    assert sentence.startswith("fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)")
-    row["settings"] |= {"selection": "target", "max_fuzzy_nats": None}
-    assert "(js T=0.1, r=0.1, selection target, tree 16/8/2)" in str(verdict(report_of(row)))
 
 
 def test_main_row_prefers_fsd_then_a_bound() -> None:

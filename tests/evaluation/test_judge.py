@@ -1,4 +1,4 @@
-"""Judging answers; a local server takes the place of the judge."""
+"""Judging answers, failures of the endpoint, and cancellation; a local server is the judge."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 import itertools
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -54,6 +57,7 @@ def test_requests_and_judgment_file(
     ]
     assert set(stub.keys) == {"Bearer secret"}
     assert "secret" not in repr(endpoint)
+    assert Endpoint("http://user:secret@host:1/v1", "a").redacted_url == "http://host:1/v1"
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
     lines = read_jsonl(path)
     assert lines == found
@@ -102,39 +106,6 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
     fresh = judge_answers(stub.endpoint(), QUESTIONS[3:], records, tmp_path / "fresh")
     assert len(stub.requests) == 3
     assert len({line["tstamp"] for line in fresh}) == 1
-
-
-def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
-    stub: StubJudge, tmp_path: Path
-) -> None:
-    """A reply without content has no rating."""
-    questions = [Question(1, "w", ("a", "b", "c")), Question("2", "w", ("d",))]
-    answer = {"question_id": 1, "answer_id": "x", "choices": [{"turns": ["", "yes", "no"]}]}
-    stub.reply_with(lambda _: None)
-    found = judge_answers(stub.endpoint(), questions, {"exact": [answer]}, tmp_path)
-    assert [(line["question_id"], line["turn"]) for line in found] == [(1, 1), (1, 2)]
-    assert [line["user_prompt"] for line in found] == ["Q a A ", "Q a A  Q b A yes"]
-    assert {(line["judgment"], line["score"]) for line in found} == {("", -1)}
-
-
-def test_concurrent_requests_give_the_same_judgments(
-    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
-    """None of the first four requests is answered before all four have arrived."""
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "one", parallel=1)
-    assert stub.answered == [body["messages"][1]["content"] for body in stub.requests]
-    barrier, count = threading.Barrier(4), len(stub.requests)
-
-    def wait(prompt: str) -> None:
-        if len(stub.requests) <= count + 4 and not barrier.broken:
-            barrier.wait(TIMEOUT)
-
-    stub.intercept = wait
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "four", parallel=4)
-    assert not barrier.broken
-    assert len(stub.requests) == 2 * COUNT
-    one, four = (read_without_times(single_file(tmp_path / name)) for name in ("one", "four"))
-    assert one == four
 
 
 def test_judging_resumes_after_a_failure(
@@ -295,3 +266,118 @@ def test_evaluate_command_resumes_after_a_judge_failure(
         assert len(stub.answered) == len(set(stub.answered)) == 4  # both methods answer alike
     assert all("Be brief." in prompt for prompt in stub.answered)
     assert (out / "exact.jsonl").read_text() == answers
+
+
+def judge_one(endpoint: Endpoint, out: Path) -> Record:
+    """Judge a single answer."""
+    (found,) = judge_answers(endpoint, QUESTIONS[3:], {"exact": records_of("exact")}, out)
+    return found
+
+
+def test_an_error_reply_gives_one_line_and_ends_the_run(
+    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    cases: list[tuple[tuple[int, Any], str]] = [
+        ((401, {"error": {"message": "wrong key my-key"}}), "(401, wrong key ...)"),
+        ((404, {"object": "error", "message": "no model"}), "(404, no model)"),
+        ((200, "<html>hello</html>"), "(the reply is not a chat completion; check the URL)"),
+        ((503, "<html>\nbusy\n</html>"), "503"),
+    ]
+    for count, (reply, message) in enumerate(cases, 1):
+        stub.intercept = lambda prompt, reply=reply: reply
+        with pytest.raises(JudgeError) as error:
+            judge_answers(stub.endpoint(api_key="my-key"), QUESTIONS, records, tmp_path, parallel=1)
+        text = str(error.value)
+        assert message in text
+        assert f"at {stub.url} failed" in text
+        assert text.isprintable()
+        assert "my-key" not in text
+        assert len(stub.requests) == count
+
+
+def test_an_unreachable_endpoint_gives_one_line(tmp_path: Path) -> None:
+    for url, message in [
+        ("http://127.0.0.1:1/v1", "Connection error"),
+        ("127.0.0.1/v1", "Connection error"),
+        ("http://[::/v1", "Invalid"),
+    ]:
+        with pytest.raises(JudgeError) as error:
+            judge_one(Endpoint(url, "m", retries=0), tmp_path)
+        assert message in str(error.value)
+        assert f"the judge m at {url} failed (" in str(error.value)
+        assert str(error.value).isprintable()
+
+
+def test_a_reply_times_out(stub: StubJudge, tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def wait(prompt: str) -> None:
+        over.wait(TIMEOUT)
+
+    stub.intercept = wait
+    with pytest.raises(JudgeError, match=r"failed \(no reply within 0.2 s\)"):
+        judge_one(stub.endpoint(timeout=0.2), tmp_path)
+    over.set()
+
+
+def test_a_transient_failure_is_retried(
+    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key, none is required; otherwise it comes from the environment."""
+    stub.intercept = lambda prompt: (503, {}) if len(stub.requests) == 1 else None
+    found = judge_one(stub.endpoint(retries=1), tmp_path / "retried")
+    assert found["score"] == rate("Q greet A exact greet")
+    assert stub.keys == ["Bearer none"] * 2
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    judge_one(stub.endpoint(), tmp_path / "again")
+    assert stub.keys[2:] == ["Bearer theirs"]
+
+
+_PROGRAM = """
+import json, sys
+
+from eagle_fsd.evaluation.judge.grading import judge_answers
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import Endpoint
+
+url, out, answers = sys.argv[1:]
+questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
+judge_answers(Endpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
+"""
+
+
+def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path: Path) -> None:
+    """Four requests are in progress, which are answered only after the program has exited."""
+    stuck, over = threading.Barrier(5), threading.Event()
+
+    def wait(prompt: str) -> None:
+        if not prompt.startswith(("Q question 0 ", "Q question 1 ")) and not over.is_set():
+            stuck.wait(TIMEOUT)
+            over.wait(2 * TIMEOUT)
+
+    stub.intercept = wait
+    questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
+    answers = [
+        {"question_id": at, "answer_id": str(at), "choices": [{"turns": ["x"]}]} for at in range(9)
+    ]
+    program = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, stub.url, str(tmp_path), json.dumps(answers)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path = single_file(tmp_path)
+    try:
+        stuck.wait(TIMEOUT)
+        while not path.exists() or path.read_bytes().count(b"\n") < 2:
+            time.sleep(0.01)
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=TIMEOUT)
+    finally:
+        over.set()
+        program.kill()
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert [line["question_id"] for line in read_jsonl(path)] in ([0, 1], [1, 0])
+    count = len(stub.requests)
+    found = judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path)
+    assert [line["question_id"] for line in found] == list(range(9))
+    assert len(stub.requests) == count + 7

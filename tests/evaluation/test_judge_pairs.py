@@ -129,7 +129,7 @@ def test_the_turns_of_a_question_count_as_one() -> None:
     assert summary["loss_limit"] == loss_bound(2, 1, 4)
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None:
     stub.reply_with(lambda _: "[[C]]")
     prompts = tmp_path / "prompts.txt"

@@ -89,23 +89,30 @@ def test_an_array_is_read_like_json_lines(tmp_path: Path) -> None:
     for indent in (None, 2):
         (tmp_path / "q.json").write_text("\n" + json.dumps(rows, indent=indent))
         assert read_questions(tmp_path / "q.json") == read_questions(lines)
-    for content, reason in [
-        ('[\n {"prompt": "p"},\n {"prompt": ""}\n]', 'item 2: "prompt" must not be blank'),
-        ('[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
-        ('[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ',' delimiter)"),
-        ('[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
-        ("[]", "contains no questions"),
-        ("[" * 100_000, "line 1: not JSON"),
-    ]:
-        (tmp_path / "q.json").write_text(content)
-        with pytest.raises(QuestionError) as error:
-            read_questions(tmp_path / "q.json")
-        assert reason in str(error.value)
 
 
-def test_an_invalid_row_is_named(tmp_path: Path) -> None:
-    for row, reason in [
-        ({"prompt": " "}, '"prompt" must not be blank'),
+def test_invalid_files_and_rows_are_named(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, str]] = [
+        ("q.json", '[\n {"prompt": "p"},\n {"prompt": ""}]', 'item 2: "prompt" must not be blank'),
+        ("q.json", '[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
+        ("q.json", '[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ','"),
+        ("q.json", '[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
+        ("q.json", "[]", "contains no questions"),
+        ("q.json", "[" * 100_000, "line 1: not JSON"),
+        (
+            "q.jsonl",
+            '{"prompt": "p"}\nName a river.',
+            "line 2: not JSON; if every line is a prompt",
+        ),
+        ("q.txt", 'River?\n{"prompt": "p"}', "line 2: a JSON object; rename the file to"),
+        (
+            "q.jsonl",
+            '{"question": "q", "answer": "4"}\n{"question": "q", "answer": "#### 4"}',
+            "line 2: the row has the format 'GSM8K', but the rows before it have 'question'",
+        ),
+        ("q.jsonl", '{"prompt": "p", "id": 1}\n{"prompt": "p", "id": 1}', "line 2: duplicate"),
+    ]
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"prompt": 5}, '"prompt" must be a string'),
         ({"prompt": "p", "answer": True}, '"answer" must be a number or a string'),
         ({"prompt": "p", "id": 1.5}, '"id" must be an integer or a string'),
@@ -117,35 +124,14 @@ def test_an_invalid_row_is_named(tmp_path: Path) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, 'must have a "role"'),
         ({"messages": [{"role": "user", "content": ["x"]}]}, 'a string "content"'),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
-    ]:
-        path = write(tmp_path / "q.jsonl", row)
+    ]
+    cases += [("q.jsonl", json.dumps(row), reason) for row, reason in rows]
+    for name, content, reason in cases:
+        (tmp_path / name).write_text(content)
         with pytest.raises(QuestionError) as error:
-            read_questions(path)
-        assert str(error.value).startswith(f"{path}, line 1: ")
-        assert reason in str(error.value)
-
-
-def test_mixed_lines_are_rejected(tmp_path: Path) -> None:
-    for name, first, second, reason in [
-        ("q.jsonl", '{"prompt": "p"}', "Name a river.", "not JSON; if every line is a prompt"),
-        ("q.txt", "Name a river.", '{"prompt": "p"}', "a JSON object; rename the file to"),
-        (
-            "q.jsonl",
-            '{"prompt": "p"}',
-            json.dumps({"messages": CHAT}),
-            "the row has the format 'messages', but the rows before it have 'prompt'",
-        ),
-        (
-            "q.jsonl",
-            '{"question": "q", "answer": "4"}',
-            '{"question": "q", "answer": "#### 4"}',
-            "the row has the format 'GSM8K', but the rows before it have 'question'",
-        ),
-        ("q.jsonl", '{"prompt": "p", "id": 1}', '{"prompt": "p", "id": 1}', "duplicate"),
-    ]:
-        (tmp_path / name).write_text(f"{first}\n{second}")
-        with pytest.raises(QuestionError, match=f"{name}, line 2: {reason}"):
             read_questions(tmp_path / name)
+        assert str(error.value).startswith(str(tmp_path / name))
+        assert reason in str(error.value)
 
 
 def test_formats_are_listed_with_examples(
@@ -298,32 +284,25 @@ def test_worked_examples_are_the_first_questions_and_are_not_asked(tmp_path: Pat
 
 def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
     rows = [{"prompt": str(n), "answer": n, "category": "ab"[n % 2]} for n in range(9)]
-    for name in (write(tmp_path / "q.jsonl", *rows), "bundled"):
-        few = requested_questions(request(name, few_shot=3, count=2))
-        more = requested_questions(request(name, few_shot=3, count=4))
-        assert (len(few), len(more)) == (2, 4)
-        by_id = {item.question_id: item for item in more}
-        assert all(by_id[item.question_id] == item for item in few)
-        others = requested_questions(request(name, few_shot=3, count=2, skip=2))
-        assert {item.question_id for item in [*few, *others]} == by_id.keys()
-        if name != "bundled":
-            with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
-                requested_questions(request(name, few_shot=3, skip=6))
-    solution = bundled_questions(1)[0]
-    assert few[0].opening()[0]["content"] == solution.turns[0]
-    assert few[0].opening()[1]["content"] == solution.answer
-
-
-def test_too_few_examples_are_rejected(tmp_path: Path) -> None:
-    cases: list[tuple[list[dict[str, Any]], int, str]] = [
-        ([{"prompt": "p", "answer": 1}] * 3, 3, "requires 4 questions, 3 of them .* has 3"),
-        ([{"prompt": "p"}] * 3, 1, "requires 2 questions, 1 of them .* has 0"),
-        ([{"question_id": 0, "turns": ["a", "b"]}], 1, "has 0"),
-    ]
-    for rows, few_shot, words in cases:
-        path = write(tmp_path / "q.jsonl", *rows)
-        with pytest.raises(QuestionSetError, match=words):
-            requested_questions(request(path, few_shot=few_shot))
+    path = write(tmp_path / "q.jsonl", *rows)
+    few = requested_questions(request(path, few_shot=3, count=2))
+    more = requested_questions(request(path, few_shot=3, count=4))
+    assert (len(few), len(more)) == (2, 4)
+    by_id = {item.question_id: item for item in more}
+    assert all(by_id[item.question_id] == item for item in few)
+    others = requested_questions(request(path, few_shot=3, count=2, skip=2))
+    assert {item.question_id for item in [*few, *others]} == by_id.keys()
+    with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
+        requested_questions(request(path, few_shot=3, skip=6))
+    with pytest.raises(QuestionSetError, match=r"requires 10 questions, 9 of them .* has 9"):
+        requested_questions(request(path, few_shot=9))
+    path = write(tmp_path / "q.jsonl", {"question_id": 0, "turns": ["a", "b"]})
+    with pytest.raises(QuestionSetError, match="has 0"):
+        requested_questions(request(path, few_shot=1))
+    (question,) = requested_questions(request("bundled", few_shot=1, count=1))
+    (solution,) = bundled_questions(1)
+    shot = [message["content"] for message in question.opening()]
+    assert shot == [solution.turns[0], solution.answer]
 
 
 # -- evaluation ------------------------------------------------------------------------------------

@@ -104,18 +104,6 @@ def test_rows_and_tables_of_known_answers() -> None:
     assert "identical" not in tables_of(rows, temperature=1.0)["against exact"][0]
 
 
-def test_summaries_of_few_answers() -> None:
-    """No answers have no numbers; every sample is an answer with a latency of its own."""
-    (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
-    assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
-    assert "phase_shares" not in row
-    record = record_of(0, 1.0, [1], [3])
-    (choice,) = record["choices"]
-    record["choices"] = [{**choice, "latency": [at, at]} for at in (1.0, 2.0, 6.0)]
-    (row,) = summarize(["exact"], {"exact": [record]}, {"exact": {}})
-    assert row["latency"] == {"median": 4.0, "p95": pytest.approx(11.2)}
-
-
 def test_losses_are_counted_and_bounded_for_all_methods_at_once() -> None:
     names = ("plain", "exact", "a", "b")
     records = {name: [record_of(at, 1.0, [1], [3]) for at in range(5)] for name in names}

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
-from eagle_fsd.evaluation.tuning import costs as costs_module
 from eagle_fsd.evaluation.tuning import search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.candidates import (
@@ -35,7 +33,6 @@ from eagle_fsd.evaluation.tuning.candidates import (
 from eagle_fsd.evaluation.tuning.costs import (
     StepCosts,
     measured_trees,
-    step_seconds,
 )
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
 from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
@@ -83,52 +80,6 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
     slow = linear_costs(lambda shape: shape.depth**2)
     assert set(slow.draft.values()) == {0.0}
     assert all(slow.seconds(shape) >= 0.001 for shape in candidate_trees())
-
-
-def test_steps_are_measured_after_their_shapes_have_been_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on CUDA, a step takes long the first two times that its shapes occur; prefill is slow."""
-
-    class Machine:
-        def __init__(self) -> None:
-            self.seconds = {"prefill": 9.0, "target": 0.0}
-            self.place, self.seen = 0, Counter[int]()
-
-        def __len__(self) -> int:
-            return 1
-
-        def add(self, _: object) -> None:
-            self.place = 0
-
-        def step(self) -> list[Any]:
-            self.place += 1
-            self.seen[self.place] += 1
-            self.seconds["target"] += 0.01 if self.seen[self.place] > 2 else 1.0
-            return []
-
-        def cancel(self, _: object) -> None:
-            pass
-
-    target = SimpleNamespace(device=torch.device("cpu"), context_length=512, group=None)
-    drafter = SimpleNamespace(start=lambda *_: SimpleNamespace(on_device=True))
-    pair = SimpleNamespace(
-        target=target,
-        drafter=drafter,
-        tree=PLAIN_TREE,
-        batch=lambda _: Machine(),
-        request=lambda *_, **__: None,
-    )
-    prompts: Any = SimpleNamespace(
-        model=pair,
-        pair=lambda: pair,
-        take=lambda *_: [torch.zeros(3)],
-        config=SimpleNamespace(batch=1),
-    )
-    method: Any = SimpleNamespace(pair_for=lambda _: pair, decoder="fsd")
-    assert step_seconds(prompts, method, 0) == pytest.approx(1.0)
-    monkeypatch.setitem(costs_module.WARM_UPS, "cpu", 2)
-    assert step_seconds(prompts, method, 0) == pytest.approx(0.01)
 
 
 # -- lengths and candidates ------------------------------------------------------------------------
@@ -259,15 +210,6 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
     assert [row["name"] for row in rows] == ["exact", "exact", "plain"]
     assert set(rows[0]["over"]) == {"plain", "next"}
     assert json.dumps(won.as_dict())
-
-
-def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
-    prompts = workload(model, 1, max_new_tokens=12)
-    pair = prompts.pair()
-    (alone,), _ = prompts.decode(pair, replace(EXACT, tree=PLAIN_TREE), 0, 1)
-    (plain,), _ = prompts.decode(pair, PLAIN, 0, 1)
-    assert alone.stats.accepted == [[1] * 12]
-    assert alone.tokens == plain.tokens
 
 
 # -- plans -----------------------------------------------------------------------------------------

@@ -283,8 +283,6 @@ def test_features_of_other_data_are_not_resumed(
     for name in source.fingerprint:
         other = {**source.fingerprint, name: "another"}
         with pytest.raises(ValueError, match=f"other data: {name} .*'another' here"):
-            FeatureStore(store.folder, other)
-        with pytest.raises(ValueError, match=f"other data: {name} "):
             write_features(source.chats, source.target, store.folder, other)
     assert (store.folder / "index.json").read_text() == before
     with pytest.raises(ValueError, match="holds features of the target"):
@@ -294,10 +292,9 @@ def test_features_of_other_data_are_not_resumed(
         source.write(folder)
     with pytest.raises(ValueError, match="run eagle-fsd train features again"):
         train(features=folder)
-    for content in ("", "{}", '{"made_from": {}'):
-        (folder / "index.json").write_text(content)
-        with pytest.raises(ValueError, match="is not an index of features"):
-            FeatureStore(folder)
+    (folder / "index.json").write_text('{"made_from": {}')
+    with pytest.raises(ValueError, match="is not an index of features"):
+        FeatureStore(folder)
     with pytest.raises(ValueError, match="holds no features"):
         FeatureStore(tmp_path / "elsewhere")
 

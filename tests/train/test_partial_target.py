@@ -25,13 +25,12 @@ from trainings import (
 )
 from transformers import PreTrainedModel
 
-from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import LoadError, load_target, load_tokenizer
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.feature_store import store_features
 from eagle_fsd.train.features import compute_features
-from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
+from eagle_fsd.train.loaded_target import check_device_map
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.utils.options import OptionsError
 
@@ -97,17 +96,6 @@ def test_training_on_features_reads_neither_layers_nor_tokenizer(
 
 def fail(*_: Any) -> None:
     raise LoadError("they are quantized")
-
-
-def test_whole_target_is_loaded_where_its_parts_cannot_be(
-    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = TargetOptions(target=target)
-    assert not can_decode(LoadedTarget.load(options, "cpu", layers=False).target)
-    assert not caplog.messages
-    monkeypatch.setattr("eagle_fsd.train.loaded_target.load_embeddings", fail)
-    assert can_decode(LoadedTarget.load(options, "cpu", layers=False).target)
-    assert caplog.messages == ["loading the whole target: they are quantized"]
 
 
 def test_validation_on_features_reports_losses_only(

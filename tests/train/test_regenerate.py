@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainings import write_rounds
 
-from eagle_fsd.bundled.problems import chat_messages, problems
+from eagle_fsd.bundled.problems import problems
 from eagle_fsd.model.batch import Batch
 from eagle_fsd.model.config import SamplingConfig, TargetOptions
 from eagle_fsd.model.pipeline import EagleFSD
@@ -21,7 +20,7 @@ from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.utils.chat_templates import TokenizerTemplate, encode_prompt
+from eagle_fsd.utils.chat_templates import encode_prompt
 
 COUNT = 7
 BATCH_SIZE = 3
@@ -198,22 +197,3 @@ def test_turns_of_different_chats_have_different_seeds(
     chat = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
     rewrite(tmp_path / "out.jsonl", [chat] * 9, batch_size=2)
     assert len(seeds) == len(set(seeds)) == 4 * 9
-
-
-def test_chat_ends_where_the_template_rejects_it(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """The other chats are rewritten, and the earlier exchanges are kept."""
-
-    class Template(TokenizerTemplate):
-        def render(self, chat: Any, add_generation_prompt: bool = False) -> str:
-            if len(chat) > 2 and "two" in chat[2]["content"]:
-                raise ValueError("the chat template rejects the chat: two")
-            return super().render(chat, add_generation_prompt)
-
-    strict = Template(rewrite.loaded.tokenizer)
-    monkeypatch.setattr(rewrite, "loaded", replace(rewrite.loaded, chat_template=strict))
-    chats = [chat_messages(("Hello!", "x"), (word, "x")) for word in ("one", "two")]
-    rewritten = rewrite(tmp_path / "out.jsonl", chats, temperature=0.0)
-    assert [len(chat) for chat in rewritten] == [4, 2]
-    assert "1 of 2 chats end early; the first one: the chat template rejects" in caplog.text
