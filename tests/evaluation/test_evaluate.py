@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import csv
-import itertools
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,26 +167,6 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
                 assert one["log_likelihood"] == pytest.approx(two["log_likelihood"], abs=1e-5)
 
 
-def test_times_of_a_group_add_up(model: EagleFSD, tmp_path: Path) -> None:
-    """Each turn has a share of the group's time, and at least that much time in the batch."""
-    texts = ("Hello!", "What can you do?", "Hi", "Thank you!", "Hello!")
-    questions = [Question(index, "c", (text,)) for index, text in enumerate(texts)]
-    for method, batch in itertools.product((EXACT, HF), (1, 2)):
-        asked = answerer(model, tmp_path, max_new_tokens=12, batch=batch)
-        begin = time.perf_counter()
-        records = asked.answer(questions, method)
-        seconds = time.perf_counter() - begin
-        turns = [record["choices"][0] for record in records]
-        wall, latency = (
-            sum(sum(turn[name]) for turn in turns) for name in ("wall_time", "latency")
-        )
-        assert 0 < wall < seconds
-        if batch == 1:
-            assert latency == pytest.approx(wall)
-        else:
-            assert 1.0 < latency / wall <= 2.0
-
-
 def test_methods_take_turns(model: EagleFSD, tmp_path: Path) -> None:
     """After so many of the questions."""
     several = {"temperature": 1.0}
@@ -218,22 +195,6 @@ def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
     for records in zip(*answers, strict=True):
         texts = [record["choices"][0]["turns"] for record in records]
         assert texts[0] == texts[1] == texts[2]
-
-
-def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
-    settings = Settings(threshold=0.3, divergence="tv", min_ratio=0.2)
-    options = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
-    run(tmp_path, ["plain", "exact", "fsd"], settings, **options)
-    with (tmp_path / "report.csv").open(newline="") as file:
-        plain, exact, fuzzy = csv.DictReader(file)
-    assert [line["rule"] for line in (plain, exact, fuzzy)] == ["plain", "exact", "fsd"]
-    assert (plain["threshold"], exact["threshold"]) == ("", "")
-    values = [fuzzy[name] for name in ("threshold", "divergence", "min_ratio", "top_p", "seed")]
-    assert values == ["0.3", "tv", "0.2", "0.9", "7"]
-    text = (tmp_path / "report.md").read_text()
-    assert "temperature 0.5, top-p 0.9, seed 7" in text
-    assert "fsd: divergence tv, threshold 0.3, " in text
-    assert "Answers that had not ended by 8 tokens" in text
 
 
 def test_fsd_without_a_threshold_is_not_decoded_beside_exact(

@@ -16,7 +16,6 @@ from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.evaluation.verdict import main_row, verdict
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m"
@@ -157,23 +156,6 @@ def test_markdown_shows_changed_answers_and_figures() -> None:
     assert "![tradeoff.png](tradeoff.png)" in text
     assert r"| a\|b<br>\*c\* <b>fuzzy</b>a\|b<br>\*c\* |" in text
     assert "<script>" not in report_text(report_of(comparison=comparison(HOSTILE)))
-
-
-def test_tables_fit_a_terminal() -> None:
-    """Every table fits 100 columns, which two spaces separate."""
-    rows = [
-        make_row("plain", 0.4),
-        make_row("exact", 1.0),
-        make_row("js T=0.003 r=0.1", 1.5, 12, 3),
-    ]
-    for row in rows:
-        row["tau_by_category"] = {f"category {at}": 2.0 for at in range(8)}
-        row["speed_over_hf"] = 1.5
-    found = tables(make_report(rows))
-    assert len(found) >= 5
-    for headers, cells in found:
-        widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-        assert sum(widths) + 2 * (len(widths) - 1) <= 100, headers
 
 
 # -- the verdict -----------------------------------------------------------------------------------

@@ -129,7 +129,6 @@ def test_parse_rating() -> None:
         "Rating: [[7.5]]": 7.5,
         "[8]": 8,
         "see [1]; Rating: [[9]]": 9,
-        "[[10]]": 10,
         "[[3]], no, [[4]]": 3,
     }
     unrated = [

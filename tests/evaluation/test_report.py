@@ -12,7 +12,7 @@ from sample_report import make_report, make_row
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import harness_accuracy, limit_losses, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Table, csv_text, footnote, measurement, tables
+from eagle_fsd.evaluation.tables import Table, csv_text, footnote, tables
 
 
 def record_of(
@@ -249,17 +249,3 @@ def test_unclear_replies_of_a_judge_are_reported() -> None:
     assert (line["judge_unclear"], line["judge_loss_limit"]) == ("3", "0.5")
     pairs["unclear"] = 0
     assert "unclear" not in tables_of([row])["judge"][0]
-
-
-def test_a_report_says_whether_passes_were_compiled() -> None:
-    report = make_report([make_row("exact", 1.0)])
-    for sessions, words in (
-        ([False], "1 thread; tree"),
-        ([True], "1 thread, compiled;"),
-        ([True, False], ", partly compiled;"),
-    ):
-        report["sessions"] = {
-            str(number): {"environment": report["environment"], "compiled": compiled}
-            for number, compiled in enumerate(sessions)
-        }
-        assert words in measurement(report)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +39,6 @@ from eagle_fsd.train.features import add_noise, batch_features, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 
 COUNT = 23
-#: Seconds until a wait for another process fails.
-TIMEOUT = 100
 MAX_LENGTH = 100
 #: A few chats of the tiny target fill a shard of this size.
 SHARD_BYTES = 8000
@@ -185,76 +179,11 @@ def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_pa
 # -- several processes -----------------------------------------------------------------------------
 
 
-def run_processes(
-    count: int, work: Callable[[Any], FeatureStore], patch: pytest.MonkeyPatch
-) -> list[FeatureStore]:
-    """Call ``work`` in processes that are threads of this one; see ``accelerate.PartialState``."""
-    barrier, local = threading.Barrier(count), threading.local()
-    gathered: dict[int, list[Any]] = {}
-
-    def gather(items: list[Any]) -> list[Any]:
-        gathered[local.rank] = items
-        barrier.wait(TIMEOUT)
-        found = [item for rank in range(count) for item in gathered[rank]]
-        barrier.wait(TIMEOUT)
-        return found
-
-    def start(rank: int) -> FeatureStore:
-        local.rank = rank
-        wait = partial(barrier.wait, TIMEOUT)
-        names = {"process_index": rank, "num_processes": count, "is_main_process": rank == 0}
-        return work(SimpleNamespace(wait_for_everyone=wait, **names))
-
-    patch.setattr(feature_store, "gather_object", gather)
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(start, range(count)))
-
-
 def same_store(one: FeatureStore, other: FeatureStore) -> bool:
     """Whether stores have the same examples in the same order."""
     return len(one) == len(other) and all(
         same_example(one[index], other[index]) for index in range(len(one))
     )
-
-
-def test_processes_share_the_chats(
-    source: Source, store: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store is that of one process, bit for bit; complete shards are not computed again."""
-    original = ChatDataset.__getitem__
-    for processes, shard_bytes, kept in (
-        (3, 1 << 30, []),
-        (1, SHARD_BYTES, [0, 2]),
-        (2, SHARD_BYTES, [1]),
-    ):
-        folder = tmp_path / str(processes)
-        shutil.copytree(store.folder, folder)
-        index = json.loads((folder / "index.json").read_text())
-        index |= {"complete": False, "shards": [index["shards"][number] for number in kept]}
-        (folder / "index.json").write_text(json.dumps(index))
-        stored = {
-            shard["first"] + offset
-            for shard in index["shards"]
-            for offset in range(len(shard["chats"]))
-        }
-        computed: list[int] = []
-
-        def write(state: Any, out: Path = folder, size: int = shard_bytes) -> FeatureStore:
-            return source.write(out, size, state=state)
-
-        def spy(data: ChatDataset, chat: int, seen: list[int] = computed) -> Example:
-            seen.append(chat)
-            return original(data, chat)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ChatDataset, "__getitem__", spy)
-            found = run_processes(processes, write, patch)
-        assert sorted(computed) == sorted(set(range(COUNT)) - stored)
-        assert all(item.complete and same_store(item, store) for item in found)
-        files = {shard["file"] for shard in found[0].shards}
-        assert {file.name for file in folder.iterdir()} == {"index.json", *files}
-        if shard_bytes > SHARD_BYTES:
-            assert len(found[0].shards) == processes
 
 
 def test_store_of_an_earlier_version_is_resumed(
