@@ -109,6 +109,16 @@ def test_eagle_export_warns_of_what_eagle_cannot_read(
         assert bool(warning) == bool(caplog.text)
 
 
+def test_sglang_export_can_be_exported_again(tmp_path: Path) -> None:
+    head, target = save_random_head(tmp_path, bias=True)
+    sglang = convert_head(head, target, tmp_path / "sglang", "sglang")
+    again = read_export(convert_head(sglang, target, tmp_path / "again", "eagle"))
+    config, state = read_export(convert_head(head, target, tmp_path / "eagle", "eagle"))
+    assert {**again[0], "architectures": 0} == {**config, "architectures": 0}
+    assert again[0]["bias"] is True
+    assert same_weights(again[1], state)
+
+
 def test_export_computes_what_the_head_computes(tmp_path: Path) -> None:
     head, target = save_random_head(tmp_path)
     before = json.loads((head / "config.json").read_text())

@@ -30,8 +30,11 @@ from trainings import (
     write_half,
 )
 
-from eagle_fsd import OptionsError
+from eagle_fsd import EagleHead, OptionsError
+from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import TargetOptions
+from eagle_fsd.model.loading import load_target
+from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import TrainingBatch, split_validation
 from eagle_fsd.train.feature_store import store_features
@@ -112,6 +115,16 @@ def test_training_starts_from_a_head(train: Train, target: Path, data: Path) -> 
     assert read_losses(second).isfinite().all()
     with pytest.raises(ValueError, match=r"cannot be resumed: head was .*first', is None"):
         train_here(data, second, target, lr=0.0, weight_decay=0.0, max_steps=2, resume=True)
+
+
+def test_head_with_its_own_embedding_keeps_it(train: Train, target: Path, tmp_path: Path) -> None:
+    wrapped = Target(load_target(target))
+    head = EagleHead(wrapped.config, False).attach(wrapped)
+    embedding = torch.randn_like(wrapped.embed.weight)
+    head.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
+    save_head(head, tmp_path / "head")
+    out = train(head=tmp_path / "head", max_steps=2)
+    assert torch.equal(read_weights(out)["embed_tokens.weight"], embedding)
 
 
 # -- interruptions ---------------------------------------------------------------------------------
