@@ -211,7 +211,7 @@ def test_small_batches_have_gradients(head: EagleHead) -> None:
 
 #: Parameters of heads according to the EAGLE paper, in billions, and sizes in the targets' own
 #: config.json: hidden, inner, number of heads, of key-value heads, and of tokens.
-PUBLISHED: dict[float, tuple[int, ...]] = {
+PUBLISHED_SIZES: dict[float, tuple[int, ...]] = {
     0.24: (4096, 11008, 32, 32, 32000),  # Vicuna 7B
     0.37: (5120, 13824, 40, 40, 32000),  # Vicuna 13B
     0.99: (8192, 28672, 64, 8, 32000),  # LLaMA 2 70B
@@ -223,7 +223,7 @@ NAMES = (
 
 
 def test_number_of_parameters() -> None:
-    for billions, sizes in PUBLISHED.items():
+    for billions, sizes in PUBLISHED_SIZES.items():
         config = LlamaConfig(**dict(zip(NAMES, sizes, strict=True)))
         with torch.device("meta"):
             plain, biased = (EagleHead(config, bias) for bias in (False, True))

@@ -241,8 +241,11 @@ def test_key_comes_from_the_environment_and_is_not_stored(
     with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
         rewrite(api_key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", KEY)
-    rewrite(api_key_env="OTHER_KEY", base_url=rewrite.stub.url.replace("//", "//user:password@"))
+    rewrite(api_key_env="OTHER_KEY")
     assert set(rewrite.stub.keys) == {f"Bearer {KEY}"}
+    rewrite.out.unlink()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    rewrite(base_url=rewrite.stub.url.replace("//", "//user:password@"))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert KEY not in written
     assert "password" not in written
