@@ -146,7 +146,7 @@ def test_phases_of_captured_steps_come_from_a_second_run(
     monkeypatch.setattr(Engine, "__init__", init)
     arguments = ["--shape", "llama-3.1-8b", "--sampled", "--tree", "16/3/4", "--rows", "2"]
     name, tables, text = quick(step, *arguments, "--compile")
-    assert name == "step-llama-3.1-8b-cpu"
+    assert name == "step-llama-3.1-8b-compiled-cpu"
     assert captures == 5 * [True] + 5 * [False]
     assert compiled == {(2, True)}
     ((_, rows),) = tables.items()
