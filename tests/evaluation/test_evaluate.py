@@ -167,22 +167,6 @@ def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> N
                 assert one["log_likelihood"] == pytest.approx(two["log_likelihood"], abs=1e-5)
 
 
-def test_methods_take_turns(model: EagleFSD, tmp_path: Path) -> None:
-    """After so many of the questions."""
-    several = {"temperature": 1.0}
-    cases: list[tuple[dict[str, Any], int, int]] = [
-        ({}, 500, 1),
-        ({"batch": 8}, 500, 32),  # four answers per row
-        ({"batch": 8}, 100, 25),  # four turns of each method
-        ({"batch": 8}, 20, 8),  # a full batch
-        ({**several, "samples": 16}, 500, 1),
-        ({**several, "samples": 2, "seeds": 2, "batch": 8}, 500, 8),
-        ({**several, "samples": 100, "batch": 8}, 500, 1),
-    ]
-    for options, count, questions in cases:
-        assert answerer(model, tmp_path, **options).group_size(count) == questions
-
-
 def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
     """Its generate and its assisted generation, for which the target assists itself."""
     request = {"baseline": "hf", "assistant": str(BUNDLED_TARGET)}

@@ -12,10 +12,7 @@ import pytest
 from trainings import write_rounds
 
 from eagle_fsd.bundled.problems import problems
-from eagle_fsd.model.batch import Batch
-from eagle_fsd.model.config import SamplingConfig, TargetOptions
-from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer, Request
+from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 from eagle_fsd.train.loaded_target import LoadedTarget
@@ -114,23 +111,6 @@ def test_the_batch_does_not_change_the_result(rewrite: Rewriting, tmp_path: Path
         assert len(found) == 1
 
 
-def test_the_next_turn_joins_the_running_batch(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two chats with three turns each, one is running when a turn of the other joins."""
-    running, add = [], Batch.add
-
-    def recorded(batch: Batch, request: Request) -> Answer:
-        running.append(len(batch))
-        return add(batch, request)
-
-    monkeypatch.setattr(Batch, "add", recorded)
-    chosen = [chat for chat in rewrite.chats if len(chat) >= 6]
-    rewrite(tmp_path / "out.jsonl", chosen, max_new_tokens=200, temperature=0.0)
-    assert len(running) == 6
-    assert running[:5] == [0, 1, 1, 1, 1]  # the last turn may be alone
-
-
 def test_interrupted_run_resumes_to_the_same_result(
     rewrite: Rewriting, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -180,20 +160,3 @@ def test_chat_ends_where_the_context_is_full(rewrite: Rewriting, tmp_path: Path)
     (rewritten,) = rewrite(tmp_path / "out.jsonl", [chat], temperature=0.0)
     assert [message["role"] for message in rewritten] == ["user", "assistant"]
     assert rewritten[0]["content"] == "How many?"
-
-
-def test_turns_of_different_chats_have_different_seeds(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of a late turn and a later chat."""
-    seeds: list[int] = []
-    original = EagleFSD.request
-
-    def request(model: EagleFSD, *arguments: Any, sampling: SamplingConfig, **options: Any) -> Any:
-        seeds.append(sampling.seed or 0)
-        return original(model, *arguments, sampling=sampling, **options)
-
-    monkeypatch.setattr(EagleFSD, "request", request)
-    chat = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
-    rewrite(tmp_path / "out.jsonl", [chat] * 9, batch_size=2)
-    assert len(seeds) == len(set(seeds)) == 4 * 9

@@ -35,9 +35,7 @@ from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
-from eagle_fsd.train.config import FeaturesRequest
-from eagle_fsd.train.dataset import TrainingBatch, split_validation
-from eagle_fsd.train.feature_store import store_features
+from eagle_fsd.train.dataset import split_validation
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.trainer import Trainer
 from eagle_fsd.train.training_folder import TrainingError, TrainingFolder
@@ -260,32 +258,7 @@ def test_gradient_norm_of_deepspeed_may_be_missing(
         assert [line["gradient_norm"] for line in read_metrics(out)] == [norm] * 2
 
 
-# -- batches of tokens -----------------------------------------------------------------------------
-
-
-def test_batches_never_exceed_the_budget_of_tokens(
-    train: Train, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And every epoch has the same number of batches, which hold every chat once."""
-    seen: list[tuple[int, int, int, list[int]]] = []
-    original = Trainer._compute_losses
-
-    def record(trainer: Trainer, epoch: int, batch: TrainingBatch) -> Any:
-        seen.append((epoch, *batch.ids.shape, batch.indices))
-        return original(trainer, epoch, batch)
-
-    monkeypatch.setattr(Trainer, "_compute_losses", record)
-    features = tmp_path / "features"
-    store_features(FeaturesRequest(data=data, out=features, target=target, max_length=128))
-    for name, source in (("chats", {}), ("stored", {"features": features})):
-        seen.clear()
-        train(name, **TOKENS, **source, max_steps=None, epochs=3)
-        assert all(rows * width <= 200 for _, rows, width, _ in seen)
-        assert max(rows for _, rows, _, _ in seen) > 2  # batch_size does not limit it
-        for epoch in range(3):
-            batches = [indices for number, _, _, indices in seen if number == epoch]
-            assert sorted(index for batch in batches for index in batch) == list(range(10))
-            assert len(batches) == len(seen) // 3
+def test_budget_of_tokens_must_hold_the_longest_chat(train: Train, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"at least max_length \(128\); got 100"):
         train(tokens_per_batch=100, max_length=128)
     assert not (tmp_path / "out").exists()
