@@ -126,11 +126,7 @@ def test_the_series_with_the_largest_expected_speed_is_tested() -> None:
 
 
 def test_settings_with_the_largest_expected_gain_remain() -> None:
-    """Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not.
-
-    Of the trees of an acceptance setting, the fastest one remains, unless another is likelier to be
-    certified.
-    """
+    """The fastest tree of each acceptance setting, unless another is likelier to be certified."""
 
     def kept(count: int, max_drop: float, paired: int, **lost: int) -> list[str]:
         names = [name.replace("_", "-") for name in lost]
@@ -145,6 +141,7 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
         found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 200, count)
         return [item.name for item in found]
 
+    # Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not.
     losses = {"a": 12, "b": 4, "c": 0, "d": 0}
     for count, expected in ((4, "bcd"), (2, "cd"), (1, "c")):
         assert kept(count, 5.0, 50, **losses) == list(expected)
@@ -392,10 +389,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Machine:
-    """Answers and measures in no time, as many losses of 100 answers as a test wants.
-
-    In each round of the selection, every method loses three; :attr:`lost` is for fresh questions.
-    """
+    """Answers and measures in no time; :attr:`lost` is the losses of 100 fresh questions."""
 
     def __init__(self) -> None:
         self.lost: dict[str, int] = {}

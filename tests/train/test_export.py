@@ -66,10 +66,7 @@ def export_random_head(
 
 
 def test_each_engine_finds_its_tensors_and_fields(tmp_path: Path) -> None:
-    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none.
-
-    In the configuration of both, ``bias`` means biases of the attention.
-    """
+    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none."""
     for bias in (True, False):
         folder = tmp_path / str(bias)
         config, state = export_random_head(folder / "eagle", "eagle", bias=bias)
