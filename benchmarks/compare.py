@@ -168,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     candidates = [*hugging_face_methods(model, new_tokens), *own_methods(model, new_tokens)]
     if options.compile:
         candidates += own_methods(model, new_tokens, compiled=True)
+    if options.quick:  # one setting of each method
+        candidates = list({method.name: method for method in candidates}.values())
     _answer_all(candidates, model, tasks[: options.trial], "selecting settings")
     best: dict[str, Method] = {}
     for method in candidates:

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ import step
 import summary
 import torch
 import vocabulary
-from measurement import EXACT, FSD, PLAIN, Table, copy_bandwidth
+from measurement import EXACT, FSD, PLAIN, copy_bandwidth
 
 from eagle_fsd import AcceptanceConfig
 from eagle_fsd.model.engine import Engine
@@ -35,7 +35,7 @@ from eagle_fsd.model.stats import PhaseClock
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENT = (ROOT / "benchmarks/measurement.py").read_text(encoding="utf-8")
-Script = Callable[[Sequence[str]], None]
+Quick = Callable[..., tuple[str, dict[str, Any], str]]
 
 
 @pytest.fixture(autouse=True)
@@ -46,38 +46,79 @@ def _keep_threads() -> Any:
     torch.set_num_threads(threads)
 
 
-def run_quick(script: Script, out: Path, *arguments: str) -> tuple[str, dict[str, Any], str]:
-    """Run a script with ``--quick``; returns its report's name, JSON and Markdown."""
-    script(["--quick", "--device", "cpu", "--out", str(out), *arguments])
-    (path,) = out.glob("*.json")
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert {"date", "machine", "versions"} <= set(report["environment"])
-    return path.stem, report["tables"], path.with_suffix(".md").read_text(encoding="utf-8")
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quick:
+    """Run a script with ``--quick``; returns its report's name, JSON and Markdown.
+
+    Results must be saved as they come in, so that a script that is killed leaves those it has.
+    """
+
+    def call(script: Any, *arguments: str, saves: int | None = None) -> Any:
+        save, found = script.save_report, []
+
+        def save_report(
+            options: Any, name: str, tables: Any, figure: Any = None, finished: bool = True
+        ) -> None:
+            # Drawing unfinished figures takes longer than the measurements.
+            save(options, name, tables, figure if finished else None, finished=finished)
+            (path,) = tmp_path.glob("*.json")
+            report = json.loads(path.read_text(encoding="utf-8"))
+            count = sum(map(len, report["tables"].values()))
+            assert count == sum(len(table.rows) for table in tables) > 0
+            assert ("incomplete" in path.with_suffix(".md").read_text()) != report["finished"]
+            found.append((report["finished"], count))
+
+        monkeypatch.setattr(script, "save_report", save_report)
+        script.main(["--quick", "--device", "cpu", "--out", str(tmp_path), *arguments])
+        assert found == sorted(found)
+        assert saves in (None, len(found) - 1)
+        assert [finished for finished, _ in found] == [False] * (len(found) - 1) + [True]
+        (path,) = tmp_path.glob("*.json")
+        report = json.loads(path.read_text(encoding="utf-8"))
+        assert {"date", "machine", "versions"} <= set(report["environment"])
+        return path.stem, report["tables"], path.with_suffix(".md").read_text(encoding="utf-8")
+
+    return call
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, bool]]:
+    """The number of prompts of each step at the reserved size, and whether it is compiled."""
+    step, found = Engine.step, set()
+
+    def record(engine: Engine, *args: Any, **options: Any) -> Any:
+        if len(engine.rows) == engine.reserved[0]:
+            found.add((engine.reserved[0], engine.execution.compiles))
+        return step(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "step", record)
+    return found
 
 
 def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("shape", [None, "llama-3.1-8b"])
-def test_step_reports_phases_and_floor(
-    shape: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--shape", shape, "--sampled", "--tree", "16/3/4"] if shape else []
-    name, tables, text = run_quick(step.main, tmp_path, *arguments)
-    assert name == f"step-{shape or 'bundled'}-cpu"
-    assert is_png(tmp_path / f"{name}.png")
-    assert text.strip() in capsys.readouterr().out
-    ((_, rows),) = tables.items()
-    sampled = [f"{way}, sampled" for way in (EXACT, FSD)] if shape else []
-    assert [row["method"] for row in rows] == [PLAIN, EXACT, FSD, *sampled]
+def check_steps(rows: list[dict[str, Any]], seconds: str) -> None:
+    """Check the phases and the floor of steps, whose phases add up to a field of their row."""
     for row in rows:
         assert row["target_ms"] > 0.0
         phases = sum(row[f"{phase}_ms"] for phase in ("draft", "target", "verify", "rest"))
-        assert phases == pytest.approx(row["step_ms"], rel=0.5)
+        assert phases == pytest.approx(row[seconds], rel=0.5)
         assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
-        assert row["tree"] in text
-        assert not row["captured"]
+
+
+def test_step_reports_phases_and_floor(
+    quick: Quick, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, tables, text = quick(step, saves=1)
+    assert name == "step-bundled-cpu"
+    assert is_png(tmp_path / f"{name}.png")
+    assert text.strip() in capsys.readouterr().out
+    ((_, rows),) = tables.items()
+    assert [row["method"] for row in rows] == [PLAIN, EXACT, FSD]
+    check_steps(rows, "step_ms")
+    assert not any(row["captured"] for row in rows)
     assert "CUDA graphs" not in text
 
 
@@ -90,7 +131,7 @@ class GraphClock(PhaseClock):
 
 
 def test_phases_of_captured_steps_come_from_a_second_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: Quick, compiled: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA, the first run reports the phase "graph" only."""
     create = Engine.__init__
@@ -103,82 +144,25 @@ def test_phases_of_captured_steps_come_from_a_second_run(
             engine.execution.clock = GraphClock(engine.target.device)
 
     monkeypatch.setattr(Engine, "__init__", init)
-    arguments = ["--shape", "llama-3.1-8b", "--sampled", "--tree", "16/3/4"]
-    _, tables, text = run_quick(step.main, tmp_path, *arguments)
+    arguments = ["--shape", "llama-3.1-8b", "--sampled", "--tree", "16/3/4", "--rows", "2"]
+    name, tables, text = quick(step, *arguments, "--compile")
+    assert name == "step-llama-3.1-8b-compiled-cpu"
     assert captures == 5 * [True] + 5 * [False]
+    assert compiled == {(2, True)}
     ((_, rows),) = tables.items()
+    methods = [PLAIN, EXACT, FSD, f"{EXACT}, sampled", f"{FSD}, sampled"]
+    assert [row["method"] for row in rows] == methods
+    check_steps(rows, "phased_ms")
     for row in rows:
         assert row["captured"]
-        assert row["target_ms"] > 0.0
+        assert row["tree"] in text
         assert f"{row['method']} {row['phased_ms']:.2f} ms" in text
-        phases = sum(row[f"{phase}_ms"] for phase in ("draft", "target", "verify", "rest"))
-        assert phases == pytest.approx(row["phased_ms"], rel=0.5)
-        assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
     assert "replayed as CUDA graphs" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "saves"),
-    [(step, 1), (growth, 8), (shapes, 2), (batches, 6), (vocabulary, 2), (attention, 2)],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_results_are_saved_as_they_come_in(
-    script: Any, saves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script that is killed leaves the results that it has."""
-    save, found = script.save_report, []
-
-    def save_report(*args: Any, **options: Any) -> None:
-        save(*args, **options)
-        tables: Sequence[Table] = args[2]
-        (path,) = tmp_path.glob("*.json")
-        report = json.loads(path.read_text(encoding="utf-8"))
-        saved = sum(map(len, report["tables"].values()))
-        assert saved == sum(len(table.rows) for table in tables) > 0
-        assert ("incomplete" in path.with_suffix(".md").read_text()) != report["finished"]
-        found.append((report["finished"], saved))
-
-    monkeypatch.setattr(script, "save_report", save_report)
-    run_quick(script.main, tmp_path)
-    assert [finished for finished, _ in found] == [False] * saves + [True]
-    assert [count for _, count in found] == sorted(count for _, count in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "arguments", "sizes"),
-    [
-        (step, ["--shape", "llama-3.1-8b", "--tree", "16/3/4", "--rows", "2"], {2}),
-        (shapes, ["--rows", "2"], {2}),
-        (growth, [], {1, 2}),
-        (batches, [], {1, 3}),
-    ],
-    ids=["step", "shapes", "growth", "batches"],
-)
-def test_steps_of_the_measured_size_are_compiled(
-    script: Any,
-    arguments: list[str],
-    sizes: set[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without that, reports would call steps of several prompts compiled that are not."""
-    step, found = Engine.step, set()
-
-    def record(engine: Engine, *args: Any, **options: Any) -> Any:
-        found.add((engine.reserved[0], len(engine.rows), engine.execution.compiles))
-        return step(engine, *args, **options)
-
-    monkeypatch.setattr(Engine, "step", record)
-    _, _, text = run_quick(script.main, tmp_path, "--compile", *arguments)
-    assert {size for size, rows, compiles in found if rows == size and compiles} == sizes
-    assert all(compiles for size, rows, compiles in found if rows == size in sizes)
     assert ", compiled," in text
 
 
-def test_shapes_force_acceptance(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(shapes.main, tmp_path, "--accepted", "2", "--dtype", "bfloat16")
+def test_shapes_force_acceptance(quick: Quick, tmp_path: Path) -> None:
+    name, tables, _ = quick(shapes, "--accepted", "2", "--dtype", "bfloat16", saves=2)
     assert name == "shapes-bfloat16-cpu"
     assert is_png(tmp_path / f"{name}.png")
     assert len(tables) == 2  # a full and a reduced draft vocabulary
@@ -191,23 +175,44 @@ def test_shapes_force_acceptance(tmp_path: Path) -> None:
             assert row["floor_ms"] > plain["floor_ms"]
 
 
-def test_growth_varies_one_size_at_a_time(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(growth.main, tmp_path)
+def test_growth_varies_one_size_at_a_time(
+    quick: Quick, compiled: set[tuple[int, bool]], tmp_path: Path
+) -> None:
+    name, tables, _ = quick(growth, "--compile", saves=8)
     assert is_png(tmp_path / f"{name}.png")
     found = {title.removeprefix("Growth with the "): rows for title, rows in tables.items()}
     assert {key: tuple(row[key] for row in rows) for key, rows in found.items()} == (
         growth.QUICK_RANGES
     )
     assert all(row[way] > 0.0 for rows in found.values() for row in rows for way in (PLAIN, FSD))
+    assert compiled == {(1, True), (2, True)}
 
 
-def test_growth_stops_in_time(tmp_path: Path) -> None:
-    _, tables, _ = run_quick(growth.main, tmp_path, "--seconds", "0.006")
+def test_growth_stops_in_time(quick: Quick) -> None:
+    _, tables, _ = quick(growth, "--seconds", "0.006")
     assert sum(map(len, tables.values())) < sum(map(len, growth.QUICK_RANGES.values()))
 
 
-def test_comparison_with_hugging_face(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(compare.main, tmp_path)
+def test_batches_give_the_same_answers(quick: Quick, tmp_path: Path) -> None:
+    name, tables, _ = quick(batches, saves=6)
+    assert name == "batches-cpu"
+    assert is_png(tmp_path / f"{name}.png")
+    ((_, rows),) = tables.items()
+    assert [(row["rows"], row["method"]) for row in rows] == [
+        (rows, method) for rows in (1, 3) for method in (PLAIN, EXACT, FSD)
+    ]
+    assert all(row["identical"] == 100 for row in rows)
+    assert all(row["cache_mib"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [vocabulary, attention], ids=lambda script: script.__name__)
+def test_other_scripts_save_their_results(script: Any, quick: Quick) -> None:
+    quick(script, saves=2)
+
+
+def test_comparison_with_hugging_face(quick: Quick, tmp_path: Path) -> None:
+    name, tables, _ = quick(compare)
     assert is_png(tmp_path / f"{name}.png")
     ((_, rows),) = tables.items()
     by_name = {row["method"]: row for row in rows}
@@ -248,12 +253,12 @@ def test_options_of_the_official_code_are_checked(
 
 
 @pytest.mark.slow  # starts a process
-def test_official_code_gives_the_same_answers(tmp_path: Path) -> None:
+def test_official_code_gives_the_same_answers(quick: Quick) -> None:
     checkout, python = map(os.environ.get, ("EAGLE_CHECKOUT", "EAGLE_PYTHON"))
     if not checkout or not python:
         pytest.skip("EAGLE_CHECKOUT and EAGLE_PYTHON do not name the official code")
     arguments = ["--eagle", checkout, "--eagle-python", python]
-    _, tables, text = run_quick(compare.main, tmp_path, *arguments)
+    _, tables, text = quick(compare, *arguments)
     methods, rows = tables.values()
     settings = [row["setting"] for row in methods if row["method"] == compare.OFFICIAL]
     assert settings == list(compare.OFFICIAL_TREES)
@@ -281,21 +286,34 @@ def test_copy_bandwidth_is_plausible() -> None:
     assert 1e7 < copy_bandwidth(torch.device("cpu"), quick=True) < 1e13
 
 
-def test_pages_commands_exist() -> None:
+def test_commands_of_the_page_and_of_the_gpu_script_exist(tmp_path: Path) -> None:
+    """The parts of the latter, apart from the last one, fit into nine minutes."""
     page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^python (benchmarks/\w+\.py)(.*)$", page, re.MULTILINE)
+    commands = re.findall(r"^python (benchmarks/\w+\.py.*)$", page, re.MULTILINE)
     assert commands
-    for script, options in commands:
+    python, called = tmp_path / "python", tmp_path / "called"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--quick"]
+    subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, check=True)
+    tests, *parts = called.read_text().splitlines()
+    assert (ROOT / tests.split()[-1]).exists()
+    assert len(parts) == 8
+    for script, *words in map(str.split, [*commands, *parts]):
         source = (ROOT / script).read_text(encoding="utf-8") + MEASUREMENT
-        assert all(f'"{name}"' in source for name in re.findall(r"--[\w-]+", options))
+        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert set(re.findall(r"`(\w+\.py)`", page)) <= scripts
+    script = (ROOT / "benchmarks/gpu.sh").read_text(encoding="utf-8")
+    limits = [int(value) for value in re.findall(r"^(?:\w+=1 )*part [\w-]+ (\d+) ", script, re.M)]
+    assert len(limits) == 8
+    assert sum(limits) <= 540 - 50
+    assert "\nLIMIT=540\n" in script
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-def test_every_drafter_has_a_row(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(drafters.main, tmp_path)
+def test_every_drafter_has_a_row(quick: Quick) -> None:
+    name, tables, _ = quick(drafters)
     assert name == "drafters-cpu"
     assert set(tables) == {"Drafters on problems", "Drafters on copies"}
     for plain, *rows in tables.values():
@@ -305,8 +323,8 @@ def test_every_drafter_has_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_divergence_has_a_row_for_both_heads(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(divergences.main, tmp_path)
+def test_every_divergence_has_a_row_for_both_heads(quick: Quick) -> None:
+    name, tables, _ = quick(divergences)
     assert name == "divergences-cpu"
     ((_, rows),) = tables.items()
     assert [row["divergence"] for row in rows] == ["js", "kl", "kl_reversed"] * 2
@@ -349,8 +367,8 @@ def revision() -> str:
 
 @pytest.mark.slow  # starts two processes
 @pytest.mark.usefixtures("revision")
-def test_revisions_answer_alike(tmp_path: Path) -> None:
-    _, tables, _ = run_quick(revisions.main, tmp_path)
+def test_revisions_answer_alike(quick: Quick) -> None:
+    _, tables, _ = quick(revisions)
     ((_, rows),) = tables.items()
     assert [row["method"] for row in rows] == ["plain", "exact 60/6/10", "FSD 20/18/1"]
     assert [row["identical"] for row in rows] == [100.0] * 3
@@ -359,26 +377,9 @@ def test_revisions_answer_alike(tmp_path: Path) -> None:
     assert all(math.isfinite(value) and value > 0.0 for value in values)
 
 
-def test_limits_of_all_gpu_parts_fit_in_nine_minutes() -> None:
-    script = (ROOT / "benchmarks/gpu.sh").read_text(encoding="utf-8")
-    limits = [int(value) for value in re.findall(r"^(?:\w+=1 )*part [\w-]+ (\d+) ", script, re.M)]
-    assert len(limits) == 8
-    assert sum(limits) <= 540 - 50  # the last part takes what is left
-    assert "\nLIMIT=540\n" in script
-
-
-@pytest.mark.slow  # starts nine processes
-def test_all_gpu_parts_run(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
-    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
-    subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
-    for ending, count in (("json", 8), ("md", 8), ("png", 6)):
-        assert len(list(tmp_path.glob(f"*.{ending}"))) == count
-
-
 @pytest.mark.slow  # starts two processes
-def test_serving_reports_speed_and_latency(revision: str, tmp_path: Path) -> None:
-    name, tables, _ = run_quick(serving.main, tmp_path, "--revision", revision)
+def test_serving_reports_speed_and_latency(revision: str, quick: Quick) -> None:
+    name, tables, _ = quick(serving, "--revision", revision)
     assert name == "serving-cpu"
     new, old, comparison = tables.values()
     for rows in (new, old):
@@ -388,15 +389,3 @@ def test_serving_reports_speed_and_latency(revision: str, tmp_path: Path) -> Non
     for row, one, other in zip(comparison, new, old, strict=True):
         assert row["ratio"] == pytest.approx(one["tokens_per_second"] / other["tokens_per_second"])
         assert row["identical"] == 100.0
-
-
-def test_batches_give_the_same_answers(tmp_path: Path) -> None:
-    name, tables, _ = run_quick(batches.main, tmp_path)
-    assert name == "batches-cpu"
-    assert is_png(tmp_path / f"{name}.png")
-    ((_, rows),) = tables.items()
-    assert [(row["rows"], row["method"]) for row in rows] == [
-        (rows, method) for rows in (1, 3) for method in (PLAIN, EXACT, FSD)
-    ]
-    assert all(row["identical"] == 100 for row in rows)
-    assert all(row["cache_mib"] > 0 for row in rows)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from measurement import (
     QUICK,
     ForcedAcceptance,
-    StepTimes,
     contenders,
     random_prompt,
     step_bytes,
@@ -33,18 +30,17 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_forced_number_of_tokens_per_step(accepted: int, rows: int) -> None:
+def test_forced_number_of_tokens_per_step() -> None:
     pair = new_random_pair(total_tokens=4, depth=2, top_k=1)  # a chain of three tokens
-    ids = random_prompt(pair, rows, 5)
-    times = time_steps(contenders(pair, sampled=True), ids, QUICK, "test", accepted)
-    assert times.pop("plain").tau == 1.0
-    assert len(times) == 4
-    for steps in times.values():
-        assert steps.tau == accepted + 1
-        assert len(steps.blocks) == QUICK.blocks
-        assert steps.seconds > 0.0
+    for accepted, rows in ((0, 3), (1, 1), (2, 3), (3, 1)):
+        ids = random_prompt(pair, rows, 5)
+        times = time_steps(contenders(pair, sampled=True), ids, QUICK, "test", accepted)
+        assert times.pop("plain").tau == 1.0
+        assert len(times) == 4
+        for steps in times.values():
+            assert steps.tau == accepted + 1
+            assert len(steps.blocks) == QUICK.blocks
+            assert steps.seconds > 0.0
 
 
 def test_without_force_steps_emit_what_the_target_accepts() -> None:
@@ -61,9 +57,6 @@ def test_forced_acceptance_never_yields_text() -> None:
             pair.generate(prompt(4), rule=rule)
         with pytest.raises(RuntimeError, match="returns no text"):
             next(iter(pair.stream(prompt(4), rule=rule)))
-    # What timing returns are numbers.
-    names = {"blocks", "phases", "phased", "captured", "tau"}
-    assert {field.name for field in fields(StepTimes)} == names
 
 
 def test_random_weights_draft_deep_trees() -> None:
@@ -74,11 +67,10 @@ def test_random_weights_draft_deep_trees() -> None:
         assert times["exact"].tau == 5.0
 
 
-@pytest.mark.parametrize("shape", PARAMETERS)
-def test_shapes_have_the_published_number_of_parameters(shape: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(SHAPES[shape])
-    assert model.num_parameters() == PARAMETERS[shape]
+def test_shapes_have_the_published_number_of_parameters() -> None:
+    for shape, count in PARAMETERS.items():
+        with torch.device("meta"):
+            assert AutoModelForCausalLM.from_config(SHAPES[shape]).num_parameters() == count
 
 
 def test_floor_counts_what_a_step_reads() -> None:

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,6 @@ from eagle_fsd.evaluation.scoring import final_number, same_number
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.loading import load_tokenizer
 from recipes.target import save_target
-
-
-@lru_cache
-def unseen() -> list[Problem]:
-    return problems("test", 500, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +112,7 @@ def test_tokenizer_round_trip(model: EagleFSD) -> None:
 
 
 def test_transformers_4_can_load_the_files(model: EagleFSD, tmp_path: Path) -> None:
-    """By its names of settings, and of the tokenizer's class, which transformers 5 renames.
-
-    The recipe saves the target as it is committed.
-    """
+    """By its names of settings; the recipe saves the target as it is committed."""
     for part in ("target", "head"):
         config = json.loads((BUNDLED / part / "config.json").read_text())
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
@@ -153,36 +144,25 @@ def test_settings_are_read_from_the_head(model: EagleFSD) -> None:
         assert tree == TreeConfig(**shape)
 
 
-def check_greedy(model: EagleFSD, count: int) -> None:
-    """Check that exact decoding of problems is the greedy decoding of Hugging Face."""
-    for start in range(0, count, 50):
-        questions = [problem.question for problem in unseen()[start : min(start + 50, count)]]
-        encoded = encode(model, questions)
-        ours = model.generate(**encoded, threshold=0.0).sequences
-        theirs = model.model.generate(**encoded, max_new_tokens=256, do_sample=False)
-        assert torch.equal(ours, theirs)
-
-
 def test_exact_decoding_equals_hugging_face(model: EagleFSD) -> None:
-    check_greedy(model, 4)
+    encoded = encode(model, [problem.question for problem in problems("test", 4, seed=0)])
+    ours = model.generate(**encoded, max_new_tokens=96, threshold=0.0).sequences
+    theirs = model.model.generate(**encoded, max_new_tokens=96, do_sample=False)
+    assert torch.equal(ours, theirs)
 
 
-def test_a_sample_agrees_with_the_model_cards(model: EagleFSD) -> None:
-    cards = card_figures("head")
-    exact_accuracy, exact_tau = measure(model, unseen()[:16], threshold=0.0)
-    accuracy, tau = measure(model, unseen()[:16])
-    assert exact_accuracy >= 0.9
-    assert accuracy >= exact_accuracy - 1 / 16
-    assert exact_tau == pytest.approx(cards["exact"][1], rel=0.1)
-    assert tau == pytest.approx(cards["threshold"][1], rel=0.1)
-
-
-@pytest.mark.slow
-def test_the_model_cards_are_reproduced(model: EagleFSD) -> None:
-    """On all 500 problems."""
+@pytest.mark.parametrize(
+    ("count", "tolerance"), [(12, 0.1), pytest.param(100, 0.04, marks=pytest.mark.slow)]
+)
+def test_a_sample_agrees_with_the_model_cards(
+    model: EagleFSD, count: int, tolerance: float
+) -> None:
+    """The cards are those of 500 problems, whose accuracy has a standard error of 0.7 points."""
     cards = card_figures("target")
     assert cards == card_figures("head")
-    exact = measure(model, unseen(), threshold=0.0)
-    shipped = measure(model, unseen())
-    assert exact == pytest.approx(cards["exact"], rel=0.01)
-    assert shipped == pytest.approx(cards["threshold"], rel=0.01)
+    sample = problems("test", 500, seed=0)[:count]
+    exact, shipped = measure(model, sample, threshold=0.0), measure(model, sample)
+    assert shipped[0] >= exact[0] - 1 / count
+    for found, (accuracy, tau) in ((exact, cards["exact"]), (shipped, cards["threshold"])):
+        assert found[0] >= accuracy - 1 / 16
+        assert found[1] == pytest.approx(tau, rel=tolerance)

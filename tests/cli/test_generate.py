@@ -8,19 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
-from rich.console import Console
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.cli.generate import _print_answer
 from eagle_fsd.model.config import PairOptions
-from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils import detokenization
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -64,7 +58,7 @@ def test_prompts(run: Run, model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_seed_makes_sampling_reproducible(run: Run) -> None:
-    options = ("--threshold", 0, "--temperature", 2, "--max-new-tokens", 30, QUESTION)
+    options = ("--threshold", 0, "--temperature", 2, "--max-new-tokens", 12, QUESTION)
     first = generated(run, "--seed", 1, *options)["tokens"]
     assert generated(run, "--seed", 1, *options)["tokens"] == first
     assert generated(run, "--seed", 2, *options)["tokens"] != first
@@ -107,11 +101,9 @@ def test_command_line_overrides_settings_files_which_override_the_head(
 
 
 def test_bundled_drafters_have_names(run: Run) -> None:
-    options = ("--threshold", 0, "--max-new-tokens", 8, QUESTION)
     for name, path in BUNDLED_DRAFTERS.items():
         assert PairOptions(drafter=name).drafter == str(path)
-        named = generated(run, "--drafter", name, *options)
-        assert named == {**generated(run, "--drafter", path, *options), "stats": ANY}
+        assert generated(run, "--drafter", name, "--max-new-tokens", 2, QUESTION)["tokens"]
 
 
 def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> None:
@@ -127,21 +119,3 @@ def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> No
     status, _, err = run("generate", "--rule", "margin", "--threshold", "0.1", QUESTION)
     assert status == 2
     assert err.startswith("error: rule 'margin' takes no threshold; got 0.1")
-
-
-def test_control_characters_are_escaped_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Detokenizer:
-        def __init__(self, tokenizer: object) -> None:
-            pass
-
-        def step(self, token: int) -> str:
-            return ["a\x1b[2J", "b"][token]
-
-    monkeypatch.setattr(detokenization, "IncrementalDetokenizer", Detokenizer)
-    for terminal, expected in ((True, "a\u241b[2Jb\n"), (False, "a\x1b[2Jb\n")):
-        printed = io.StringIO()
-        console = Console(file=printed, force_terminal=terminal, color_system=None)
-        monkeypatch.setattr(sys.modules[_print_answer.__module__], "out", console)
-        chunk = SimpleNamespace(tokens=[0, 1], origins=[Origin.EXACT, Origin.TARGET])
-        _print_answer([chunk], SimpleNamespace(), show_origins=True)  # type: ignore[arg-type]
-        assert printed.getvalue() == expected

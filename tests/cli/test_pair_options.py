@@ -110,7 +110,6 @@ def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
     train, export = training(chats)
     for number, (words, drafter) in enumerate(
         (
-            (train, ("--drafter", head)),
             (export, ("--head", head)),
             ((*train, "--head-type", "eagle3"), ("--drafter", "bundled-eagle3")),
             (export, ("--drafter", "bundled-eagle3")),
@@ -122,7 +121,8 @@ def test_head_that_fits_is_trained_and_exported_with_the_bundled_target(
 
 def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, run: Run) -> None:
     """And a target needs its head."""
-    for words in (*DECODING, *((*words, "--out", "out") for words in training(chats))):
+    trains = [(*words, "--out", "out") for words in training(chats)]
+    for words in (*DECODING[::3], *trains):
         status, out, err = run(*words, "--drafter", other_head)
         assert (status, out) == (1, ""), words
         assert err.splitlines()[-1] == (
@@ -130,30 +130,17 @@ def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, 
             " target's is 128; pass its own target (--target)"
         )
         assert not Path("out").exists()
-    for words in DECODING:
+    for words in DECODING[::3]:
         status, out, err = run(*words, "--target", BUNDLED_TARGET)
         assert (status, out) == (1, ""), words
         expected = "error: pass both a target and a drafter (--drafter)"
         assert err.splitlines()[-1].startswith(expected)
 
 
-@pytest.mark.slow
-def test_capture_can_be_disabled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on by default. ``serve all`` passes it on to ``serve worker``."""
-
-    def set_attribute(self: EagleFSD, name: str, value: object) -> None:
-        if name == "capture" and hasattr(self, name):  # set again, by the command
-            raise ValueError(f"capture is {value}")
-        object.__setattr__(self, name, value)
-
-    monkeypatch.setattr(EagleFSD, "__setattr__", set_attribute)
-    choices = itertools.cycle((((), True), (("--capture",), True), (("--no-capture",), False)))
-    for words, (options, expected) in zip(DECODING, choices, strict=False):
-        status, _, err = run(*words, *options)
-        assert (status, err.splitlines()[-1]) == (1, f"error: capture is {expected}")
-    given = arguments_for(app["serve"]["worker"], Pair(capture=False, compile=True))
-    assert given == ["--compile", "--no-capture"]
-    assert not arguments_for(app["serve"]["worker"], Pair())
+def test_serve_all_passes_flags_on_to_its_worker() -> None:
+    worker = app["serve"]["worker"]
+    assert arguments_for(worker, Pair(capture=False, compile=True)) == ["--compile", "--no-capture"]
+    assert not arguments_for(worker, Pair())
 
 
 # -- targets without a chat template ---------------------------------------------------------------

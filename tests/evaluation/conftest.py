@@ -21,6 +21,12 @@ def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the figures of evaluations, which take longer than a few answers."""
+    monkeypatch.setattr("eagle_fsd.evaluation.runner.draw_figures", lambda *_: None)
+
+
+@pytest.fixture
 def judge_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder with prompts, and a reference answer for question 101 only."""
     folder = tmp_path / "data"

@@ -88,13 +88,7 @@ def pairwise_request(stub: StubJudge, count: int, out: Path) -> EvaluationReques
 
 
 class StubJudge(StubEndpoint):
-    """An endpoint that rates.
-
-    Attributes:
-        answered: The user messages that were answered.
-        intercept: Called with the user message before the reply; it may wait, or return another
-            reply.
-    """
+    """An endpoint that rates; ``intercept`` may wait, or return another reply to a user message."""
 
     def __init__(self) -> None:
         self.answered: list[str] = []

@@ -16,7 +16,7 @@ from eagle_fsd.utils.files import read_jsonl
 GRID = BenchGrid(thresholds=(0.2,), min_ratios=(0.0,))
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_bench_reports_phases(tmp_path: Path) -> None:
     config = BenchConfig(max_new_tokens=8, repeats=2)
     request = EvaluationRequest(count=2, baseline="hf", out=tmp_path)
@@ -36,16 +36,6 @@ def test_bench_reports_phases(tmp_path: Path) -> None:
     # Answers that carry phases and those that do not are never mixed.
     with pytest.raises(ValueError, match="repeats was 2, is None"):
         evaluate(request, EvaluationConfig(max_new_tokens=8), ["exact"])
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_bench_keeps_no_files_without_an_output_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    report = bench(EvaluationRequest(count=1), BenchConfig(max_new_tokens=4), GRID)
-    assert report is not None
-    assert not list(tmp_path.iterdir())
 
 
 def test_bench_by_several_processes_requires_an_output_folder(

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sample_report import make_report, make_row
 from stub_judge import StubJudge, pairwise_request
 
-from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, Origin, TreeConfig
+from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 from eagle_fsd.evaluation import calibration, engines, methods
 from eagle_fsd.evaluation.calibration import (
@@ -48,7 +45,6 @@ from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.selection import (
     CALIBRATED_RULES,
     Setting,
-    add_rows,
     candidate_methods,
     chance,
     check_accuracy,
@@ -56,18 +52,13 @@ from eagle_fsd.evaluation.selection import (
     drop_settings,
     exact_tree,
     plan_settings,
-    race_settings,
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
-from eagle_fsd.evaluation.tables import footnote, points_text
-from eagle_fsd.evaluation.tuning import costs, search
+from eagle_fsd.evaluation.tables import points_text
 from eagle_fsd.evaluation.tuning.candidates import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.acceptance import MarginRule
 from eagle_fsd.model.config import Settings, read_settings
-from eagle_fsd.utils.chat_templates import encode_prompt, load_chat_template
-from eagle_fsd.utils.progress import no_progress
 
 Run = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -105,23 +96,12 @@ def certified(outcomes: np.ndarray, loss: float, count: int, confidence: float) 
 # -- what is tested --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_chances_agree_with_the_certificate() -> None:
-    """The estimate is a share of 200 draws and the other of 300: standard errors below 4 points."""
-    for lost, gained, paired in ((0, 0, 400), (2, 1, 400), (0, 0, 16), (9, 7, 200)):
-        random = np.random.default_rng(5)
-        shares = random.dirichlet([lost + 0.5, gained + 0.5, paired - lost - gained + 0.5], 300)
-        passed = certified(random.multinomial(1500, shares)[:, :2], 0.01, 1500, 0.975)
-        found = chance(row("", 150, lost, gained, paired), BOUNDS, 1500, 2)
-        assert found == pytest.approx(passed.mean(), abs=0.2)
-
-
 def test_chances_decrease_with_losses_and_with_the_number_of_tests() -> None:
     rows = [row("", 150, lost) for lost in range(0, 20, 4)]
-    single = [chance(item, BOUNDS, 1500) for item in rows]
+    single = [chance(item, BOUNDS, 600) for item in rows]
     assert single == sorted(single, reverse=True)
     assert single[0] > 0.9 > 0.1 > single[-1]
-    assert all(chance(item, BOUNDS, 1500, 2) <= chance(item, BOUNDS, 1500) for item in rows)
+    assert all(chance(item, BOUNDS, 600, 2) <= chance(item, BOUNDS, 600) for item in rows)
     assert chance(rows[0], BOUNDS, 0) == 0.0
 
 
@@ -134,23 +114,19 @@ def test_the_series_with_the_largest_expected_speed_is_tested() -> None:
         ([sure, risky, lossy], 0.1, ["sure"]),
         ([sure, risky], 5.0, ["risky"]),
         ([sure, risky, lossy, row("between", 140)], 1.0, ["risky", "between"]),
-        ([row("slower", 149), row("faster", 150)], 1.0, ["faster"]),
+        ([row("slower", 149), row("faster", 150)], 2.0, ["faster"]),
         ([row("slower", 149), row("faster", 150, 5)], 1.0, ["faster", "slower"]),
         ([], 0.5, []),
         ([row("slow", 90), row("slow too", 96)], 0.5, []),
         ([row("lossy", 190, 90), row("lossy too", 196, 90)], 0.5, []),
         ([noisy], 0.5, []),
     ):
-        found = choose_tests(rows, LossBounds(max_drop=max_drop), 3000)
+        found = choose_tests(rows, LossBounds(max_drop=max_drop), 1500)
         assert [item["method"] for item in found] == expected
 
 
 def test_settings_with_the_largest_expected_gain_remain() -> None:
-    """Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not.
-
-    Of the trees of an acceptance setting, the fastest one remains, unless another is likelier to be
-    certified.
-    """
+    """The fastest tree of each acceptance setting, unless another is likelier to be certified."""
 
     def kept(count: int, max_drop: float, paired: int, **lost: int) -> list[str]:
         names = [name.replace("_", "-") for name in lost]
@@ -162,24 +138,15 @@ def test_settings_with_the_largest_expected_gain_remain() -> None:
             name: row(name, 150, number, 0, paired)
             for name, number in zip(names, lost.values(), strict=True)
         }
-        found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 1500, count)
+        found = drop_settings(plan, rows, LossBounds(max_drop=max_drop), 200, count)
         return [item.name for item in found]
 
+    # Of 50 questions, 4 losses may be bad luck at a bound of 5 points, 12 are not.
     losses = {"a": 12, "b": 4, "c": 0, "d": 0}
     for count, expected in ((4, "bcd"), (2, "cd"), (1, "c")):
         assert kept(count, 5.0, 50, **losses) == list(expected)
     trees = {"a_chain": 0, "b_chain": 2, "a_bushy": 0, "b_bushy": 0}
     assert kept(4, 1.0, 100, **trees) == ["a-chain", "b-bushy"]
-
-
-def test_results_of_rounds_add_up() -> None:
-    rows: dict[str, Row] = {}
-    for scored, accuracy, lost in ((10, 0.9, 1), (30, 0.7, 2)):
-        new = {**row("a", 150, lost, 0, scored), "accuracy": accuracy, "cut_off": 1}
-        add_rows(rows, [{**new, "method": "exact", "against_exact": {}}, new])
-    assert rows["a"]["against_exact"] == {"lost": 3, "gained": 0, "paired": 40}
-    assert rows["a"]["accuracy"] == pytest.approx(0.75)
-    assert (rows["a"]["scored"], rows["exact"]["cut_off"]) == (40, 2)
 
 
 def tree_plan(**trees: Sequence[tuple[TreeConfig, float]]) -> TreePlan:
@@ -232,97 +199,56 @@ def test_candidates_include_other_rules_or_are_an_engines() -> None:
             candidate_methods(grid, "sglang", 0.0, rules)
 
 
-def test_the_fastest_tree_of_exact_decoding_is_the_reference() -> None:
-    """Whichever tree won the race at the beginning of the search."""
-    seconds = {48: 1.07, 24: 1.0, None: 4.0, 12: 0.5}
-    raced: list[int | None] = []
-
-    def decode(_: object, method: Method, *__: int) -> tuple[list[Any], float]:
-        size = method.tree.total_tokens if method.tree else None
-        raced.append(size)
-        answer = SimpleNamespace(tokens=[0], stats=SimpleNamespace(steps=1))
-        return [answer], seconds[size]
-
-    config = SimpleNamespace(batch=1)
-    prompts: Any = SimpleNamespace(groups=8, config=config, pair=lambda: None, decode=decode)
-    slow, fast = (TreeConfig(total_tokens=n, depth=8, top_k=4) for n in (48, 24))
-    setting = Setting(Method("a", tree=TREE), "a", 2.0)
-    best, found = race_settings(prompts, [slow, fast, slow], [setting], no_progress)
-    assert best.tree == fast
-    assert found["a"]["speed_over_exact"] == pytest.approx(2.0)
-    assert found["exact"]["speed_over_exact_interval"] is None
-    assert raced[4:8] == [48, 24, 12, None]  # in turn, after each has warmed up
-    assert raced.count(48) == raced.count(12) == 9
-
-
 # -- the certificate -------------------------------------------------------------------------------
 
 
-def test_certificates_of_selected_settings_err_as_stated() -> None:
-    """Of many settings that lose exactly the bound, the luckiest is selected, then certified.
+def test_certificates_err_as_stated() -> None:
+    """All settings lose exactly the bound, so that certifying any of them is an error.
 
-    With 3,000 samples the standard deviation of the share is below 0.75 points; a share above the
-    stated error plus five of them has a probability below 1e-6. On the questions for the selection
-    themselves, the same test would err almost always.
+    With 3,000 samples, a share above the stated error plus five standard deviations has a
+    probability below 1e-6. Three ways: the luckiest setting is certified on fresh questions; on
+    those that selected it, which errs almost always; or as a series of tests.
     """
-    for confidence, count, settings in ((0.8, 200, 8), (0.95, 400, 20)):
+    for confidence, count, settings in ((0.8, 200, 8), (0.95, 200, 20)):
         random = np.random.default_rng(0)
         lost = random.multinomial(count, SHARES, (3000, settings))[..., :2]
         luckiest = (lost[..., 0] - lost[..., 1]).argmin(1)
         fresh = random.multinomial(count, SHARES, 3000)[:, :2]
         reused = lost[np.arange(3000), luckiest]
-        assert certified(fresh, LOSS, count, confidence).mean() <= 1 - confidence + 5 * 0.0075
+        level = 1 - confidence + 5 * 0.0075
+        assert certified(fresh, LOSS, count, confidence).mean() <= level
         assert certified(reused, LOSS, count, confidence).mean() > 0.5
-
-
-def test_a_series_of_tests_errs_as_stated() -> None:
-    """All settings lose exactly the bound, so that certifying any of them is an error.
-
-    The samples and the tolerance are those of the test above. Without dividing the error
-    probability, independent tests would err almost twice as often.
-    """
-    for confidence, count in ((0.8, 300), (0.95, 400)):
-        random = np.random.default_rng(2)
-        lost = random.multinomial(count, SHARES, (3000, MAX_TESTS))[..., :2]
         divided, whole = (
-            certified(lost, LOSS, count, confidence_per_test(confidence, tests)).any(1).mean()
+            certified(lost[:, :MAX_TESTS], LOSS, count, confidence_per_test(confidence, tests))
             for tests in (MAX_TESTS, 1)
         )
-        assert divided <= 1 - confidence + 5 * 0.0075
-        assert whole > 1.2 * divided
+        assert divided.any(1).mean() <= level
+        assert whole.any(1).mean() > 1.2 * divided.any(1).mean()
 
 
 def test_the_conclusion_states_the_bounds_and_the_confidence_of_each_test() -> None:
     good, bad = (Verdict.of(row(name, 150, n, 1), BOUNDS, 1) for name, n in (("a", 2), ("b", 12)))
+    assert (good.certified, bad.certified) == (True, False)
+    assert good.drop < 1.0 < bad.drop
     assert conclude([good], BOUNDS, 1, 9) == (
         "a, 1.50 times exact decoding: on 1000 questions that had no part in its selection, it"
         " lost 2 answers and gained 1, so that with 95% confidence it loses at most"
         f" {points_text(good.drop / 100)} points of accuracy relative to exact decoding."
     )
-    assert (good.certified, bad.certified) == (True, False)
-    assert good.drop < 1.0 < bad.drop
-    assert conclude([bad], BOUNDS, 1, 9) == (
-        "Exact decoding: nothing is certified to lose at most 1 points of accuracy relative to"
-        " exact decoding. On 1000 questions that had no part in the selection, with 95%"
-        " confidence: b lost 12 answers and gained 1, so that it loses at most"
-        f" {points_text(bad.drop / 100)} points."
-    )
     assert "none of 9 settings" in conclude([], BOUNDS, 0, 9)
-
     fast, slow, lossy = (
         Verdict.of(row(name, 150, lost, 1), BOUNDS, 2)
         for name, lost in (("fast", 12), ("slow", 2), ("lossy", 20))
     )
     assert slow.drop == pytest.approx(100 * loss_bound(2, 1, 1000, 0.975))
-    bound = f"at most {points_text(fast.drop / 100)} points"
     found = conclude([fast, slow], BOUNDS, 2, 9)
     assert found.startswith("slow, 1.50 times exact decoding: on 1000 questions")
     assert "fast was tested before and is not certified: it lost 12 answers and gained 1" in found
-    assert f"which shows {bound}, not 1 points." in found
     assert "Each of up to 2 tests has a confidence of 97.5%" in found
     found = conclude([fast, lossy], BOUNDS, 2, 9)
-    assert found.startswith("Exact decoding: nothing is certified")
-    assert f"gained 1, so that it loses {bound}; lossy lost 20" in found
+    assert found.startswith("Exact decoding: nothing is certified to lose at most 1 points")
+    bound = points_text(fast.drop / 100)
+    assert f"gained 1, so that it loses at most {bound} points; lossy lost 20" in found
     with pytest.raises(ValueError, match="have no score"):
         Verdict.of({**row("T=0.1", 120), "against_exact": {}}, BOUNDS, 1)
 
@@ -352,30 +278,27 @@ def test_questions_are_checked_before_they_are_answered() -> None:
         "100 fresh questions cannot show a loss below 2.97 points even if nothing is lost; 600 can,"
         " 745 if two settings are tested; use a larger --count, or a --max-drop above 0.5"
     )
-    assert loss_bound(0, 0, 744, 0.975) > 0.005 >= loss_bound(0, 0, 745, 0.975)
     assert "; use a --max-drop above 0" in str(warning(0.0, scored, False))
     with pytest.raises(ValueError, match="have no score"):
         warning(0.5, questions(1), False)
-    code = [Question(0, "c", ("?",), "code", "")]
     with pytest.raises(ValueError, match="--execute-code"):
-        warning(0.5, code, False)
-    assert warning(100.0, code, True) is None
+        warning(0.5, [Question(0, "c", ("?",), "code", "")], False)
 
 
 def test_both_stages_have_the_same_categories_and_no_common_question() -> None:
     """A small category is certified too, and a rare one is neither lost nor repeated."""
     sizes = {"large": 1000, "small": 40, "rare": 1}
     names = [name for name, size in sizes.items() for _ in range(size)]
-    for order in (names, np.random.default_rng(0).permutation(names).tolist()):
-        asked = [Question(at, name, (f"{at}?",)) for at, name in enumerate(order)]
-        used, fresh = split_questions(asked)
-        assert len(used) == 208
-        for name, size in sizes.items():
-            counts = [sum(item.category == name for item in part) for part in (used, fresh)]
-            assert sum(counts) == size
-            assert counts[0] == pytest.approx(0.2 * size, abs=1)
-        assert used == sorted(used, key=lambda item: item.question_id)
-    for count in (1, 2, 3, 16):
+    order = np.random.default_rng(0).permutation(names).tolist()
+    used, fresh = split_questions(
+        [Question(at, name, (f"{at}?",)) for at, name in enumerate(order)]
+    )
+    assert len(used) == 208
+    for name, size in sizes.items():
+        counts = [sum(item.category == name for item in part) for part in (used, fresh)]
+        assert sum(counts) == size
+        assert counts[0] == pytest.approx(0.2 * size, abs=1)
+    for count in (1, 3, 16):
         asked = questions(count)
         used, fresh = split_questions(asked)
         assert used == asked[: max(1, round(0.2 * count))]
@@ -419,7 +342,6 @@ def test_invalid_options_are_rejected(run: Run) -> None:
     for values, words in (
         ({"max_drop": 101.0}, r"max_drop must be a number in \[0, 100\]; got 101.0"),
         ({"confidence": 1.0}, r"confidence must be a number in \[0.5, 0.9999\]"),
-        ({"confidence": float("nan")}, "confidence must be"),
     ):
         with pytest.raises(OptionsError, match=words):
             LossBounds.from_dict(values)
@@ -429,14 +351,10 @@ def test_invalid_options_are_rejected(run: Run) -> None:
         calibrate(EvaluationRequest(drafter="nowhere"), BOUNDS, install=True)
     for options, words in (
         (("--for", "sglang"), "set a --temperature above 0; got 0"),
-        (("--for", "vllm"), "vllm"),
         (("--for", "tensorrt-llm", "--install"), "cannot hold tensorrt-llm's settings"),
-        (("--max-drop", "-1"), "--max-drop must be a number in [0, 100]; got -1"),
     ):
         status, _, errors = run("calibrate", *options)
-        assert status == 2
-        assert words in errors
-        assert len(errors.splitlines()) == 1
+        assert (status, words in errors, len(errors.splitlines())) == (2, True, 1)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -471,10 +389,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Machine:
-    """Answers and measures in no time, as many losses of 100 answers as a test wants.
-
-    In each round of the selection, every method loses three; :attr:`lost` is for fresh questions.
-    """
+    """Answers and measures in no time; :attr:`lost` is the losses of 100 fresh questions."""
 
     def __init__(self) -> None:
         self.lost: dict[str, int] = {}
@@ -519,25 +434,21 @@ def test_the_next_setting_is_tested_if_the_first_one_fails(
     predict("T=0.05 r=0.3", "price 1.5")
     next_ = "price 1.5 tree 12-10-1"
     bounds = LossBounds(max_drop=5.0, confidence=0.8)
-    for lost, chosen in ((1, CHOSEN), (30, next_)):
+    for lost, chosen, certified_ in ((1, CHOSEN, [True]), (30, next_, [False, True])):
         machine.lost = {CHOSEN: lost}
-        request = EvaluationRequest(count=500, out=tmp_path / f"{lost}")
+        request = EvaluationRequest(count=250, out=tmp_path / f"{lost}")
         found = calibrate(request, bounds, CONFIG, GRID)
         assert found is not None
         assert found.chosen == chosen
         last, _ = machine.answered[-1]
         assert last == ["exact", CHOSEN, next_][: 2 + (chosen == next_)]
+        shown = f"{points_text(loss_bound(1, 0, 100, 0.9))} points"
+        assert f"loses at most {shown} of accuracy" in found.conclusion
         text = report_text(found.report)
-        shown = [f"{points_text(loss_bound(n, 0, 100, 0.9))} points" for n in (1, 30)]
-        assert f"loses at most {shown[0]} of accuracy" in found.conclusion
         assert "at 80% confidence for all methods at once (90% for each)." in text
+        assert text.count(shown) == 2  # sentence and table
         tests = found.report["calibration"]["about"]["tested"]
-        assert [item["certified"] for item in tests] == [True] if lost == 1 else [False, True]
-        if lost == 1:
-            assert re.findall(r"[0-9.]+ points", text) == [shown[0]] * 2  # sentence and table
-        else:
-            assert f"{CHOSEN} was tested before and is not certified" in found.conclusion
-            assert f"which shows at most {shown[1]}, not 5 points" in found.conclusion
+        assert [item["certified"] for item in tests] == certified_
     assert read_settings(tmp_path / "30" / "fsd.json").acceptance["selection"] == "priced"
 
 
@@ -552,17 +463,6 @@ def test_exact_decoding_is_saved_if_nothing_is_selected(
     assert "6 fresh questions cannot show a loss" in caplog.text
     assert "none of 9 settings" in found.conclusion
     assert machine.answered[-1][0] == ["exact"]
-
-
-def test_speeds_are_those_of_compiled_passes_if_asked_for(
-    machine: Machine, predict: Callable[..., None], tmp_path: Path
-) -> None:
-    """The answers, which are decoded in batches, are not."""
-    report = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0).report
-    assert machine.raced_compiled
-    assert not any(compiled for _, compiled in machine.answered)
-    assert report["calibration"]["about"]["compiled"] is True
-    assert ", compiled" in footnote(report)
 
 
 def test_settings_for_another_engine_are_flags(
@@ -589,27 +489,33 @@ def test_settings_for_another_engine_are_flags(
 def test_a_chosen_rule_is_stored(
     machine: Machine, predict: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The pair decodes by it wherever no threshold is given."""
     predict("margin")
-    found = calibrated(EvaluationRequest(count=100, out=tmp_path), 20.0)
+    found = calibrated(EvaluationRequest(count=100, out=tmp_path, compile=True), 20.0)
     assert found.chosen == "margin tree 12-10-1"
-    model = EagleFSD.from_pretrained()
-    model.configure(read_settings(tmp_path / "fsd.json"))
+    model = EagleFSD.from_pretrained(settings=tmp_path / "fsd.json")
     assert model.acceptance == AcceptanceConfig(rule="margin")
     assert (model.tree_for(model.acceptance), model.exact_tree) == (TREE, EXACT_TREE)
-    question = "Mia has 8 apples at home. Then she gives 3 apples to Tom. How many apples are left?"
-    messages = [{"role": "user", "content": question}]
-    prompt = encode_prompt(messages, model.tokenizer, load_chat_template(model.tokenizer))
-    own, same, exact = (
-        model.generate(prompt, max_new_tokens=96, **options)
-        for options in ({}, {"rule": MarginRule()}, {"threshold": 0.0})
-    )
-    assert torch.equal(own.sequences, same.sequences)
-    assert int(Origin.FUZZY) in own.origins
-    assert int(Origin.FUZZY) not in exact.origins
+    # Speeds are those of compiled passes; answers, which are decoded in batches, are not compiled.
+    assert machine.raced_compiled
+    assert not any(compiled for _, compiled in machine.answered)
+    assert found.report["calibration"]["about"]["compiled"] is True
 
 
 # -- runs on the bundled pair ----------------------------------------------------------------------
+
+
+#: Fields of fsd.json, and of what it says about the calibration.
+SETTINGS = {
+    *("target", "drafter", "exact", "batch", "total_tokens", "depth", "top_k"),
+    *AcceptanceConfig.model_fields.keys() - {"rule"},
+}
+ABOUT = {
+    *("accuracy", "accuracy_exact", "answer_batch", "batch", "compiled", "confidence", "count"),
+    *("device", "environment", "made_by", "max_drop_points", "max_new_tokens", "questions", "seed"),
+    *("sessions", "skip", "speed_over_exact", "speed_over_exact_interval", "speedup"),
+    *("speedup_interval", "tau", "tau_exact", "temperature", "template", "tested"),
+    "tokens_per_second",
+}
 
 
 @pytest.fixture
@@ -651,6 +557,8 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     for values in (about, report["about"]):
         assert (values["batch"], values["answer_batch"]) == (1, 12)
     assert about["environment"]["revision"]
+    assert written.keys() == {*SETTINGS, "about"}
+    assert about.keys() == ABOUT
     model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
     assert (model.tree, model.exact_tree) == (TREE, EXACT_TREE)
     assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
@@ -680,21 +588,3 @@ def test_a_calibration_for_several_prompts_is_judged_in_pairs(
     assert written.batch == {"2": EXACT_TREE, "8": eight}
     about = found.report["calibration"]["about"]
     assert (about["batch"], about["answer_batch"]) == (2, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_calibrate_searches_settings_and_trees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All stages, with few measurements; which setting wins depends on the machine."""
-    trees = [TREE, TREE.updated(top_k=2)]
-    monkeypatch.setattr(search, "recorded_trees", lambda quick=False: trees)
-    monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(costs, "ROUNDS", 1)
-    monkeypatch.setattr(calibration, "RACE_GROUPS", 4)
-    found = calibrated(EvaluationRequest(count=40, out=tmp_path), 30.0)
-    assert (tmp_path / "fsd.json").exists()
-    assert {item["method"].partition(" tree ")[0] for item in found.report["selection"]} <= {
-        *("exact", "T=0.05 r=0.3", "price 1.5", "price 0.75", *CALIBRATED_RULES)
-    }

@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 
-from eagle_fsd import EagleFSD, OptionsError, Origin, TreeConfig
+from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import engines
 from eagle_fsd.evaluation.config import EngineName
 from eagle_fsd.evaluation.engines import ENGINES, THINKING, series, settings
-from eagle_fsd.evaluation.methods import BEFORE_RESULT, EXACT, Method
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.tuning.candidates import PLAIN_TREE
-from eagle_fsd.model.acceptance import FuzzyRule, PhaseRule, TargetRule, TopKRule
+from eagle_fsd.model.acceptance import TargetRule, TopKRule
 
 TREE = TreeConfig(total_tokens=16, depth=5, top_k=4)
 
@@ -81,21 +81,3 @@ def test_markers_that_are_no_tokens_are_rejected(model: EagleFSD) -> None:
     ENGINES["sglang"].check(model.tokenizer)
     with pytest.raises(OptionsError, match="the target's tokenizer has no token <think>"):
         ENGINES["tensorrt-llm"].check(model.tokenizer)
-
-
-def test_phase_of_a_method_ends_at_its_marker(model: EagleFSD) -> None:
-    """On the bundled pair: everything before the final number may be fuzzy, the number is not."""
-    (end,) = model.tokenizer.encode("####", add_special_tokens=False)
-    rule = BEFORE_RESULT.rule_for(model)
-    assert rule == PhaseRule(FuzzyRule(0.2, min_ratio=0.1), None, end)
-    text = model.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Mia has 8 apples. She gives 3 to Tom. How many are left?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    out = model.generate(text.input_ids, rule=PhaseRule(FuzzyRule(9.0), None, end))
-    new = out.sequences[0, text.input_ids.shape[1] :]
-    (place,) = (new == end).nonzero()[0].tolist()
-    assert (out.origins[0, :place] == Origin.FUZZY).any()
-    assert not (out.origins[0, place + 1 :] == Origin.FUZZY).any()

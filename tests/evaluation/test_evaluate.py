@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import csv
-import itertools
 import json
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session
-from eagle_fsd.evaluation.answering import Answerer, answer_log_probs
-from eagle_fsd.evaluation.config import GridConfig
+from eagle_fsd.evaluation.answering import Answerer
 from eagle_fsd.evaluation.methods import (
     EXACT,
     FSD,
@@ -33,8 +27,6 @@ from eagle_fsd.evaluation.methods import (
     Method,
     find_methods,
     fsd_method,
-    fsd_series,
-    rule_method,
 )
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
@@ -47,7 +39,7 @@ from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.chat_templates import ChatTemplate, encode_prompt, load_chat_template
 from eagle_fsd.utils.files import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 
 #: Longer than the bundled target's context.
 LONG = "pens " * 3000
@@ -88,17 +80,12 @@ def answerer(
 # -- answers and reports ---------------------------------------------------------------------------
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    check = "import sys, eagle_fsd.evaluation; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True)
-
-
 def test_default_methods_are_answered_and_reported(tmp_path: Path) -> None:
     """Answers have FastChat's fields, and exact decoding gives plain decoding's."""
     finished: list[dict[str, Any]] = []
     report = evaluate(
         EvaluationRequest(count=3, out=tmp_path),
-        EvaluationConfig(max_new_tokens=32),
+        EvaluationConfig(max_new_tokens=24),
         on_report=finished.append,
     )
     assert report is not None
@@ -159,63 +146,25 @@ def test_turns_that_do_not_fit_into_the_context_are_counted(tmp_path: Path) -> N
     assert "NaN" not in (tmp_path / "out" / "report.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "samples": 2}], ids=str)
-def test_the_batch_does_not_change_answers(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_batch_does_not_change_answers(model: EagleFSD, tmp_path: Path) -> None:
     """Different lengths, one with a second turn and one too long for the context."""
-    turns = [["Hello!"], ["Hello!", "Thank you!"], [LONG], ["What can you do?"], ["Hi"]]
-    file = write_questions(tmp_path / "mixed.jsonl", turns)
-    methods = ["plain", "exact", "fsd"]
-    found = []
-    for batch in (1, 8):
-        out = tmp_path / str(batch)
-        request = {"questions": file, "count": None}
-        run(out, methods, request=request, batch=batch, max_new_tokens=16, **options)
-        found.append([record for name in methods for record in read_jsonl(out / f"{name}.jsonl")])
-    assert {len(records) for records in found} == {15}
-    assert found[0][2]["choices"][0]["errors"] != [None]
-    for single, batched in zip(*found, strict=True):
-        assert single["question_id"] == batched["question_id"]
-        for one, other in zip(single["choices"], batched["choices"], strict=True):
-            for key in ("turns", "new_tokens", "token_ids", "errors"):
-                assert one[key] == other[key]
-            assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=1e-5)
-
-
-def test_times_of_a_group_add_up(model: EagleFSD, tmp_path: Path) -> None:
-    """Each turn has a share of the group's time, and at least that much time in the batch."""
-    texts = ("Hello!", "What can you do?", "Hi", "Thank you!", "Hello!")
-    questions = [Question(index, "c", (text, "Why?")) for index, text in enumerate(texts)]
-    for method, batch in itertools.product((EXACT, HF), (1, 2)):
-        asked = answerer(model, tmp_path, max_new_tokens=12, batch=batch)
-        begin = time.perf_counter()
-        records = asked.answer(questions, method)
-        seconds = time.perf_counter() - begin
-        turns = [record["choices"][0] for record in records]
-        wall, latency = (
-            sum(sum(turn[name]) for turn in turns) for name in ("wall_time", "latency")
+    turns = (("Hello!",), ("Hello!", "Thank you!"), (LONG,), ("What can you do?",))
+    questions = [Question(at, "c", item) for at, item in enumerate(turns)]
+    sampled = {"temperature": 1.0, "samples": 2}
+    for method, options in ((PLAIN, sampled), (EXACT, {}), (EXACT, sampled), (FSD, {})):
+        singles, batched = (
+            answerer(model, tmp_path, batch=batch, max_new_tokens=12, **options).answer(
+                questions, method
+            )
+            for batch in (1, 8)
         )
-        assert 0 < wall < seconds
-        if batch == 1:
-            assert latency == pytest.approx(wall)
-        else:
-            assert 1.0 < latency / wall <= 2.0
-
-
-def test_methods_take_turns(model: EagleFSD, tmp_path: Path) -> None:
-    """After so many of the questions."""
-    several = {"temperature": 1.0}
-    cases: list[tuple[dict[str, Any], int, int]] = [
-        ({}, 500, 1),
-        ({"batch": 8}, 500, 32),  # four answers per row
-        ({"batch": 8}, 100, 25),  # four turns of each method
-        ({"batch": 8}, 20, 8),  # a full batch
-        ({**several, "samples": 16}, 500, 1),
-        ({**several, "samples": 2, "seeds": 2, "batch": 8}, 500, 8),
-        ({**several, "samples": 100, "batch": 8}, 500, 1),
-    ]
-    for options, count, questions in cases:
-        assert answerer(model, tmp_path, **options).group_size(count) == questions
+        assert len(singles) == len(batched) == 4
+        assert singles[2]["choices"][0]["errors"] != [None]
+        for single, other in zip(singles, batched, strict=True):
+            for one, two in zip(single["choices"], other["choices"], strict=True):
+                for key in ("turns", "new_tokens", "token_ids", "errors"):
+                    assert one[key] == two[key]
+                assert one["log_likelihood"] == pytest.approx(two["log_likelihood"], abs=1e-5)
 
 
 def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
@@ -232,51 +181,14 @@ def test_hugging_face_gives_the_same_answers(tmp_path: Path) -> None:
         assert texts[0] == texts[1] == texts[2]
 
 
-def test_rows_and_footnote_state_the_settings(tmp_path: Path) -> None:
-    settings = Settings(threshold=0.3, divergence="tv", min_ratio=0.2)
-    options = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
-    run(tmp_path, ["plain", "exact", "fsd"], settings, **options)
-    with (tmp_path / "report.csv").open(newline="") as file:
-        plain, exact, fuzzy = csv.DictReader(file)
-    assert [line["rule"] for line in (plain, exact, fuzzy)] == ["plain", "exact", "fsd"]
-    assert (plain["threshold"], exact["threshold"]) == ("", "")
-    values = [fuzzy[name] for name in ("threshold", "divergence", "min_ratio", "top_p", "seed")]
-    assert values == ["0.3", "tv", "0.2", "0.9", "7"]
-    text = (tmp_path / "report.md").read_text()
-    assert "temperature 0.5, top-p 0.9, seed 7" in text
-    assert "fsd: divergence tv, threshold 0.3, " in text
-    assert "Answers that had not ended by 8 tokens" in text
-
-
 def test_fsd_without_a_threshold_is_not_decoded_beside_exact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "both"
-    report = run(out, ["exact", "fsd"], Settings(threshold=0.0), max_new_tokens=256)
-    assert [(row["method"], row["cut_off"]) for row in report["rows"]] == [("exact", 0)]
-    assert not (out / "fsd.jsonl").exists()
-    text = (out / "report.md").read_text()
-    assert "had not ended" not in text
-    for said in (text, caplog.text):
+    report = run(tmp_path, ["exact", "fsd"], Settings(threshold=0.0))
+    assert [row["method"] for row in report["rows"]] == ["exact"]
+    assert not (tmp_path / "fsd.jsonl").exists()
+    for said in ((tmp_path / "report.md").read_text(), caplog.text):
         assert "Without a threshold, fsd is exact decoding, so it is not decoded a second" in said
-    run(tmp_path / "alone", ["fsd"], Settings(threshold=0.0))
-    text = (tmp_path / "alone" / "report.md").read_text()
-    assert "fsd: the threshold is 0, which is exact decoding" in text
-    assert "a second time" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [{"fallback": "stop"}, {"selection": "target"}])
-def test_settings_of_fsd_do_not_change_what_it_is_compared_with(
-    own: dict[str, str], tmp_path: Path
-) -> None:
-    rules = [rule_method("typical"), rule_method("top-gap")]
-    taus = []
-    for name, settings in (("default", None), ("changed", Settings(**own))):
-        report = run(tmp_path / name, [EXACT, *rules], settings, max_new_tokens=12)
-        taus.append([row["tau"] for row in report["rows"]])
-    assert taus[0] == taus[1]
-    assert taus[0][0] > 2
 
 
 # -- resumption ------------------------------------------------------------------------------------
@@ -335,7 +247,10 @@ def test_likelihoods_follow_from_the_stored_token_ids(model: EagleFSD, tmp_path:
             ids = torch.tensor(choice["token_ids"][0])
             assert len(ids) == choice["new_tokens"][0] == len(choice["origins"][0])
             assert choice["prompt_ids"][0] == prompt.tolist()
-            own, best = answer_log_probs(model.target, prompt, ids)
+            with torch.no_grad():
+                logits = model.model(torch.cat([prompt, ids])[None]).logits[0]
+            log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            own, best = log_probs.gather(1, ids[:, None])[:, 0], log_probs.amax(-1)
             assert float(own.mean()) == pytest.approx(choice["log_likelihood"][0], abs=1e-5)
             fuzzy = torch.tensor(choice["origins"][0]) == Origin.FUZZY
             assert choice["regrets"][0] == pytest.approx((best - own)[fuzzy].tolist(), abs=1e-5)
@@ -383,21 +298,18 @@ def change_weight(folder: Path, suffix: str) -> None:
 
 def test_other_weights_with_the_same_name_are_detected(tmp_path: Path) -> None:
     """Of a target and of a draft model."""
-    for changed, source, suffix in [
-        ("target", BUNDLED_TARGET, "13.mlp.down_proj.weight"),
-        ("drafter", BUNDLED_DRAFT_MODEL, "0.mlp.down_proj.weight"),
-    ]:
-        folder, out = tmp_path / changed, tmp_path / f"{changed} out"
-        shutil.copytree(source, folder)
-        request = {"target": BUNDLED_TARGET, "drafter": BUNDLED_HEAD, changed: folder}
-        request = {name: str(path) for name, path in request.items()}
-        run(out, request=request)
-        before = (out / "exact.jsonl").read_bytes()
-        change_weight(folder, suffix)
+    out = tmp_path / "out"
+    shutil.copytree(BUNDLED_TARGET, tmp_path / "target")
+    shutil.copytree(BUNDLED_DRAFT_MODEL, tmp_path / "drafter")
+    request = {name: str(tmp_path / name) for name in ("target", "drafter")}
+    run(out, request=request)
+    before = (out / "exact.jsonl").read_bytes()
+    for changed, suffix in (("drafter", "0.mlp"), ("target", "13.mlp")):
+        change_weight(tmp_path / changed, f"{suffix}.down_proj.weight")
         with pytest.raises(ValueError, match=r"holds answers with other settings") as error:
             run(out, request=request)
-        for part in ("target", "drafter"):
-            assert (f"fingerprint of the {part} was" in str(error.value)) == (part == changed)
+        assert f"fingerprint of the {changed} was" in str(error.value)
+        assert ("fingerprint of the target was" in str(error.value)) == (changed == "target")
         assert (out / "exact.jsonl").read_bytes() == before
 
 
@@ -415,12 +327,10 @@ def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path:
             part.open()
         for part in parts:
             part.answer()
-        report = parts[0].report()
-        assert [row["answers"] for row in report["rows"]] == [5, 5]
+        assert [row["answers"] for row in parts[0].report()["rows"]] == [5, 5]
         records = [*read_jsonl(out / "exact.jsonl"), *read_jsonl(out / "fsd.jsonl")]
         answers.append([(item["question_id"], item["choices"][0]["turns"]) for item in records])
-        files = sorted(path.name for path in out.iterdir())
-        assert files == ["exact.jsonl", "exact.meta.json", "fsd.jsonl", "fsd.meta.json", "sessions"]
+        assert not list(out.glob("*part*"))
     assert answers[0] == answers[1]
 
 
@@ -447,7 +357,7 @@ def test_invalid_requests_leave_no_folder(tmp_path: Path) -> None:
 def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
     fuzzy, other, exact = (copy.copy(model) for _ in range(3))
     fuzzy.acceptance = AcceptanceConfig(threshold=0.2, min_ratio=0.1)
-    other.acceptance = fuzzy.acceptance.updated(threshold=0.3)
+    other.acceptance = fuzzy.acceptance.updated(threshold=0.3, fallback="stop")
     exact.acceptance = AcceptanceConfig()
     for method in (PLAIN, EXACT):
         assert method.describe(fuzzy) == method.describe(other)
@@ -463,74 +373,33 @@ def test_describe_names_what_answers_depend_on(model: EagleFSD) -> None:
             chosen.acceptance = AcceptanceConfig(rule=method.name, fallback="stop")
             chosen.exact_tree = fuzzy.tree
             assert FSD.describe(chosen) == {**method.describe(fuzzy), "fallback": "stop"}
-    assert json.dumps([PLAIN.describe(fuzzy), fsd_method(0.1).describe(fuzzy)])
-
-
-def test_describe_names_the_tree_that_is_used(model: EagleFSD) -> None:
-    """The method's own, else the model's for its threshold."""
+    # The tree is the method's own, else the model's for its threshold.
     pair = copy.copy(model)
     pair.tree, pair.exact_tree = TreeConfig(depth=9), TreeConfig(depth=7)
-    assert EXACT.describe(pair)["depth"] == 7
-    assert fsd_method(0.1).describe(pair)["depth"] == 9
-    assert replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)["depth"] == 5
-
-
-def test_exact_decoding_has_trees_for_batches(model: EagleFSD, tmp_path: Path) -> None:
-    """Those of the model, unless a tree is given; the answers are the same."""
-    pair = copy.copy(model)
     pair.batch_trees = {2: TreeConfig(total_tokens=1)}
+    assert EXACT.describe(pair)["depth"] == 7
     assert EXACT.describe(pair)["batch_trees"].keys() == {"2"}
-    own = replace(EXACT, tree=pair.exact_tree)
-    assert "batch_trees" not in own.describe(pair)
-    questions = [Question(index, "c", (f"Hello{'!' * index}",)) for index in range(2)]
-    found = [
-        answerer(pair, tmp_path, max_new_tokens=12, batch=2).answer(questions, method)
-        for method in (EXACT, own)
-    ]
-    wide, deep = ([record["choices"][0] for record in records] for records in found)
-    assert [item["turns"] for item in wide] == [item["turns"] for item in deep]
-    assert sum(item["idxs"][0] for item in wide) > sum(item["idxs"][0] for item in deep)
+    assert fsd_method(0.1).describe(pair)["depth"] == 9
+    own = replace(EXACT, tree=TreeConfig(depth=5)).describe(pair)
+    assert (own["depth"], "batch_trees" in own) == (5, False)
 
 
 def test_tables_name_the_tree_of_the_batch(tmp_path: Path) -> None:
     """Two answers fill a batch of two, and no batch of eight."""
     single, pairs, eight = (TreeConfig(total_tokens=n, depth=n - 2, top_k=1) for n in (8, 6, 4))
     settings = Settings(exact=single, batch={"2": pairs, "8": eight})
-    for batch, expected in ((1, "8/6/1"), (2, "6/4/1"), (8, "6/4/1")):
+    for batch, expected in ((1, "8/6/1"), (8, "6/4/1")):
         report = run(tmp_path / str(batch), ["exact"], settings, batch=batch)
         assert tree_text(report["rows"][0]) == expected
         assert f"; tree {expected};" in footnote(report)
 
 
-def test_series_name_what_differs() -> None:
-    assert find_methods(["exact", EXACT, "plain", "exact"]) == [EXACT, PLAIN]
-    grid = GridConfig(thresholds=(0.2, 0.1, 0.0), divergences=("js", "kl"), min_ratios=(0.0, 0.3))
-    series = fsd_series(grid)
-    assert list(series) == ["js r=0", "js r=0.3", "kl r=0", "kl r=0.3"]
-    assert [method.name for method in series["js r=0.3"]] == ["js T=0.1 r=0.3", "js T=0.2 r=0.3"]
-    close = GridConfig(thresholds=(0.1, 0.1000001, 1e-7, 2.0), min_ratios=(0.1, 0.1000001))
-    names = [[method.name.split()[0] for method in item] for item in fsd_series(close).values()]
-    assert names == [["T=1e-07", "T=0.1", "T=0.1000001", "T=2"]] * 2
-
-
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def test_the_likelihood_is_the_targets(model: EagleFSD) -> None:
-    prompt, answer = torch.tensor([1, 3, 40, 50, 4]), torch.tensor([60, 70, 80, 2])
-    with torch.no_grad():
-        logits = model.model(torch.cat([prompt, answer])[None]).logits[0]
-    log_probs = logits[4:-1].log_softmax(-1)
-    own, best = answer_log_probs(model.target, prompt, answer)
-    torch.testing.assert_close(own.float(), log_probs.gather(1, answer[:, None])[:, 0])
-    torch.testing.assert_close(best.float(), log_probs.amax(-1))
-    assert len(answer_log_probs(model.target, prompt, answer[:0])[0]) == 0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [EXACT, PLAIN, HF], ids=lambda method: method.name)
 def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
-    method: Method, model: EagleFSD, tmp_path: Path
+    model: EagleFSD, tmp_path: Path
 ) -> None:
     """It gets the room that the context leaves, the others what they would get alone."""
     context = model.target.context_length
@@ -543,28 +412,27 @@ def test_a_long_prompt_does_not_shorten_the_rest_of_its_batch(
     texts = ("Hello!", long, "What can you do?")
     questions = [Question(index, "c", (text,)) for index, text in enumerate(texts)]
     asked = answerer(model, tmp_path, max_new_tokens=limit, batch=3)
-    answers = [record["choices"][0] for record in asked.answer(questions, method)]
-    assert 0 < answers[1]["new_tokens"][0] <= room
-    for index in (0, 2):
-        (single,) = asked.answer([questions[index]], method)
-        assert single["choices"][0]["turns"] == answers[index]["turns"]
+    for method in (EXACT, HF):
+        answers = [record["choices"][0] for record in asked.answer(questions, method)]
+        assert 0 < answers[1]["new_tokens"][0] <= room
+        for index in (0, 2):
+            (single,) = asked.answer([questions[index]], method)
+            assert single["choices"][0]["turns"] == answers[index]["turns"]
 
 
 def test_a_stop_string_ends_decoding(model: EagleFSD, tmp_path: Path) -> None:
     """What follows it is neither decoded nor counted."""
     template = load_chat_template(model.tokenizer)
     question = Question(0, "c", ("Hello!",))
+    (record,) = answerer(model, tmp_path, max_new_tokens=32).answer([question], PLAIN)
+    text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
+    stop = text.split()[2]
+    asked = answerer(model, tmp_path, StoppingTemplate(template, (stop,)), max_new_tokens=32)
     for method in (EXACT, PLAIN, HF):
-        (record,) = answerer(model, tmp_path, max_new_tokens=32).answer([question], method)
-        text, count = record["choices"][0]["turns"][0], record["choices"][0]["new_tokens"][0]
-        stop = text.split()[2]
-        asked = answerer(model, tmp_path, StoppingTemplate(template, (stop,)), max_new_tokens=32)
-        (record,) = asked.answer([question], method)
-        choice = record["choices"][0]
+        (choice,) = asked.answer([question], method)[0]["choices"]
         assert choice["turns"][0] == text[: text.index(stop)].strip()
         assert 0 < choice["new_tokens"][0] < count
-        if choice["origins"][0]:
-            assert len(choice["origins"][0]) == choice["new_tokens"][0]
+        assert len(choice["origins"][0]) in (0, choice["new_tokens"][0])
 
 
 @dataclass

@@ -16,7 +16,6 @@ from eagle_fsd.evaluation.html_report import html_text
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.plots import draw_figures
-from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.evaluation.verdict import main_row, verdict
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m"
@@ -75,17 +74,6 @@ def report_of(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_page_of_a_report() -> None:
-    page = Page(html_text(report_of(make_row("fsd", 1.5, lost=1), comparison=comparison()), Path()))
-    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
-    for words in ("Changed answers", "Settings", "Provenance", "2.0"):
-        assert words in page.text
-    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
-    assert "1 fuzzy token, 0.50 nats" in page.text
-    assert "right with exact decoding, wrong here" in page.text
-    assert page.tags.count("mark") == 2  # the legend and the token
-
-
 def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     rows = [make_row("fsd", 1.5), make_row("<b>$x^2$", 1.2)]
     rows[1]["settings"] = {"method": "Rule()"}
@@ -94,6 +82,10 @@ def test_page_contains_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     draw_figures(report, tmp_path)
     text = html_text(report, tmp_path)
     page = Page(text)
+    assert "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast" in page.text
+    assert ("title", "fuzzy token, gave up 0.5 nats, divergence 0.01") in page.attributes
+    assert "right with exact decoding, wrong here" in page.text
+    assert page.tags.count("mark") == 2  # the legend and the token
     assert page.tags.count("svg") == 2
     assert page.text.count("<b>$x^2$") > 5
     assert text == html_text(json.loads(json.dumps(report)), tmp_path)
@@ -132,26 +124,11 @@ def test_page_keeps_the_answers_spaces() -> None:
     assert plain == ["a\n b", "a\n b\u21b5\na\n b"]
 
 
-def test_pages_of_small_reports() -> None:
-    """Without exact decoding, without anything else, without scores, and without changes."""
-    same = {"method": "fsd", "changed": 0, "answers": [], "tokens": []}
-    for rows in (
-        [make_row("plain", 0.4)],
-        [make_row("exact", 1.0)],
-        [make_row("exact", 1.0, scored=False), make_row("fsd", 1.2, scored=False)],
-    ):
-        report = make_report(rows, comparison=same)
-        text = Page(html_text(report, Path())).text
-        assert "Measurements" in text
-        assert "All answers of fsd are exact decoding's." in text
-        assert report_text(report).startswith("# Evaluation on bundled\n")
-
-
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_evaluation_writes_a_page_with_its_changed_answers(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Tom has 12 <b>red</b> pens and 7 blue pens. How many pens?\n")
-    config = EvaluationConfig(max_new_tokens=48)
+    config = EvaluationConfig(max_new_tokens=32)
     request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
     assert report is not None
@@ -181,27 +158,12 @@ def test_markdown_shows_changed_answers_and_figures() -> None:
     assert "<script>" not in report_text(report_of(comparison=comparison(HOSTILE)))
 
 
-def test_tables_fit_a_terminal() -> None:
-    """Every table fits 100 columns, which two spaces separate."""
-    rows = [
-        make_row("plain", 0.4),
-        make_row("exact", 1.0),
-        make_row("js T=0.003 r=0.1", 1.5, 12, 3),
-    ]
-    for row in rows:
-        row["tau_by_category"] = {f"category {at}": 2.0 for at in range(8)}
-        row["speed_over_hf"] = 1.5
-    found = tables(make_report(rows))
-    assert len(found) >= 5
-    for headers, cells in found:
-        widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-        assert sum(widths) + 2 * (len(widths) - 1) <= 100, headers
-
-
 # -- the verdict -----------------------------------------------------------------------------------
 
 
 def test_verdict_states_speed_and_bound() -> None:
+    assert verdict(report_of(make_row("a", 1.5), conclusions=["One.", "Two."])) == "One."
+    assert verdict(make_report([make_row("plain", 0.4)])) is None
     assert verdict(report_of(make_row("fsd", 1.5, lost=1))) == (
         "fsd (js T=0.1, r=0.1, tree 16/8/2) decodes 1.50 times as fast as exact decoding (95%"
         " interval 1.49 to 1.51) and 3.75 times as fast as plain decoding; of 100 questions it"
@@ -211,8 +173,7 @@ def test_verdict_states_speed_and_bound() -> None:
 
 
 def test_verdict_of_slow_methods() -> None:
-    exact = make_row("exact", 1.0)
-    exact |= {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
+    exact = make_row("exact", 1.0) | {"speedup": 0.85, "speedup_interval": [0.8, 0.9]}
     slow = str(verdict(report_of(make_row("fsd", 1.005))))
     assert "is not measurably faster than exact decoding (1.00 times; 95% interval" in slow
     sentence = (
@@ -220,8 +181,6 @@ def test_verdict_of_slow_methods() -> None:
         " fast; 95% interval 0.80 to 0.90)"
     )
     assert str(verdict(make_report([exact]))).startswith(sentence)
-    found = str(verdict(make_report([exact, make_row("fsd", 1.5)])))
-    assert found.index(" points. ") < found.index(sentence)
     exact["speedup_interval"] = [0.8, 1.01]
     assert verdict(make_report([exact])) is None
 
@@ -250,20 +209,6 @@ def test_verdict_without_references() -> None:
     pairs |= {"tied": 85, "unclear": 3}
     words = "5 better, and is unclear about 3, which count as worse, so that"
     assert words in str(verdict(sampled))
-
-
-def test_verdict_names_price_and_budget() -> None:
-    row = make_row("fsd", 1.5)
-    row["settings"] |= {"selection": "priced", "price": 0.75, "max_fuzzy_nats": 2.5}
-    sentence = str(verdict(report_of(row)))
-    assert sentence.startswith("fsd (js T=0.1, r=0.1, price 0.75, at most 2.5 nats, tree 16/8/2)")
-    row["settings"] |= {"selection": "target", "max_fuzzy_nats": None}
-    assert "(js T=0.1, r=0.1, selection target, tree 16/8/2)" in str(verdict(report_of(row)))
-
-
-def test_verdict_repeats_the_first_conclusion() -> None:
-    assert verdict(report_of(make_row("a", 1.5), conclusions=["One.", "Two."])) == "One."
-    assert verdict(make_report([make_row("plain", 0.4)])) is None
 
 
 def test_main_row_prefers_fsd_then_a_bound() -> None:

@@ -1,10 +1,14 @@
-"""Judging answers; a local server takes the place of the judge."""
+"""Judging answers, failures of the endpoint, and cancellation; a local server is the judge."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +28,7 @@ from stub_judge import (
 )
 
 from eagle_fsd.evaluation import EvaluationRequest
-from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Record
+from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.judge.grading import judge_answers
 from eagle_fsd.evaluation.judge.pairwise import judge_pairs
 from eagle_fsd.evaluation.judge.prompts import JudgeError
@@ -53,6 +57,7 @@ def test_requests_and_judgment_file(
     ]
     assert set(stub.keys) == {"Bearer secret"}
     assert "secret" not in repr(endpoint)
+    assert Endpoint("http://user:secret@host:1/v1", "a").redacted_url == "http://host:1/v1"
     path = tmp_path / "model_judgment" / "a_b_single.jsonl"
     lines = read_jsonl(path)
     assert lines == found
@@ -103,45 +108,11 @@ def test_identical_answers_are_judged_once(stub: StubJudge, tmp_path: Path) -> N
     assert len({line["tstamp"] for line in fresh}) == 1
 
 
-def test_empty_answers_are_judged_but_not_missing_ones_or_third_turns(
-    stub: StubJudge, tmp_path: Path
-) -> None:
-    """A reply without content has no rating."""
-    questions = [Question(1, "w", ("a", "b", "c")), Question("2", "w", ("d",))]
-    answer = {"question_id": 1, "answer_id": "x", "choices": [{"turns": ["", "yes", "no"]}]}
-    stub.reply_with(lambda _: None)
-    found = judge_answers(stub.endpoint(), questions, {"exact": [answer]}, tmp_path)
-    assert [(line["question_id"], line["turn"]) for line in found] == [(1, 1), (1, 2)]
-    assert [line["user_prompt"] for line in found] == ["Q a A ", "Q a A  Q b A yes"]
-    assert {(line["judgment"], line["score"]) for line in found} == {("", -1)}
-
-
-def test_concurrent_requests_give_the_same_judgments(
+def test_judging_resumes_after_a_failure(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """None of the first four requests is answered before all four have arrived."""
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "one", parallel=1)
-    assert stub.answered == [body["messages"][1]["content"] for body in stub.requests]
-    barrier, count = threading.Barrier(4), len(stub.requests)
-
-    def wait(prompt: str) -> None:
-        if len(stub.requests) <= count + 4 and not barrier.broken:
-            barrier.wait(TIMEOUT)
-
-    stub.intercept = wait
-    judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "four", parallel=4)
-    assert not barrier.broken
-    assert len(stub.requests) == 2 * COUNT
-    one, four = (read_without_times(single_file(tmp_path / name)) for name in ("one", "four"))
-    assert one == four
-
-
-@pytest.mark.parametrize("parallel", [1, 4])
-def test_judging_resumes_after_a_failure(
-    parallel: int, stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
-) -> None:
     """No answer is judged twice, and the file equals that of an uninterrupted run."""
-    out = tmp_path / "out"
+    out, parallel = tmp_path / "out", 4
     stub.intercept = lambda prompt: (
         (500, {"error": {"message": "out of\nmemory"}}) if len(stub.requests) > 9 else None
     )
@@ -155,12 +126,7 @@ def test_judging_resumes_after_a_failure(
     assert len(read_jsonl(single_file(out))) == len(stub.answered)
     assert len(stub.requests) < 9 + 2 * parallel
     stub.intercept = lambda prompt: None
-    seen: list[tuple[int, int]] = []
-    kept = len(stub.answered)
-    judge_answers(
-        stub.endpoint(), QUESTIONS, records, out, parallel, lambda *numbers: seen.append(numbers)
-    )
-    assert seen[0] == (kept + 1, COUNT)
+    judge_answers(stub.endpoint(), QUESTIONS, records, out, parallel)
     assert len(stub.answered) == len(set(stub.answered)) == COUNT
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path / "uninterrupted")
     assert read_without_times(single_file(out)) == read_without_times(
@@ -168,9 +134,8 @@ def test_judging_resumes_after_a_failure(
     )
 
 
-@pytest.mark.parametrize("mode", ["single", "pair"])
 def test_the_judge_reads_system_prompts_and_earlier_messages(
-    mode: str, stub: StubJudge, tmp_path: Path
+    stub: StubJudge, tmp_path: Path
 ) -> None:
     """Answers are judged again when these change."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}]
@@ -180,8 +145,8 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
         name: [{"question_id": 0, "answer_id": name, "choices": [{"turns": [name]}]}]
         for name in ("exact", "fsd")
     }
-    judge = judge_answers if mode == "single" else judge_pairs
-    for system in ("Talk like a pirate.", "Be brief."):
+    systems = ("Talk like a pirate.", "Be brief.")
+    for judge, system in itertools.product((judge_answers, judge_pairs), systems):
         questions = requested_questions(EvaluationRequest(questions=str(file), system=system))
         asked = len(stub.answered)
         for _ in range(2):
@@ -195,7 +160,6 @@ def test_the_judge_reads_system_prompts_and_earlier_messages(
 def test_a_partial_line_is_judged_again(
     stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
 ) -> None:
-    """It is removed before the next line is written, also where the resumed run fails."""
     judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path)
     path = single_file(tmp_path)
     content, expected = path.read_bytes(), read_without_times(path)
@@ -207,14 +171,6 @@ def test_a_partial_line_is_judged_again(
         assert len(stub.answered) == COUNT
         assert read_without_times(path) == expected
         assert path.read_bytes().split(b"\n")[:-2] == whole[:-2]
-    path.write_bytes(b"\n".join(whole[:5]) + b"\n" + whole[5][:30])
-    first = len(stub.requests) + 1
-    stub.intercept = lambda prompt: (400, {}) if len(stub.requests) > first else None
-    with pytest.raises(JudgeError):
-        judge_answers(stub.endpoint(), QUESTIONS, records, tmp_path, parallel=1)
-    lines = path.read_bytes().split(b"\n")
-    assert lines[:5] == whole[:5]
-    assert [json.loads(line)["question_id"] for line in lines[5:-1]] == [102]
 
 
 def test_changed_answers_and_prompts_are_judged_again(
@@ -239,20 +195,6 @@ def test_changed_answers_and_prompts_are_judged_again(
     lines = read_jsonl(single_file(tmp_path))
     assert lines == [*found, *kept]
     assert [line["answer_id"] for line in lines[7:10]] == ["another", "another", "exact-101"]
-
-
-def test_unusual_characters_are_preserved(stub: StubJudge, tmp_path: Path) -> None:
-    """Unicode line separators, in answers read from a file and in judgments."""
-    odd = "a\u2028b\x85c\r\nd\U0001f600"
-    choice = {name: [odd] for name in CHOICE_LISTS}
-    record = {"question_id": 9, "answer_id": "x", "session": "s", "batch": 0, "choices": [choice]}
-    AnswerStore(tmp_path, "exact", {}, {9: "text"}).append(record)
-    answers = {"exact": AnswerStore(tmp_path, "exact", {}, {9: "text"}).merge()}
-    assert answers["exact"] == [{**record, "fingerprint": "text"}]
-    for _ in range(2):
-        (found,) = judge_answers(stub.endpoint(), QUESTIONS[3:], answers, tmp_path)
-    assert found["user_prompt"] == f"Q greet A {odd}"
-    assert len(stub.requests) == 1
 
 
 def test_fastchat_reads_the_judgment_file(
@@ -324,3 +266,118 @@ def test_evaluate_command_resumes_after_a_judge_failure(
         assert len(stub.answered) == len(set(stub.answered)) == 4  # both methods answer alike
     assert all("Be brief." in prompt for prompt in stub.answered)
     assert (out / "exact.jsonl").read_text() == answers
+
+
+def judge_one(endpoint: Endpoint, out: Path) -> Record:
+    """Judge a single answer."""
+    (found,) = judge_answers(endpoint, QUESTIONS[3:], {"exact": records_of("exact")}, out)
+    return found
+
+
+def test_an_error_reply_gives_one_line_and_ends_the_run(
+    stub: StubJudge, records: dict[str, list[Record]], tmp_path: Path
+) -> None:
+    cases: list[tuple[tuple[int, Any], str]] = [
+        ((401, {"error": {"message": "wrong key my-key"}}), "(401, wrong key ...)"),
+        ((404, {"object": "error", "message": "no model"}), "(404, no model)"),
+        ((200, "<html>hello</html>"), "(the reply is not a chat completion; check the URL)"),
+        ((503, "<html>\nbusy\n</html>"), "503"),
+    ]
+    for count, (reply, message) in enumerate(cases, 1):
+        stub.intercept = lambda prompt, reply=reply: reply
+        with pytest.raises(JudgeError) as error:
+            judge_answers(stub.endpoint(api_key="my-key"), QUESTIONS, records, tmp_path, parallel=1)
+        text = str(error.value)
+        assert message in text
+        assert f"at {stub.url} failed" in text
+        assert text.isprintable()
+        assert "my-key" not in text
+        assert len(stub.requests) == count
+
+
+def test_an_unreachable_endpoint_gives_one_line(tmp_path: Path) -> None:
+    for url, message in [
+        ("http://127.0.0.1:1/v1", "Connection error"),
+        ("127.0.0.1/v1", "Connection error"),
+        ("http://[::/v1", "Invalid"),
+    ]:
+        with pytest.raises(JudgeError) as error:
+            judge_one(Endpoint(url, "m", retries=0), tmp_path)
+        assert message in str(error.value)
+        assert f"the judge m at {url} failed (" in str(error.value)
+        assert str(error.value).isprintable()
+
+
+def test_a_reply_times_out(stub: StubJudge, tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def wait(prompt: str) -> None:
+        over.wait(TIMEOUT)
+
+    stub.intercept = wait
+    with pytest.raises(JudgeError, match=r"failed \(no reply within 0.2 s\)"):
+        judge_one(stub.endpoint(timeout=0.2), tmp_path)
+    over.set()
+
+
+def test_a_transient_failure_is_retried(
+    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key, none is required; otherwise it comes from the environment."""
+    stub.intercept = lambda prompt: (503, {}) if len(stub.requests) == 1 else None
+    found = judge_one(stub.endpoint(retries=1), tmp_path / "retried")
+    assert found["score"] == rate("Q greet A exact greet")
+    assert stub.keys == ["Bearer none"] * 2
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    judge_one(stub.endpoint(), tmp_path / "again")
+    assert stub.keys[2:] == ["Bearer theirs"]
+
+
+_PROGRAM = """
+import json, sys
+
+from eagle_fsd.evaluation.judge.grading import judge_answers
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.utils.chat_api import Endpoint
+
+url, out, answers = sys.argv[1:]
+questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
+judge_answers(Endpoint(url, "a/b"), questions, {"exact": json.loads(answers)}, out)
+"""
+
+
+def test_ctrl_c_exits_at_once_and_keeps_the_judgments(stub: StubJudge, tmp_path: Path) -> None:
+    """Four requests are in progress, which are answered only after the program has exited."""
+    stuck, over = threading.Barrier(5), threading.Event()
+
+    def wait(prompt: str) -> None:
+        if not prompt.startswith(("Q question 0 ", "Q question 1 ")) and not over.is_set():
+            stuck.wait(TIMEOUT)
+            over.wait(2 * TIMEOUT)
+
+    stub.intercept = wait
+    questions = [Question(at, "w", (f"question {at}",)) for at in range(9)]
+    answers = [
+        {"question_id": at, "answer_id": str(at), "choices": [{"turns": ["x"]}]} for at in range(9)
+    ]
+    program = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, stub.url, str(tmp_path), json.dumps(answers)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path = single_file(tmp_path)
+    try:
+        stuck.wait(TIMEOUT)
+        while not path.exists() or path.read_bytes().count(b"\n") < 2:
+            time.sleep(0.01)
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=TIMEOUT)
+    finally:
+        over.set()
+        program.kill()
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert [line["question_id"] for line in read_jsonl(path)] in ([0, 1], [1, 0])
+    count = len(stub.requests)
+    found = judge_answers(stub.endpoint(), questions, {"exact": answers}, tmp_path)
+    assert [line["question_id"] for line in found] == list(range(9))
+    assert len(stub.requests) == count + 7

@@ -129,7 +129,7 @@ def test_the_turns_of_a_question_count_as_one() -> None:
     assert summary["loss_limit"] == loss_bound(2, 1, 4)
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.usefixtures("fresh_accelerator", "no_figures")
 def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None:
     stub.reply_with(lambda _: "[[C]]")
     prompts = tmp_path / "prompts.txt"
@@ -141,7 +141,7 @@ def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None
         judge_model="a/b",
         judge_mode="pair",
     )
-    config = EvaluationConfig(max_new_tokens=24)
+    config = EvaluationConfig(max_new_tokens=12)
     report = evaluate(request, config, ["exact", fsd_method(0.4)])
     assert report is not None
     exact, fuzzy = report["rows"]
@@ -149,7 +149,6 @@ def test_evaluation_reports_comparisons(stub: StubJudge, tmp_path: Path) -> None
     assert fuzzy["judge"]["pairs"]["tied"] == fuzzy["judge"]["pairs"]["questions"] == 2
     page = (tmp_path / "out" / "report.html").read_text()
     assert "the judge finds 0 of 2 answers worse and 0 better" in page
-    assert "better/equal/worse" in page
     with pytest.raises(OptionsError, match="--judge-mode pair compares with exact decoding"):
         evaluate(request, config, ["fsd"])
 

@@ -19,7 +19,6 @@ from eagle_fsd.evaluation.judge.prompts import (
 )
 from eagle_fsd.evaluation.questions.formats import read_questions
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.questions.sets import QuestionSetError
 
 pytestmark = pytest.mark.usefixtures("judge_data")
 
@@ -99,17 +98,6 @@ def test_invalid_files_are_named(judge_data: Path) -> None:
             JudgePrompts.load(questions).fill(questions[0], 1, ["x"])
 
 
-def test_a_failed_download_is_reported(judge_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_fsd.evaluation.judge import prompts as judge_prompts
-    from eagle_fsd.evaluation.questions import sets
-
-    (judge_data / "judge_prompts.jsonl").unlink()
-    nowhere = sets.PublishedFile("judge_prompts.jsonl", (judge_data / "nowhere").as_uri(), "0" * 64)
-    monkeypatch.setattr(judge_prompts, "JUDGE_PROMPTS", nowhere)
-    with pytest.raises(QuestionSetError, match=r"put it at .*judge_prompts\.jsonl"):
-        JudgePrompts.load(QUESTIONS)
-
-
 def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The templates and the positions of their fields, for all of MT-bench."""
     names = ("judge_prompts.jsonl", "mt_bench_reference_gpt4.jsonl", "mt_bench_question.jsonl")
@@ -122,32 +110,16 @@ def test_published_prompts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         (q.question_id, turn): prompts.fill(q, turn, answers) for q in questions for turn in (1, 2)
     }
     found = [prompt.name for prompt in filled.values()]
-    assert {name: found.count(name) for name in PROMPTS if name.startswith("single")} == {
-        "single-v1": 50,
-        "single-math-v1": 30,
-        "single-v1-multi-turn": 50,
-        "single-math-v1-multi-turn": 30,
-    }
-    by_id = {question.question_id: question for question in questions}
+    assert [found.count(name) for name in PROMPTS] == [50, 30, 50, 30, 0, 0, 0, 0]
+    turns = {question.question_id: question.turns for question in questions}
     first, second = filled[81, 1], filled[111, 2]
-    assert first.system == "You are a helpful assistant."
     assert first.user.startswith("[Instruction]\nPlease act as an impartial judge")
     assert first.user.endswith(
-        f"[Question]\n{by_id[81].turns[0]}\n\n[The Start of Assistant's Answer]\n<answer 1>\n"
+        f"[Question]\n{turns[81][0]}\n\n[The Start of Assistant's Answer]\n<answer 1>\n"
         "[The End of Assistant's Answer]"
     )
-    assert second.system.startswith("Please act as an impartial judge")
-    order = [
-        "<|The Start of Reference Answer|>",
-        by_id[111].turns[0],
-        "### Reference answer:\n" + prompts.references[111][0],
-        by_id[111].turns[1],
-        "### Reference answer:\n" + prompts.references[111][1],
-        "<|The Start of Assistant A's Conversation with User|>",
-        "### Assistant A:\n<answer 1>",
-        "### Assistant A:\n<answer 2>",
-    ]
-    positions = [second.user.index(part) for part in order]
+    order = [turns[111][0], prompts.references[111][0], turns[111][1], prompts.references[111][1]]
+    positions = [second.user.index(part) for part in [*order, *answers]]
     assert positions == sorted(positions)
 
 
@@ -157,7 +129,6 @@ def test_parse_rating() -> None:
         "Rating: [[7.5]]": 7.5,
         "[8]": 8,
         "see [1]; Rating: [[9]]": 9,
-        "[[10]]": 10,
         "[[3]], no, [[4]]": 3,
     }
     unrated = [

@@ -26,18 +26,10 @@ from eagle_fsd.utils.files import read_jsonl
 pytestmark = pytest.mark.slow
 
 NOWHERE = "http://127.0.0.1:1"
-CONFIG = EvaluationConfig(max_new_tokens=24)
+CONFIG = EvaluationConfig(max_new_tokens=12)
 CHAT: Chat = [{"role": "user", "content": "Mia has 8 apples and buys 4 more. How many are there?"}]
 
-each_drafter = pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param(str(BUNDLED_EAGLE3), id="eagle3"),
-        pytest.param(str(BUNDLED_DRAFT_MODEL), id="draft-model"),
-        "ngram",
-        "adaptive-ngram",
-    ],
-)
+DRAFTERS = (str(BUNDLED_EAGLE3), str(BUNDLED_DRAFT_MODEL), "ngram", "adaptive-ngram")
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ def answer_texts(file: Path) -> list[list[str]]:
     return [record["choices"][0]["turns"] for record in read_jsonl(file)]
 
 
-@each_drafter
+@pytest.mark.parametrize("drafter", [str(BUNDLED_EAGLE3), "ngram"], ids=["eagle3", "ngram"])
 @pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
 def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
@@ -84,7 +76,7 @@ def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> No
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
 
 
-@each_drafter
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda name: Path(name).name)
 def test_worker_with_another_drafter(
     drafter: str, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def request(path: Path | str, **options: Any) -> EvaluationRequest:
 # -- formats ---------------------------------------------------------------------------------------
 
 
-def test_prompts_and_questions_are_read_with_their_ids(tmp_path: Path) -> None:
+def test_prompts_questions_and_chats_are_read(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "id": "a", "category": "c", "answer": 4}, {"prompt": "q", "id": "b"}]
     first, second = read_questions(write(tmp_path / "q.jsonl", *rows))
     assert (first.question_id, first.category, first.turns) == ("a", "c", ("p",))
@@ -65,14 +65,9 @@ def test_prompts_and_questions_are_read_with_their_ids(tmp_path: Path) -> None:
     assert [item.question_id for item in found] == [0, 1]
     assert [item.scored_by for item in found] == ["exact", "number"]
     assert found[0].extra == rows[0]
-
-
-def test_the_last_message_is_answered(tmp_path: Path) -> None:
-    (found,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
-    assert found.turns == ("Name a river.",)
-    assert found.opening() == CHAT[:-1]
-    assert found.first_chat() == CHAT
-    assert found.scored_by == "exact"
+    (chat,) = read_questions(write(tmp_path / "q.jsonl", {"messages": CHAT, "answer": "Rhine"}))
+    assert chat.turns == ("Name a river.",)
+    assert (chat.opening(), chat.first_chat()) == (CHAT[:-1], CHAT)
 
 
 def test_every_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
@@ -94,77 +89,57 @@ def test_an_array_is_read_like_json_lines(tmp_path: Path) -> None:
     for indent in (None, 2):
         (tmp_path / "q.json").write_text("\n" + json.dumps(rows, indent=indent))
         assert read_questions(tmp_path / "q.json") == read_questions(lines)
-    for content, reason in [
-        ('[\n {"prompt": "p"},\n {"prompt": ""}\n]', 'item 2: "prompt" must not be blank'),
-        ('[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
-        ('[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ',' delimiter)"),
-        ('[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
-        ("[]", "contains no questions"),
-        ("[" * 100_000, "line 1: not JSON"),
-    ]:
-        (tmp_path / "q.json").write_text(content)
-        with pytest.raises(QuestionError) as error:
-            read_questions(tmp_path / "q.json")
-        assert reason in str(error.value)
 
 
-def test_an_invalid_row_is_named(tmp_path: Path) -> None:
-    for row, reason in [
-        ({"prompt": " "}, '"prompt" must not be blank'),
+def test_invalid_files_and_rows_are_named(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, str]] = [
+        ("q.json", '[\n {"prompt": "p"},\n {"prompt": ""}]', 'item 2: "prompt" must not be blank'),
+        ("q.json", '[\n {\n"prompt":\n"p"},\n 5]', "item 2: not a JSON object"),
+        ("q.json", '[\n {"prompt": "p"}\n {"prompt": "p"}]', "line 3: not JSON (Expecting ','"),
+        ("q.json", '[{"prompt": "p"}] [1]', "line 1: not JSON (Extra data)"),
+        ("q.json", "[]", "contains no questions"),
+        ("q.json", "[" * 100_000, "line 1: not JSON"),
+        (
+            "q.jsonl",
+            '{"prompt": "p"}\nName a river.',
+            "line 2: not JSON; if every line is a prompt",
+        ),
+        ("q.txt", 'River?\n{"prompt": "p"}', "line 2: a JSON object; rename the file to"),
+        (
+            "q.jsonl",
+            '{"question": "q", "answer": "4"}\n{"question": "q", "answer": "#### 4"}',
+            "line 2: the row has the format 'GSM8K', but the rows before it have 'question'",
+        ),
+        ("q.jsonl", '{"prompt": "p", "id": 1}\n{"prompt": "p", "id": 1}', "line 2: duplicate"),
+    ]
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"prompt": 5}, '"prompt" must be a string'),
-        ({"prompt": "p", "answer": ["4"]}, '"answer" must be a number or a string'),
-        ({"prompt": "p", "answer": " "}, '"answer" must be a number or a string'),
         ({"prompt": "p", "answer": True}, '"answer" must be a number or a string'),
         ({"prompt": "p", "id": 1.5}, '"id" must be an integer or a string'),
         ({"prompt": "p", "category": 5}, '"category" must be a string'),
         ({"question": "q"}, "'answer' is missing"),
-        ({"question": "q", "answer": None}, '"answer" must be a number or a string'),
-        ({"messages": []}, 'the last of "messages" must be a user\'s'),
         ({"messages": CHAT[:3]}, 'the last of "messages" must be a user\'s'),
         ({"messages": [{"role": "user", "content": " "}]}, "and not blank"),
-        ({"messages": ["hi"]}, '"messages" must be a list of objects'),
         ({"messages": {"role": "user"}}, '"messages" must be a list of objects'),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'must have a "role"'),
         ({"messages": [{"role": "user", "content": ["x"]}]}, 'a string "content"'),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
-    ]:
-        path = write(tmp_path / "q.jsonl", row)
+    ]
+    cases += [("q.jsonl", json.dumps(row), reason) for row, reason in rows]
+    for name, content, reason in cases:
+        (tmp_path / name).write_text(content)
         with pytest.raises(QuestionError) as error:
-            read_questions(path)
-        assert str(error.value).startswith(f"{path}, line 1: ")
+            read_questions(tmp_path / name)
+        assert str(error.value).startswith(str(tmp_path / name))
         assert reason in str(error.value)
 
 
-def test_mixed_lines_are_rejected(tmp_path: Path) -> None:
-    for name, first, second, reason in [
-        ("q.jsonl", '{"prompt": "p"}', "Name a river.", "not JSON; if every line is a prompt"),
-        ("q.txt", "Name a river.", '{"prompt": "p"}', "a JSON object; rename the file to"),
-        (
-            "q.jsonl",
-            '{"prompt": "p"}',
-            json.dumps({"messages": CHAT}),
-            "the row has the format 'messages', but the rows before it have 'prompt'",
-        ),
-        (
-            "q.jsonl",
-            '{"question": "q", "answer": "4"}',
-            '{"question": "q", "answer": "#### 4"}',
-            "the row has the format 'GSM8K', but the rows before it have 'question'",
-        ),
-        ("q.jsonl", '{"prompt": "p", "id": 1}', '{"prompt": "p", "id": 1}', "duplicate"),
-    ]:
-        (tmp_path / name).write_text(f"{first}\n{second}")
-        with pytest.raises(QuestionError, match=f"{name}, line 2: {reason}"):
-            read_questions(tmp_path / name)
-
-
-def test_every_format_reads_its_own_example(tmp_path: Path) -> None:
+def test_formats_are_listed_with_examples(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     for item in FORMATS:
         (tmp_path / "q.jsonl").write_text(item.example)
         assert len(read_questions(tmp_path / "q.jsonl")) == 1
-
-
-def test_formats_are_listed(run: Callable[..., tuple[int, str, str]]) -> None:
     status, text, _ = run("evaluate", "--formats")
     assert status == 0
     assert all(item.name in text and item.example in text for item in FORMATS)
@@ -309,40 +284,33 @@ def test_worked_examples_are_the_first_questions_and_are_not_asked(tmp_path: Pat
 
 def test_a_larger_count_keeps_examples_and_questions(tmp_path: Path) -> None:
     rows = [{"prompt": str(n), "answer": n, "category": "ab"[n % 2]} for n in range(9)]
-    for name in (write(tmp_path / "q.jsonl", *rows), "bundled"):
-        few = requested_questions(request(name, few_shot=3, count=2))
-        more = requested_questions(request(name, few_shot=3, count=4))
-        assert (len(few), len(more)) == (2, 4)
-        by_id = {item.question_id: item for item in more}
-        assert all(by_id[item.question_id] == item for item in few)
-        others = requested_questions(request(name, few_shot=3, count=2, skip=2))
-        assert {item.question_id for item in [*few, *others]} == by_id.keys()
-        if name != "bundled":
-            with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
-                requested_questions(request(name, few_shot=3, skip=6))
-    solution = bundled_questions(1)[0]
-    assert few[0].opening()[0]["content"] == solution.turns[0]
-    assert few[0].opening()[1]["content"] == solution.answer
-
-
-def test_too_few_examples_are_rejected(tmp_path: Path) -> None:
-    cases: list[tuple[list[dict[str, Any]], int, str]] = [
-        ([{"prompt": "p", "answer": 1}] * 3, 3, "requires 4 questions, 3 of them .* has 3"),
-        ([{"prompt": "p"}] * 3, 1, "requires 2 questions, 1 of them .* has 0"),
-        ([{"question_id": 0, "turns": ["a", "b"]}], 1, "has 0"),
-    ]
-    for rows, few_shot, words in cases:
-        path = write(tmp_path / "q.jsonl", *rows)
-        with pytest.raises(QuestionSetError, match=words):
-            requested_questions(request(path, few_shot=few_shot))
+    path = write(tmp_path / "q.jsonl", *rows)
+    few = requested_questions(request(path, few_shot=3, count=2))
+    more = requested_questions(request(path, few_shot=3, count=4))
+    assert (len(few), len(more)) == (2, 4)
+    by_id = {item.question_id: item for item in more}
+    assert all(by_id[item.question_id] == item for item in few)
+    others = requested_questions(request(path, few_shot=3, count=2, skip=2))
+    assert {item.question_id for item in [*few, *others]} == by_id.keys()
+    with pytest.raises(QuestionSetError, match="--skip 6 leaves no question"):
+        requested_questions(request(path, few_shot=3, skip=6))
+    with pytest.raises(QuestionSetError, match=r"requires 10 questions, 9 of them .* has 9"):
+        requested_questions(request(path, few_shot=9))
+    path = write(tmp_path / "q.jsonl", {"question_id": 0, "turns": ["a", "b"]})
+    with pytest.raises(QuestionSetError, match="has 0"):
+        requested_questions(request(path, few_shot=1))
+    (question,) = requested_questions(request("bundled", few_shot=1, count=1))
+    (solution,) = bundled_questions(1)
+    shot = [message["content"] for message in question.opening()]
+    assert shot == [solution.turns[0], solution.answer]
 
 
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def run_own(path: Path, out: Path, methods: Sequence[str] = ("exact",), **options: Any) -> Any:
+def run_own(path: Path, out: Path, **options: Any) -> Any:
     report = evaluate(
-        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), methods
+        request(path, out=out, **options), EvaluationConfig(max_new_tokens=12), ["exact"]
     )
     assert report is not None
     return report
@@ -350,34 +318,26 @@ def run_own(path: Path, out: Path, methods: Sequence[str] = ("exact",), **option
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_own_questions_are_answered_with_their_context(model: EagleFSD, tmp_path: Path) -> None:
-    """A run with another system prompt is refused in the same folder."""
-    path = write(tmp_path / "q.jsonl", {"messages": CHAT}, {"messages": CHAT[-1:]})
-    report = run_own(path, tmp_path / "out", system="Be kind.")
+    """Another grader scores the same answers; another system prompt is refused."""
+    path, out = tmp_path / "q.jsonl", tmp_path / "out"
+    write(path, {"messages": CHAT, "answer": "no such text"}, {"messages": CHAT[-1:]})
+    report = run_own(path, out, system="Be kind.")
     (row,) = report["rows"]
-    assert (row["answers"], row["accuracy"], row["harness"]) == (2, None, None)
+    assert (row["answers"], row["accuracy"], row["harness"]) == (2, 0.0, None)
     assert report["about"]["system"] == "Be kind."
     template = load_chat_template(model.tokenizer)
     chats = [CHAT, [{"role": "system", "content": "Be kind."}, CHAT[-1]]]
-    for record, chat in zip(read_jsonl(tmp_path / "out" / "exact.jsonl"), chats, strict=True):
+    for record, chat in zip(read_jsonl(out / "exact.jsonl"), chats, strict=True):
         prompt = encode_prompt(chat, model.tokenizer, template)[0].tolist()
         assert record["choices"][0]["prompt_ids"] == [prompt]
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "No accuracy: the questions come without correct answers." in text
-    assert "System prompt: 'Be kind.'." in text
-    with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
-        run_own(path, tmp_path / "out")
-
-
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_another_grader_scores_the_same_answers(tmp_path: Path) -> None:
+    assert "System prompt: 'Be kind.'." in (out / "report.md").read_text()
+    before = (out / "exact.jsonl").read_bytes()
     (tmp_path / "mine.py").write_text("def always(answer, question):\n    return True\n")
-    path = write(tmp_path / "q.jsonl", {"prompt": "Hello!", "answer": "no such text"})
-    assert run_own(path, tmp_path / "out")["rows"][0]["accuracy"] == 0.0
-    before = (tmp_path / "out" / "exact.jsonl").read_bytes()
-    report = run_own(path, tmp_path / "out", grader=f"{tmp_path}/mine.py:always")
-    assert report["rows"][0]["accuracy"] == 1.0
-    assert report["rows"][0]["harness"] is None
-    assert (tmp_path / "out" / "exact.jsonl").read_bytes() == before
+    grader = f"{tmp_path}/mine.py:always"
+    assert run_own(path, out, system="Be kind.", grader=grader)["rows"][0]["accuracy"] == 1.0
+    assert (out / "exact.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match=r"system was 'Be kind\.', is None"):
+        run_own(path, out)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -411,7 +371,6 @@ def test_a_base_model_continues_examples_or_the_prompt_itself(model: EagleFSD) -
 
 
 def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Path) -> None:
-    """The bundled target, prompted like a base model."""
     question = Question(0, "c", ("What?",), context=(("user", "Who?"), ("assistant", "Tim")))
     template = CompletionTemplate(1)
 

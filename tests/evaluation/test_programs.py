@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,14 @@ RIGHT_ANSWERS = {
     "        found.append(2 * value)\n    return found",
     "body without any indentation": "found = []\nfor value in values:\n"
     "    found.append(2 * value)\nreturn found",
-    "body of one line without indentation": "return [2 * value for value in values]",
     "body and another function": "return [2 * v for v in values]\n\n\ndef other():\n    pass",
     "body and prose": "    return [2 * v for v in values]\n\n\nThis doubles it.",
     "body and a fence without a beginning": "    return [2 * v for v in values]\n```\nDone.",
-    "body in a block": "```python\n    return [2 * value for value in values]\n```",
     "body in a block, unindented": "```python\nfound = [2 * v for v in values]\nreturn found\n```",
     "block": f"Here:\n```python\n{WHOLE}```\nDone.",
-    "python3": f"```python3\n{WHOLE}```",
-    "py": f"```py\n{WHOLE}```",
     "Python with attributes": f"```Python title=a.py\n{WHOLE}```",
     "tildes": f"Here:\n~~~python\n{WHOLE}~~~\nDone.",
     "four ticks": f"````\n{WHOLE}````",
-    "no language": f"```\n{WHOLE}```",
     "block in a list": "1. So:\n   ```python\n"
     "   def twice(values):\n       return [2 * v for v in values]\n   ```",
     "carriage returns": f"```python\n{WHOLE}```".replace("\n", "\r\n"),
@@ -116,9 +110,7 @@ RIGHT_ANSWERS = {
 }
 WRONG_ANSWERS = {
     "nothing": "",
-    "prose": "I cannot help with that.",
     "a wrong body": "return values",
-    "a wrong function": f"```python\n{WRONG}```",
     "another function": "```python\ndef thrice(values):\n    return [2 * v for v in values]\n```",
     "a stub": "```python\ndef twice(values):\n    ...\n```",
     "no code": "```python\n```",
@@ -163,13 +155,10 @@ def test_every_canonical_solution_of_human_eval_passes() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize(
-    "indices", [(0, 32, 38, 50), pytest.param(range(164), marks=pytest.mark.slow)]
-)
-def test_canonical_solutions_pass_in_the_sandbox(indices: Sequence[int]) -> None:
+def test_canonical_solutions_pass_in_the_sandbox() -> None:
     """The tests of 32, 38 and 50 call functions that the question defines."""
     questions = read_questions(published("HumanEval.jsonl.gz"))
-    for item in [questions[index] for index in indices]:
+    for item in [questions[index] for index in (0, 32, 38, 50)]:
         result = run_program(build_program(item, item.reference))
         assert result.passed, (item.question_id, result.reason)
         assert not run_program(build_program(item, "    return None")).passed, item.question_id

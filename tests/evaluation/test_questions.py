@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
-import itertools
 import json
 import re
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from published import published
 
 from eagle_fsd.evaluation.questions import sets
-from eagle_fsd.evaluation.questions.formats import QuestionError, bundled_questions, read_questions
+from eagle_fsd.evaluation.questions.formats import QuestionError, read_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import (
     QuestionSetError,
@@ -89,23 +87,20 @@ HUMAN_EVAL = {
 #: For each format a valid row, and invalid values of its fields.
 FORMATS = {
     "turns": (TURNS, {
-        "question_id": [None, 1.5, [1], True],
-        "turns": [None, "hi", {}, [1], [], [""], ["a", None]],
-        "category": [5, ["c"]], "reference": [5, {}, [5], [[5]]],
+        "question_id": [None, 1.5, True], "turns": [None, "hi", [1], [], [""], ["a", None]],
+        "category": [5], "reference": [5, {}, [5]],
     }),
-    "gsm8k": (GSM8K, {"question": [None, 5, ["q"], "", " "],
-        "answer": [None, ["#### 4"], "", "#### four", "####", "#### nan", "#### 1/0"]}),
-    "commonsense-qa": (COMMONSENSE, {
-        "id": [None, 1.5, ["a"]], "answerKey": [None, 0, "", "C", "a", "AB", ["A"]]}),
+    "gsm8k": (GSM8K, {
+        "question": [None, 5, " "], "answer": [None, ["#### 4"], "#### four", "####", "#### 1/0"],
+    }),
+    "commonsense-qa": (COMMONSENSE, {"id": [None, 1.5], "answerKey": [None, "", "C", "AB"]}),
     "mmlu": (MMLU, {
-        "question": [None, 5, []], "subject": [5, ["math"]],
-        "choices": [None, 5, "abcd", {"a": 1}, [], ["3"], ["3", 4], list("123456"), [None] * 4],
-        "answer": [None, 4, 9, -1, 1.0, True, "Z", "", "BC", [1]],
+        "question": [None, []], "subject": [5], "answer": [None, 4, -1, 1.0, True, "Z", "BC"],
+        "choices": [None, "abcd", {"a": 1}, ["3"], ["3", 4], list("123456")],
     }),
     "humaneval": (HUMAN_EVAL, {
-        "task_id": [None, 1.5, []], "prompt": [None, 5, ["def f()"], ""],
-        "entry_point": [None, 5, "", "f()", "a b", "def"], "test": [None, 5, [], ""],
-        "canonical_solution": [5, []],
+        "task_id": [None, 1.5], "prompt": [None, ["def f()"], ""], "canonical_solution": [5],
+        "entry_point": [None, "", "f()", "a b", "def"], "test": [None, ""],
     }),
 }  # fmt: skip
 OPTIONAL = {"category", "reference", "subject", "canonical_solution"}
@@ -143,21 +138,6 @@ def test_invalid_and_missing_fields_are_named(tmp_path: Path) -> None:
                 read_questions(path)
 
 
-def test_errors_inside_a_commonsense_qa_question(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    for question, reason in [
-        ({"stem": 5, "choices": CHOICES}, '"stem" must be a string'),
-        ({"stem": "q"}, "'choices' is missing"),
-        ({"stem": "q", "choices": ["sea", "sky"]}, '"choices" must be a list'),
-        ({"stem": "q", "choices": [{"label": "A"}] * 2}, "'text' is missing"),
-        ({"stem": "q", "choices": [{"label": "1", "text": "x"}] * 2}, "labels"),
-        ({"stem": "q", "choices": [{"label": "A", "text": "x"}] * 2}, "labels"),
-    ]:
-        path.write_text(json.dumps({**COMMONSENSE, "question": question}))
-        with pytest.raises(QuestionError, match=f"line 1: .*{reason}"):
-            read_questions(path)
-
-
 def write_archive(path: Path, files: dict[str, bytes]) -> None:
     """Write an archive like MMLU's."""
     with tarfile.open(path, "w") as archive:
@@ -178,26 +158,21 @@ def write_file(path: Path, content: bytes) -> None:
 def test_byte_order_marks_and_line_ends_are_ignored(tmp_path: Path) -> None:
     """A file without questions is rejected."""
     names = ("q.jsonl", "q.jsonl.gz", "math_test.csv", "q.tar")
-    for name, line_end, mark in itertools.product(names, ("\n", "\r\n"), ("", "\ufeff")):
+    for name in names:
         lines = ['"2 + 2, say?",3,4,5,6,B'] * 2
         if "jsonl" in name:
             lines = [json.dumps({**TURNS, "question_id": key}) for key in (1, 2)]
-        write_file(tmp_path / name, (mark + line_end.join([*lines, ""])).encode())
+        write_file(tmp_path / name, ("\ufeff" + "\r\n".join([*lines, ""])).encode())
         questions = read_questions(tmp_path / name)
         assert [item.category for item in questions] == (["c"] if "jsonl" in name else ["math"]) * 2
-        assert "\r" not in questions[0].turns[0]
-        assert "\ufeff" not in questions[0].turns[0]
+        assert not {"\r", "\ufeff"} & set(questions[0].turns[0])
         write_file(tmp_path / name, b"")
         with pytest.raises(QuestionError, match=f"{name} contains no questions"):
             read_questions(tmp_path / name)
 
 
-def test_csv_errors_name_the_line(tmp_path: Path) -> None:
-    """Also after a field that spans several lines; in the archive, the member is named too."""
+def test_csv_errors_name_the_line_and_the_member_of_an_archive(tmp_path: Path) -> None:
     content = b'"two\nlines",1,2,3,4,A\nq,1,2,3,4,F\n'
-    (tmp_path / "math_test.csv").write_bytes(content)
-    with pytest.raises(QuestionError, match=r"math_test.csv, line 3: .*\"answer\""):
-        read_questions(tmp_path / "math_test.csv")
     write_archive(tmp_path / "mmlu.tar", {"law_test.csv": content})
     with pytest.raises(QuestionError, match=r"mmlu.tar.*law_test.csv, line 3: .*\"answer\""):
         read_questions(tmp_path / "mmlu.tar")
@@ -264,7 +239,7 @@ _CHANGED_ROWS = st.tuples(
 ).map(lambda pair: {**pair[0], **pair[1]})
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=_ROWS | _CHANGED_ROWS)
 def test_any_object_gives_a_question_or_a_one_line_error(
     row: dict[str, object], tmp_path: Path
@@ -290,27 +265,20 @@ def _questions(*categories: str) -> list[Question]:
 
 
 def test_balanced_subset_takes_the_first_of_each_category() -> None:
-    questions = _questions(*"aaaaaabbbbbbcccccc")
-
-    def ids(categories: Sequence[str], count: int) -> list[int | str]:
-        return [item.question_id for item in balanced_subset(_questions(*categories), count)]
-
-    assert ids("aaaaaabbbbbbcccccc", 6) == [0, 1, 6, 7, 12, 13]
-    assert ids("aaaaaabbbbbbcccccc", 3) == [0, 6, 12]
-    # Fewer questions than categories: not only the first categories.
-    assert ids([chr(97 + at // 2) for at in range(20)], 5) == [0, 4, 8, 12, 16]
-    # The share of a small category goes to the others.
-    assert ids("abbbbcccc", 7) == [0, 1, 2, 3, 5, 6, 7]
-    assert ids("aaaa", 2) == [0, 1]
-    # Categories may be interleaved.
-    assert ids("abababab", 4) == [0, 1, 2, 3]
-    assert balanced_subset(questions, None) == questions
-    assert balanced_subset(questions, 99) == questions
+    for categories, count, expected in (
+        ("aaaaaabbbbbbcccccc", 6, [0, 1, 6, 7, 12, 13]),
+        ("aaaaaabbbbbbcccccc", 99, list(range(18))),
+        ("aabbccddeeffgghhiijj", 5, [0, 4, 8, 12, 16]),  # not only the first categories
+        ("abbbbcccc", 7, [0, 1, 2, 3, 5, 6, 7]),  # the share of a small one goes to the others
+        ("abababab", 4, [0, 1, 2, 3]),
+    ):
+        found = balanced_subset(_questions(*categories), count)
+        assert [item.question_id for item in found] == expected
 
 
 def test_larger_subsets_hold_the_smaller_ones() -> None:
     """Otherwise the answers of an earlier run could not be used."""
-    for sizes in ((6, 6, 6), (1, 9, 3, 3), (2,) * 57):
+    for sizes in ((6, 6, 6), (1, 9, 3, 3), (2,) * 20):
         names = [f"category {at}" for at, size in enumerate(sizes) for _ in range(size)]
         questions = _questions(*names)
         before: set[int | str] = set()
@@ -319,15 +287,6 @@ def test_larger_subsets_hold_the_smaller_ones() -> None:
             assert (len(ids), ids) == (count, sorted(ids))
             assert before < set(ids)
             before = set(ids)
-
-
-def test_mmlu_is_balanced_over_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {f"subject{at:02}_test.csv": b"q,1,2,3,4,A\n" * (10 + 2 * at) for at in range(57)}
-    write_archive(tmp_path / "mmlu.tar", rows)
-    monkeypatch.setenv("EAGLE_FSD_DATA", str(tmp_path))
-    found = [item.category for item in find_questions("mmlu", 114)]
-    assert {found.count(name) for name in found} == {2}
-    assert len(set(found)) == 57
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
@@ -342,13 +301,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(QuestionError, match=f"{name} is damaged"):
             read_questions(tmp_path / name)
-
-
-def test_bundled_questions_are_scored_by_number() -> None:
-    questions = bundled_questions(5)
-    assert questions == bundled_questions(6)[:5]
-    assert [item.scored_by for item in questions] == ["number"] * 5
-    assert all(item.answer.lstrip("-").isdigit() for item in questions)
 
 
 def test_bundled_edits_ask_for_the_same_number_in_every_turn() -> None:

@@ -12,7 +12,7 @@ from sample_report import make_report, make_row
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import harness_accuracy, limit_losses, summarize
 from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Table, csv_text, footnote, markdown, measurement, tables
+from eagle_fsd.evaluation.tables import Table, csv_text, footnote, tables
 
 
 def record_of(
@@ -102,18 +102,6 @@ def test_rows_and_tables_of_known_answers() -> None:
     )
     assert "phases" not in found
     assert "identical" not in tables_of(rows, temperature=1.0)["against exact"][0]
-
-
-def test_summaries_of_few_answers() -> None:
-    """No answers have no numbers; every sample is an answer with a latency of its own."""
-    (row,) = summarize(["exact"], {"exact": []}, {"exact": {}})
-    assert (row["tokens_per_second"], row["tau"], row["speed_over_exact"]) == (None, None, None)
-    assert "phase_shares" not in row
-    record = record_of(0, 1.0, [1], [3])
-    (choice,) = record["choices"]
-    record["choices"] = [{**choice, "latency": [at, at]} for at in (1.0, 2.0, 6.0)]
-    (row,) = summarize(["exact"], {"exact": [record]}, {"exact": {}})
-    assert row["latency"] == {"median": 4.0, "p95": pytest.approx(11.2)}
 
 
 def test_losses_are_counted_and_bounded_for_all_methods_at_once() -> None:
@@ -211,31 +199,24 @@ def test_accuracy_under_the_filters_of_lm_evaluation_harness() -> None:
     assert harness_accuracy([Question(0, "c", ("?",))], records[:1]) is None
 
 
-def test_tables_of_divergences_categories_and_positions() -> None:
-    """Trees of depth 64 and many categories give narrow tables."""
-    rows = [make_row("exact", 1.0), make_row("fsd", 1.5), make_row("other", 1.5)]
+def test_tables_of_categories_and_positions_are_narrow() -> None:
+    rows = [make_row("exact", 1.0), make_row("fsd", 1.5)]
     rows[0] |= {"reach": [1 - at / 80 for at in range(65)]}
-    rows[0]["origins"]["fuzzy"] = 0.0
     for row in rows:
         row["tau_by_category"] = {f"c{at}": 2.0 for at in range(8)}
     comparison = {"method": "fsd", "answers": [], "tokens": [[0.01, 0.5], [0.04, 0.25]]}
     sides = {"drafted": [1e-6, 2e-5, 0.003], "not_drafted": [0.01, 0.02, 0.5]}
     divergences = {"drafted": 90, "not_drafted": 10, "questions": 5, "js": sides}
     found = tables_of(rows, comparison=comparison, divergences=divergences)
-    headers, cells = found["fuzzy tokens"]
-    assert headers[-1] == "divergence"
-    assert [[line[0], line[-1]] for line in cells] == [["fsd", "0.025"], ["other", ""]]
-    lines = csv_lines(make_report(rows, comparison=comparison))
-    assert [line["divergence_mean"] for line in lines] == ["", "0.025", ""]
+    assert found["fuzzy tokens"][1][-1][-1] == "0.025"
+    assert [
+        line["divergence_mean"] for line in csv_lines(make_report(rows, comparison=comparison))
+    ] == ["", "0.025"]
     headers, cells = found["tokens per pass"]
-    assert headers == [f">= {2**power}" for power in range(7)]
-    assert cells[0][-1] == "21%"
+    assert (headers[-1], cells[0][-1]) == (">= 64", "21%")
     parts = tables({"rows": rows, "about": {"temperature": 0.0}})
     assert [len(headers) for headers, _ in parts if headers[0] == "tau"] == [7, 3]
-    assert found["divergence"][1] == [
-        ["js", "drafted", "90", "1e-06", "2e-05", "0.003"],
-        ["js", "not drafted", "10", "0.01", "0.02", "0.5"],
-    ]
+    assert found["divergence"][1][0] == ["js", "drafted", "90", "1e-06", "2e-05", "0.003"]
 
 
 def test_csv_and_footnote_state_the_settings_of_each_row() -> None:
@@ -268,21 +249,3 @@ def test_unclear_replies_of_a_judge_are_reported() -> None:
     assert (line["judge_unclear"], line["judge_loss_limit"]) == ("3", "0.5")
     pairs["unclear"] = 0
     assert "unclear" not in tables_of([row])["judge"][0]
-
-
-def test_markdown_escapes_vertical_bars() -> None:
-    assert markdown(["x"], [["a|b"]]) == "| x |\n|---|\n| a\\|b |"
-
-
-def test_a_report_says_whether_passes_were_compiled() -> None:
-    report = make_report([make_row("exact", 1.0)])
-    for sessions, words in (
-        ([False], "1 thread; tree"),
-        ([True], "1 thread, compiled;"),
-        ([True, False], ", partly compiled;"),
-    ):
-        report["sessions"] = {
-            str(number): {"environment": report["environment"], "compiled": compiled}
-            for number, compiled in enumerate(sessions)
-        }
-        assert words in measurement(report)

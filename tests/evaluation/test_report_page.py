@@ -102,10 +102,10 @@ def test_tables_are_not_clipped_on_a_narrow_page(driver: Any, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_report_on_own_prompts_fits_the_page(driver: Any, tmp_path: Path) -> None:
-    """Verdict, figure, tables and changed answers of 30 prompts, whose fuzzy tokens are colored."""
+    """Verdict, figure, tables and changed answers of 8 prompts, whose fuzzy tokens are colored."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"{problem.question}\n" for problem in problems("test", 30)))
-    config = EvaluationConfig(max_new_tokens=160)
+    prompts.write_text("".join(f"{problem.question}\n" for problem in problems("test", 8)))
+    config = EvaluationConfig(max_new_tokens=64)
     request = EvaluationRequest(questions=str(prompts), out=tmp_path / "out")
     # Accepts much, so that answers change.
     settings = Settings(threshold=0.5, min_ratio=0.02)
@@ -114,7 +114,7 @@ def test_report_on_own_prompts_fits_the_page(driver: Any, tmp_path: Path) -> Non
         open_page(driver, tmp_path / "out" / "report.html", width)
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         text = driver.execute_script("return document.body.innerText")
-        assert "of 30 answers are exact decoding's" in text
+        assert "of 8 answers are exact decoding's" in text
         assert len(driver.execute_script(BOXES)) >= 6
         colored = """
         return [...document.querySelectorAll("mark")].map(item => [

@@ -17,7 +17,7 @@ from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
 from eagle_fsd.evaluation.answering import Answerer, answer_seed
 from eagle_fsd.evaluation.methods import EXACT, FSD
 from eagle_fsd.evaluation.questions.question import Question
-from eagle_fsd.evaluation.report import pass_at_k, sample_records, summarize_samples
+from eagle_fsd.evaluation.report import pass_at_k, summarize_samples
 from eagle_fsd.evaluation.tables import tables
 from eagle_fsd.utils.chat_templates import load_chat_template
 from eagle_fsd.utils.files import read_jsonl
@@ -70,16 +70,6 @@ def test_samples_of_known_scores() -> None:
     assert found is not None
     assert found["pass_at"] == {"5": 0.5, "10": 0.5, "12": 0.5}
     assert found["seed_accuracies_interval"] is None
-
-
-def test_turns_of_all_samples_are_counted() -> None:
-    choices = [{"index": n, "turns": [f"a{n}", f"b{n}"], "new_tokens": [n, n]} for n in range(3)]
-    record = {"question_id": 7, "choices": choices}
-    assert all_turns(record) == {
-        "turns": ["a0", "b0", "a1", "b1", "a2", "b2"],
-        "new_tokens": [0, 0, 1, 1, 2, 2],
-    }
-    assert sample_records([record], 1) == [{"question_id": 7, "choices": [choices[1]]}]
 
 
 def test_every_answer_has_a_seed_of_its_own() -> None:
@@ -139,7 +129,7 @@ def test_samples_are_reported(tmp_path: Path) -> None:
     own_tree = replace(EXACT, tree=TreeConfig(total_tokens=8, depth=4, top_k=2))
     report = evaluate(
         EvaluationRequest(count=2, out=tmp_path),
-        EvaluationConfig(temperature=1.0, max_new_tokens=160, samples=2, seeds=2),
+        EvaluationConfig(temperature=1.0, max_new_tokens=64, samples=2, seeds=2),
         [own_tree, "fsd"],
     )
     assert report is not None

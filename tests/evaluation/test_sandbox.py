@@ -17,7 +17,7 @@ from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -376,11 +376,6 @@ class Color(IntEnum):
     RED = 1
 
 
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
 class EqualToAll(list[int]):
     def __eq__(self, _: object) -> bool:
         return True
@@ -389,17 +384,12 @@ class EqualToAll(list[int]):
 def test_messages_hold_plain_values() -> None:
     values: list[tuple[object, object]] = [
         (10**5000, 10**5000),
-        (float("inf"), float("inf")),
         (-float("inf"), -float("inf")),
         (Color.RED, 1),
-        (Pair(True, Color.RED), (True, 1)),
-        ((), ()),
-        (set(), set()),
         (frozenset({1}), {1}),
         (bytearray(b"\n"), b"\n"),
         (Fraction(1, 2), 0.5),
         (Decimal("-3"), -3.0),
-        ("\ud800\n\0", "\ud800\n\0"),
         (EqualToAll([1]), [1]),
     ]
     for value, plain in values:

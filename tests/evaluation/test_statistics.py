@@ -1,14 +1,117 @@
-"""Confidence intervals and tests."""
+"""Confidence intervals, tests, and the exact bound on the loss of accuracy, by enumeration."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from itertools import product
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from eagle_fsd.evaluation.statistics import Mean, Ratio, mcnemar_p, proportion_interval
+from eagle_fsd.evaluation.statistics import (
+    Mean,
+    Ratio,
+    is_loss_below,
+    loss_bound,
+    mcnemar_p,
+    proportion_interval,
+)
+
+
+def certified(count: int, loss: float, confidence: float) -> np.ndarray:
+    """Return the largest certified number of losses for each number of gains; -1 for none."""
+    largest = np.full(count + 1, -1)
+    for gained in range(count + 1):
+        if gained:
+            largest[gained] = min(largest[gained - 1], count - gained)
+        while largest[gained] < count - gained and is_loss_below(
+            loss, int(largest[gained]) + 1, gained, count, confidence
+        ):
+            largest[gained] += 1
+    return largest
+
+
+def error(largest: np.ndarray, loss: float) -> float:
+    """Return the probability of a set of outcomes at a loss, maximized over P(gained).
+
+    An outcome's probability is that of its gains times that of its losses among the other pairs.
+    """
+    count = len(largest) - 1
+    most, gained = (1 - loss) / 2, np.arange(count + 1)
+    grid = np.unique([*np.linspace(0, most, 150), *np.geomspace(1e-3 / count, most, 150)])[:, None]
+    lost = np.minimum((grid + loss) / (1 - grid), 1.0)
+    inside = stats.binom.cdf(largest, count - gained, lost)
+    return float((stats.binom.pmf(gained, count, grid) * inside).sum(1).max())
+
+
+#: Pairs, loss, confidence, and length of a series, in pairwise combinations.
+FAST = [
+    *((100, 0.005, 0.8, 1), (100, 0.005, 0.99, 3), (100, 0.02, 0.8, 3), (100, 0.02, 0.95, 1)),
+    *((100, 0.05, 0.95, 3), (100, 0.05, 0.99, 1), (200, 0.005, 0.8, 1), (200, 0.03, 0.95, 9)),
+]
+SLOW = [
+    *((300, 0.005, 0.8, 9), (300, 0.02, 0.9, 9), (300, 0.05, 0.95, 9), (300, 0.02, 0.99, 9)),
+    *((541, 0.005, 0.95, 4), (541, 0.05, 0.8, 1), (1000, 0.02, 0.8, 9)),
+]
+
+
+@pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_the_error_never_exceeds_the_stated_level(
+    cases: list[tuple[int, float, float, int]],
+) -> None:
+    """Every series is tested at a share of the error; together they err at most as often."""
+    for count, loss, confidence, series in cases:
+        largest = certified(count, loss, 1 - (1 - confidence) / series)
+        assert series * error(largest, loss) <= 1 - confidence + 1e-9
+        assert largest.max() >= 0
+
+
+def test_tangos_limit_alone_errs_too_often() -> None:
+    """It certifies a loss below 0.5 points if nothing is lost; the exact bound does not."""
+    for count, confidence, wrong in ((541, 0.95, 0.066), (200, 0.8, 0.367)):
+        z = stats.norm.ppf(confidence)
+        assert z * z / (count + z * z) < 0.005  # Tango's limit without discordant pairs
+        assert (1 - 0.005) ** count == pytest.approx(wrong, abs=5e-4)
+        assert not is_loss_below(0.005, 0, 0, count, confidence)
+
+
+def test_the_bound_is_nearly_the_best_one() -> None:
+    """No valid bound can be below the loss at which nothing is lost too rarely."""
+    for count, confidence in product((100, 500, 2000), (0.8, 0.95, 0.99)):
+        best = 1 - (1 - confidence) ** (1 / count)
+        assert best <= loss_bound(0, 0, count, confidence) <= 1.15 * best
+    # Clopper and Pearson's limit for the losses alone does not credit gains.
+    for lost, gained, count in ((4, 4, 500), (12, 4, 2000), (30, 20, 800)):
+        alone = float(stats.beta.ppf(0.95, lost + 1, count - lost))
+        assert (lost - gained) / count < loss_bound(lost, gained, count) < 0.9 * alone
+
+
+def test_both_functions_agree() -> None:
+    for lost, gained, count in ((0, 0, 60), (3, 1, 60), (7, 12, 100)):
+        bound = loss_bound(lost, gained, count)
+        assert is_loss_below(bound, lost, gained, count)
+        assert not is_loss_below(bound - 1e-5, lost, gained, count)
+
+
+def test_the_bound_is_monotone() -> None:
+    bounds = np.array([[loss_bound(b, c, 100) for c in range(8)] for b in range(8)])
+    assert (np.diff(bounds, axis=0) > 0).all()
+    assert (np.diff(bounds, axis=1) < 0).all()
+    by_confidence = [loss_bound(3, 1, 200, level) for level in (0.5, 0.8, 0.95, 0.99, 0.9999)]
+    assert by_confidence == sorted(by_confidence)
+
+
+def test_special_cases() -> None:
+    assert loss_bound(0, 0, 0) == 1.0
+    assert not is_loss_below(0.5, 0, 0, 0)
+    assert loss_bound(100, 0, 100) == 1.0
+    assert is_loss_below(1.0, 100, 0, 100)
+    assert -0.5 < loss_bound(0, 50, 100) < -0.4
+    assert loss_bound(0, 100, 100) == pytest.approx(-1 + 0.06, abs=0.03)
+    assert loss_bound(0, 0, 1) == pytest.approx(0.95, abs=0.01)
+    assert not math.isnan(loss_bound(1, 0, 1))
 
 
 def test_proportion_interval_equals_tabulated_values() -> None:

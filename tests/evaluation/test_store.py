@@ -76,28 +76,6 @@ def test_answers_to_other_questions_are_rejected(tmp_path: Path) -> None:
         AnswerStore(tmp_path, "exact", INPUTS, {**QUESTIONS, 3: "changed"}).open()
 
 
-def test_parts_of_several_processes_are_merged_in_order(tmp_path: Path) -> None:
-    parts = [open_store(tmp_path, process=part, processes=3) for part in range(3)]
-    for number in (5, 4, 3, 2, 1, 0):
-        parts[number % 3].append(record_of(number))
-    records = parts[0].merge()
-    assert [record["question_id"] for record in records] == [0, 1, 2, 3, 4, 5]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["exact.jsonl", "exact.meta.json"]
-    single = open_store(tmp_path / "single")
-    for number in range(6):
-        single.append(record_of(number))
-    assert (tmp_path / "exact.jsonl").read_bytes() == single.path.read_bytes()
-
-
-def test_another_number_of_processes_resumes(tmp_path: Path) -> None:
-    for part in range(2):
-        open_store(tmp_path, process=part, processes=2).append(record_of(part))
-    single = open_store(tmp_path)
-    assert set(single.records) == {0, 1}
-    single.append(record_of(2))
-    assert [item["question_id"] for item in single.merge()] == [0, 1, 2]
-
-
 def test_a_part_of_a_missing_process_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     """No process repairs that part, whose last line ends inside a character."""
     open_store(tmp_path)

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from stub_judge import StubJudge, pairwise_request
 from transformers import StopStringCriteria
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import sweep as sweep_module
 from eagle_fsd.evaluation.agreement import changed_limit
-from eagle_fsd.evaluation.analysis import NodeDivergences, conclusions, probe_divergences
+from eagle_fsd.evaluation.analysis import conclusions, probe_divergences
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
 from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
@@ -61,43 +59,29 @@ EXACT_ROW = row("exact", 100, 0.90)
 # -- conclusions -----------------------------------------------------------------------------------
 
 
-def test_conclusions_name_the_fastest_methods_within_a_margin() -> None:
-    """The bounds hold for all four settings at once."""
+def test_conclusions_name_the_fastest_method_within_a_margin() -> None:
+    """The bounds hold for all settings at once; otherwise it is exact decoding."""
     rows = [
-        row("plain", 50, 0.90),
         EXACT_ROW,
         row("a", 120, 0.89, 2, 1),
-        row("b", 110, 0.88, 2, 0),
-        row("c", 150, 0.80, 10, 0),
+        row("c", 150, 0.80, 10),
         row("d", 130, 0.88, 4, 2),
     ]
     wide, narrow = conclusions(rows, margins=(0.25, 0.1))
     assert wide.startswith(
         "Fastest with a loss of accuracy of at most 25 points (exact paired bound, 95% confidence"
-        " for all 4 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
+        " for all 3 settings): c, 3.00 times plain decoding, 1.50 times exact decoding; -10.0"
         " points (10 lost, 0 gained of 100), and the loss is at most "
     )
-    bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 4))
+    bound = points_text(loss_bound(4, 2, 100, 1 - 0.05 / 3))
     assert ": d, 2.60 times plain decoding" in narrow
-    assert narrow.endswith(
-        f"-2.0 points (4 lost, 2 gained of 100), and the loss is at most {bound} points."
-    )
-    assert conclusions([item for item in rows if item["method"] != "exact"]) == []
-
-
-def test_conclusions_fall_back_to_exact_decoding() -> None:
-    """Fewer questions never recommend a worse setting: a loss of 2 in 40 has p > 0.05."""
+    assert narrow.endswith(f"(4 lost, 2 gained of 100), and the loss is at most {bound} points.")
+    assert conclusions(rows[1:]) == []
     noisy = {**row("noisy", 120, 0.89, 2, 1), "speed_over_exact_interval": [0.9, 1.5]}
     for other in (noisy, row("slow", 80, 0.9), row("lossy", 150, 0.8, 10)):
         (found,) = conclusions([EXACT_ROW, other], margins=(0.05,))
         assert "for the setting): exact decoding; 100 questions without any difference" in found
         assert found.endswith("a loss of at most 2.97 points.")
-    for count in (40, 200, 2000):
-        worse = row("worse", 150, 0.85)
-        against = {"lost": count // 20, "paired": count, "accuracy_change": -0.05}
-        worse["against_exact"] |= against
-        assert "exact decoding; " in conclusions([EXACT_ROW, worse], margins=(0.05,))[0]
-    assert ": worse, " in conclusions([EXACT_ROW, worse], margins=(0.07,))[0]
 
 
 def test_dropped_settings_count_in_the_bounds() -> None:
@@ -114,16 +98,6 @@ def test_dropped_settings_count_in_the_bounds() -> None:
 
 
 # -- divergences -----------------------------------------------------------------------------------
-
-
-def test_divergences_are_summarized_by_whether_the_choice_was_drafted() -> None:
-    found = NodeDivergences(
-        torch.tensor([True, True, True, False]), {"js": torch.tensor([0.1, 0.2, 0.3, 0.6])}
-    )
-    summary = found.summary()
-    assert (summary["drafted"], summary["not_drafted"]) == (3, 1)
-    assert summary["js"]["drafted"] == pytest.approx([0.15, 0.2, 0.25])
-    assert summary["js"]["not_drafted"] == pytest.approx([0.6] * 3)
 
 
 def test_probed_divergences_are_within_their_bounds(model: EagleFSD) -> None:
@@ -213,23 +187,6 @@ def test_sweep_writes_report_and_plots(tmp_path: Path, monkeypatch: pytest.Monke
     with Image.open(tmp_path / "tradeoff.png") as picture:
         about = json.loads(picture.text["Description"])
         assert about["environment"]["versions"]["torch"] == version("torch")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_accelerator", "judge_data")
-def test_a_sweep_is_judged_in_pairs(
-    stub: StubJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exact decoding has a tree of its own here, and is what the others are compared with."""
-    stub.reply_with(lambda _: "[[C]]")
-    monkeypatch.setattr(sweep_module, "plan_trees", planned)
-    request = pairwise_request(stub, 2, tmp_path / "out")
-    grid = SweepGrid(thresholds=(0.4,), min_ratios=(0.0,))
-    report = sweep(request, EvaluationConfig(max_new_tokens=12), grid, rules=False)
-    assert report is not None
-    judged = {item["method"]: item["judge"] for item in report["rows"]}
-    assert judged["exact"] is None
-    assert judged["T=0.4"]["pairs"]["tied"] == 2
 
 
 def test_invalid_grids_are_rejected() -> None:

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
-from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_HEAD
+from eagle_fsd.bundled import BUNDLED_HEAD
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
-from eagle_fsd.evaluation.tuning import costs as costs_module
 from eagle_fsd.evaluation.tuning import search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.candidates import (
@@ -33,21 +31,16 @@ from eagle_fsd.evaluation.tuning.candidates import (
     shortlist,
 )
 from eagle_fsd.evaluation.tuning.costs import (
-    FullTrees,
     StepCosts,
-    measure_costs,
     measured_trees,
-    step_seconds,
 )
 from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
 from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
-from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, TreeSearch, plan_trees
+from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, plan_trees
 from eagle_fsd.evaluation.tuning.settings_file import settings_values
-from eagle_fsd.evaluation.tuning.tune import race_finalists, tune
+from eagle_fsd.evaluation.tuning.tune import tune
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
-from eagle_fsd.model.drafters.loading import WITHOUT_FILES
-from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.utils.files import read_jsonl
 from eagle_fsd.utils.progress import no_progress
 
@@ -89,103 +82,6 @@ def test_costs_predict_the_steps_of_other_trees() -> None:
     assert all(slow.seconds(shape) >= 0.001 for shape in candidate_trees())
 
 
-def test_interrupted_measurements_of_costs_do_not_count(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but one of the repetitions of every tree are disturbed by other processes."""
-
-    def seconds(_: Workload, method: Method, repetition: int) -> float:
-        shape = method.tree
-        own = linear_seconds(shape) if shape is not None else 0.001
-        quiet = repetition == (shape.depth if shape is not None else 0) % costs_module.ROUNDS
-        return own if quiet else 3 * own
-
-    monkeypatch.setattr(costs_module, "step_seconds", seconds)
-    assert measure_costs(workload(model), lambda *_: None) == linear_costs()
-
-
-def test_steps_are_measured_after_their_shapes_have_been_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on CUDA, a step takes long the first two times that its shapes occur; prefill is slow."""
-
-    class Machine:
-        def __init__(self) -> None:
-            self.seconds = {"prefill": 9.0, "target": 0.0}
-            self.place, self.seen = 0, Counter[int]()
-
-        def __len__(self) -> int:
-            return 1
-
-        def add(self, _: object) -> None:
-            self.place = 0
-
-        def step(self) -> list[Any]:
-            self.place += 1
-            self.seen[self.place] += 1
-            self.seconds["target"] += 0.01 if self.seen[self.place] > 2 else 1.0
-            return []
-
-        def cancel(self, _: object) -> None:
-            pass
-
-    target = SimpleNamespace(device=torch.device("cpu"), context_length=512, group=None)
-    drafter = SimpleNamespace(start=lambda *_: SimpleNamespace(on_device=True))
-    pair = SimpleNamespace(
-        target=target,
-        drafter=drafter,
-        tree=PLAIN_TREE,
-        batch=lambda _: Machine(),
-        request=lambda *_, **__: None,
-    )
-    prompts: Any = SimpleNamespace(
-        model=pair,
-        pair=lambda: pair,
-        take=lambda *_: [torch.zeros(3)],
-        config=SimpleNamespace(batch=1),
-    )
-    method: Any = SimpleNamespace(pair_for=lambda _: pair, decoder="fsd")
-    assert step_seconds(prompts, method, 0) == pytest.approx(1.0)
-    monkeypatch.setitem(costs_module.WARM_UPS, "cpu", 2)
-    assert step_seconds(prompts, method, 0) == pytest.approx(0.01)
-
-
-def test_measured_steps_have_full_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks draft them; the prompts let n-gram drafters propose little."""
-    sizes: list[int] = []
-
-    class Recorded(FullTrees):
-        def start(self, *arguments: Any) -> Any:
-            state = super().start(*arguments)
-            kind: Any = type(state)
-
-            class RecordedState(kind):
-                def draft(self, *arguments: Any) -> DraftTree:
-                    found: DraftTree = super().draft(*arguments)
-                    sizes.append(found.size)
-                    return found
-
-            state.__class__ = RecordedState
-            return state
-
-    monkeypatch.setattr(costs_module, "FullTrees", Recorded)
-    for name in (BUNDLED_HEAD, BUNDLED_EAGLE3, BUNDLED_DRAFT_MODEL, *sorted(WITHOUT_FILES)):
-        sizes.clear()
-        prompts = workload(EagleFSD.from_pretrained(drafter=name), batch=2)
-        for shape in (tree(8, 2, 2), tree(64, 62, 1)):
-            assert 0.0 < step_seconds(prompts, replace(EXACT, tree=shape), 0) < 10.0
-        assert set(sizes) == ({8, 64} if name in WITHOUT_FILES else set())
-
-
-@pytest.mark.slow
-def test_measured_costs_increase_with_the_tree(model: EagleFSD) -> None:
-    done: list[tuple[int, int]] = []
-    costs = measure_costs(workload(model), lambda *at: done.append(at), 2)
-    assert done[-1][0] == done[-1][1] == len(done)
-    assert costs.nodes[64] > costs.nodes[1]
-    assert costs.seconds(tree(62, 60, 1)) > costs.seconds(tree(10, 8, 1)) > costs.nodes[1]
-
-
 # -- lengths and candidates ------------------------------------------------------------------------
 
 
@@ -219,20 +115,6 @@ def test_recordings_are_kept(model: EagleFSD, tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"key": "ab')  # an interrupted run
     assert LengthRecorder(prompts, path).record(method) == found
-
-
-@pytest.mark.slow
-def test_predicted_lengths_agree_with_measured_ones(model: EagleFSD, tmp_path: Path) -> None:
-    """With 12 answers, the standard error of tau is about 4%."""
-    prompts = workload(model, 12, max_new_tokens=128)
-    recorder = LengthRecorder(prompts, tmp_path / "lengths.jsonl")
-    for method in (EXACT, fsd_method(0.1, 0.3)):
-        trees = recorded_trees(quick=True)
-        lengths = Lengths({item: recorder.record(replace(method, tree=item)) for item in trees})
-        for shape in (tree(12, 10, 1), tree(20, 18, 1), tree(16, 8, 2), tree(24, 6, 2)):
-            measured = recorder.record(replace(method, tree=shape))
-            tau = sum(map(sum, measured)) / sum(map(len, measured))
-            assert lengths.tau(shape) == pytest.approx(tau, rel=0.15)
 
 
 def test_candidates_are_different_complete_trees() -> None:
@@ -330,32 +212,6 @@ def test_plain_decoding_is_chosen_where_speculation_loses() -> None:
     assert json.dumps(won.as_dict())
 
 
-def test_the_best_trees_of_exact_decoding_are_raced_once_more() -> None:
-    """In turn with those of FSD: the first race was disturbed, and a slower tree won it."""
-    disturbed, best, *fuzzy = (chain(nodes) for nodes in (8, 12, 16, 20))
-    seconds = {disturbed: 1.0, best: 1.1, fuzzy[0]: 0.5, fuzzy[1]: 0.6, None: 2.0}
-    prompts: Any = Prompts(seconds)
-    recorder: Any = None  # not used
-    exact, fsd = raced(EXACT, prompts, disturbed, best), raced(Method("fsd"), prompts, *fuzzy)
-    assert exact.tree == disturbed
-    seconds |= {disturbed: 1.1, best: 1.0}
-    race_finalists(TreeSearch(prompts, recorder, no_progress, [exact, fsd]))
-    assert [runner.method.tree for runner in exact.trees] == [best, disturbed]
-    assert fsd.references == {"plain": exact.references["plain"], "exact": exact.trees[0]}
-    names = [row["name"] for row in fsd.as_dict()["finalists"]]
-    assert names == ["fsd", "fsd", "exact", "plain"]
-    assert "2.0" in fsd.sentence().partition(" as fast as exact")[0]
-
-
-def test_a_tree_of_one_node_is_plain_decoding(model: EagleFSD) -> None:
-    prompts = workload(model, 1, max_new_tokens=12)
-    pair = prompts.pair()
-    (alone,), _ = prompts.decode(pair, replace(EXACT, tree=PLAIN_TREE), 0, 1)
-    (plain,), _ = prompts.decode(pair, PLAIN, 0, 1)
-    assert alone.stats.accepted == [[1] * 12]
-    assert alone.tokens == plain.tokens
-
-
 # -- plans -----------------------------------------------------------------------------------------
 
 
@@ -437,58 +293,52 @@ def test_exact_decoding_has_the_tree_that_won_the_last_race(
 
 # -- the command -----------------------------------------------------------------------------------
 
-CONFIG = EvaluationConfig(max_new_tokens=16)
+CONFIG = EvaluationConfig(max_new_tokens=8)
 
 
 @pytest.mark.usefixtures("quick")
-def test_tune_writes_trees_that_the_pair_loads(tmp_path: Path) -> None:
-    head = tmp_path / "head"
+def test_tune_writes_trees_that_the_pair_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted, it keeps what it measured, and resumes."""
+    head, out = tmp_path / "head", tmp_path / "out"
     shutil.copytree(BUNDLED_HEAD, head)
-    request = EvaluationRequest(count=2, out=tmp_path / "out", drafter=str(head))
+    request = EvaluationRequest(count=2, out=out, drafter=str(head))
     shown: list[Any] = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeRace, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tune(request, CONFIG, on_result=shown.append)
+    written = json.loads((out / "tune.json").read_text())
+    assert not written["complete"]
+    assert written["costs"]["nodes"]["1"] == 0.001
+    assert written["methods"]["exact"]["predicted"]
+    assert shown.pop().conclusions() == []
+    assert not (out / "fsd.json").exists()
+    recorded = (out / "lengths.jsonl").read_bytes()
+
     tuning = tune(request, CONFIG, install=True, on_result=shown.append)
+    assert (out / "lengths.jsonl").read_bytes() == recorded
     assert shown == [tuning]
     assert [item.method.name for item in tuning.methods] == ["exact", "fsd"]
-    written = json.loads((tmp_path / "out" / "tune.json").read_text())
+    written = json.loads((out / "tune.json").read_text())
     assert written["complete"]
     assert len(written["conclusions"]) == 4
     assert list(written["batch"]) == ["4", "16"]
     assert all(item["over_plain"] >= 1.0 for item in written["batch"].values())
     assert next(len(cells) for _, cells in tuning.tables()) == 11
     settings = read_settings(head / "fsd.json")
-    assert settings == read_settings(tmp_path / "out" / "fsd.json")
+    assert settings == read_settings(out / "fsd.json")
     pair = EagleFSD.from_pretrained(drafter=head)
     exact, fsd = tuning.methods
     assert (pair.exact_tree, pair.tree) == (exact.tree, fsd.tree)
     assert pair.batch_trees == {rows: item.tree for rows, item in tuning.batch.items()}
     assert pair.acceptance == EagleFSD.from_pretrained().acceptance
     assert settings.about["made_by"] == "eagle-fsd tune"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_interrupted_tuning_keeps_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = EvaluationRequest(count=2, out=tmp_path)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    shown: list[Any] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(TreeRace, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tune(request, CONFIG, on_result=shown.append)
-    written = json.loads((tmp_path / "tune.json").read_text())
-    assert not written["complete"]
-    assert written["costs"]["nodes"]["1"] == 0.001
-    assert written["methods"]["exact"]["predicted"]
-    assert shown[0].conclusions() == []
-    assert not (tmp_path / "fsd.json").exists()
-    recorded = (tmp_path / "lengths.jsonl").read_bytes()
-    assert tune(request, CONFIG).complete
-    assert (tmp_path / "lengths.jsonl").read_bytes() == recorded
 
 
 def test_lossless_trees_are_stored_by_the_number_of_prompts(model: EagleFSD) -> None:

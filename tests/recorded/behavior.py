@@ -174,16 +174,11 @@ def observe_decoding() -> dict[str, Any]:
 
 
 def observe_evaluation() -> dict[str, Any]:
-    """Answer files and report of ``evaluate``, and the settings that ``calibrate`` writes."""
+    """Answer files and report of ``evaluate``."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        evaluated, calibrated = folder / "evaluated", folder / "calibrated"
-        common = ["--count", "6", "--max-new-tokens", "96"]
-        command("evaluate", *common, "--method", *METHODS, "--out", evaluated)
-        command(
-            *("calibrate", "bundled", "--max-drop", "50", "--count", "16"),
-            *("--thresholds", "0.1", "--min-ratio", "0.3", "--no-rules", "--out", calibrated),
-        )
+        evaluated = Path(name)
+        common = ["--count", "2", "--max-new-tokens", "96"]
+        run(["evaluate", *common, "--method", *METHODS, "--out", evaluated])
         files = {file.name: file.read_text() for file in sorted(evaluated.glob("*.jsonl"))}
         answers = {}
         for file, text in files.items():
@@ -195,16 +190,12 @@ def observe_evaluation() -> dict[str, Any]:
                     del line["choices"][0][key]
             answers[file] = lines
         report = json.loads((evaluated / "report.json").read_text())
-        settings = json.loads((calibrated / "fsd.json").read_text())
         kept = ("method", "answers", "failed", "tokens", "cut_off", "tau", "reach", "origins")
         kept += ("accuracy", "accuracy_interval", "scored", "log_likelihood", "settings")
         return {
             "answers": answers,
             "rows": [{key: row[key] for key in kept} for row in report["rows"]],
             "files": sorted(file.name for file in evaluated.iterdir()),
-            # Only the names: which setting is the fastest depends on the machine.
-            "fsd.json": sorted(key for key in settings if key != "about"),
-            "about": sorted(settings["about"]),
         }
 
 
@@ -215,9 +206,13 @@ def observe_training() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats, head = folder / "chats.jsonl", folder / "head"
-        command("train", "chats", "--out", chats, "--count", "12", "--seed", "5")
-        options = [part for key, value in TRAINING.items() for part in (f"--{key}", str(value))]
-        command("train", "--data", chats, "--out", head, *options)
+        options = [part for key, value in TRAINING.items() for part in (f"--{key}", value)]
+        export = ["train", "export", "--head", head, "--format"]
+        run(
+            ["train", "chats", "--out", chats, "--count", 12, "--seed", 5],
+            ["train", "--data", chats, "--out", head, *options],
+            *([*export, format_, "--out", folder / format_] for format_ in FORMATS),
+        )
         metrics = [json.loads(line) for line in (head / "metrics.jsonl").read_text().splitlines()]
         found: dict[str, Any] = {
             "weights": {
@@ -230,7 +225,6 @@ def observe_training() -> dict[str, Any]:
         }
         for format_ in FORMATS:
             out = folder / format_
-            command("train", "export", "--head", head, "--format", format_, "--out", out)
             found["exports"][format_] = {
                 "files": sorted(file.name for file in out.iterdir()),
                 "config": json.loads((out / "config.json").read_text()),
@@ -293,10 +287,13 @@ def stable(text: str) -> Any:
     return strip(json.loads(text))
 
 
-def command(*arguments: object) -> None:
-    """Run ``eagle-fsd`` in a process of its own; an error shows what it printed."""
+def run(*commands: list[Any]) -> None:
+    """Run commands of ``eagle-fsd`` in one process; an error shows what it printed."""
+    words = [[*map(str, command)] for command in commands]
+    program = "import sys\nfrom eagle_fsd.cli import main\n"
+    program += f"for words in {words!r}:\n    sys.argv = ['eagle-fsd', *words]\n    main()\n"
     done = subprocess.run(
-        [sys.executable, "-m", "eagle_fsd.cli", *map(str, arguments)],
+        [sys.executable, "-c", program],
         env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -60,9 +60,6 @@ def refused(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
 
 @pytest.fixture(autouse=True)
 def fast_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the plots and shorten the decoding of validation, which take longer than the training.
-
-    Fixtures of a larger scope are not affected: their trainings do both in full.
-    """
+    """Skip plots and shorten validation, except in the trainings of fixtures of a larger scope."""
     monkeypatch.setattr("eagle_fsd.train.run.draw_curves", lambda *_: None)
     monkeypatch.setattr("eagle_fsd.train.validation.MAX_NEW_TOKENS", 8)

@@ -136,13 +136,9 @@ class Reader(nn.Module):
         self.layers = nn.ModuleList([Layer(config, qkv_bias, o_bias)])
 
 
-def read_head(folder: Path, engine: str, target: Target, **changes: Any) -> EagleHead:
-    """Return a head for decoding whose modules are those of the engine's reader.
-
-    ``changes`` are applied to ``config.json``; None removes a setting.
-    """
+def read_head(folder: Path, engine: str, target: Target) -> EagleHead:
+    """Return a head for decoding whose modules are those of the engine's reader."""
     config, state = read_export(folder)
-    config = {name: value for name, value in {**config, **changes}.items() if value is not None}
     for name in NEW_NAMES:
         config.pop(name, None)
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, config["torch_dtype"])}

@@ -58,31 +58,6 @@ def test_processes_together_see_every_chat_once_in_the_batches_of_one_process(
     assert sorted(seen) == [3 * number + 1 for number in range(count)]
 
 
-def test_batches_hold_chats_of_similar_length_in_random_order() -> None:
-    lengths = [number * 7919 % 1009 for number in range(512)]
-    batches = shuffled_batches(range(512), lengths, 8, seed=0, epoch=0)
-    spans = [max(map(lengths.__getitem__, b)) - min(map(lengths.__getitem__, b)) for b in batches]
-    assert sum(spans) / len(spans) < 1009 / 8
-    first_lengths = [lengths[batch[0]] for batch in batches]
-    assert first_lengths != sorted(first_lengths)
-
-
-def test_order_depends_on_seed_and_epoch_only() -> None:
-    lengths = [number % 5 + 3 for number in range(100)]
-    singles = [[number] for number in range(30)]
-    orders = {
-        "shuffled": lambda seed, epoch: batches_of(200, 4, seed, epoch),
-        "packed": lambda seed, epoch: pack_batches(range(100), lengths, 40, seed + epoch),
-        "shared": lambda seed, epoch: shared_batches(singles, seed, epoch),
-    }
-    for name, order in orders.items():
-        before = order(5, 0)
-        torch.rand(3)
-        assert order(5, 0) == before, name
-        assert order(6, 0) != before, name
-        assert order(5, 1) != before, name
-
-
 @given(st.integers(0, 300), st.integers(0, 50), SEEDS)
 def test_split_validation_partitions_the_chats(count: int, validation: int, seed: int) -> None:
     chats, held_out = split_validation(count, validation, seed)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from pairs import VOCAB_SIZE, prompt, randomize, tiny_target
+from safetensors.torch import load_file
 from torch import Tensor
 from trainings import (
     Train,
@@ -31,10 +32,12 @@ from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.eagle3_checkpoint import declared_rule, load_eagle3, save_eagle3
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import LAST, Target
+from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import (
     EAGLE3_DEFAULTS,
     ExportFormat,
     FeaturesRequest,
+    RanksRequest,
     TrainConfig,
 )
 from eagle_fsd.train.dataset import split_validation
@@ -44,6 +47,7 @@ from eagle_fsd.train.features import compute_features
 from eagle_fsd.train.heads import empty_copy, head_reads, new_head, split_features, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.losses import HeadLosses, unroll
+from eagle_fsd.train.token_ranks import rank_tokens
 
 LAYERS = 8
 READS = (2, 4, 5)
@@ -342,10 +346,23 @@ def test_export_keeps_a_declared_rule_where_the_layout_has_one(
     wrapped, rule = Target(load_target(target)), TopKRule(5, ratio=0.5)
     declaring = tmp_path / "declaring"
     save_eagle3(load_eagle3(trained, wrapped), declaring, "speculators", rule=rule)
-    for engine in get_args(ExportFormat):
-        caplog.clear()
-        out = convert_head(declaring, wrapped, tmp_path / engine, engine)
-        has_rule = engine in ("vllm", "speculators")
-        assert declared_rule(out) == (rule if has_rule else None)
-        lost = f"the layout for {engine} has no acceptance rule; this head's is left out"
-        assert (lost in caplog.messages) == (not has_rule)
+    assert declared_rule(convert_head(declaring, wrapped, tmp_path / "vllm", "vllm")) == rule
+    assert not caplog.messages
+    assert declared_rule(convert_head(declaring, wrapped, tmp_path / "sglang", "sglang")) is None
+    lost = "the layout for sglang has no acceptance rule; this head's is left out"
+    assert lost in caplog.messages
+
+
+def test_tokens_of_answers_are_ranked_by_frequency(tmp_path: Path) -> None:
+    """Counted again with the data set's own masks; unseen tokens follow in ascending order."""
+    write_chats(tmp_path / "chats.jsonl", 20, 3)
+    request = RanksRequest(data=tmp_path / "chats.jsonl", out=tmp_path / "head" / "ranks")
+    occurring = rank_tokens(request)
+    ranks = load_file(request.out)["tokens"].tolist()
+    loaded = LoadedTarget.load(request, "cpu", layers=False)
+    counts: Counter[int] = Counter()
+    for example in loaded.open_chats(request.data, request.max_length):
+        pairs = zip(example.ids, example.assistant_mask, strict=True)
+        counts.update(int(token) for token, is_answer in pairs if is_answer)
+    assert occurring == len(counts)
+    assert ranks == sorted(range(loaded.target.vocab_size), key=lambda id_: (-counts[id_], id_))

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_reader import FORMATS, read_export
+from engine_reader import FORMATS, read_export, read_head
 from pairs import (
     DEFAULT_ARCHITECTURE,
+    LINEAR_ROPE,
     aligned_pair,
     left_padded,
     prompt,
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainings import Train, read_weights, same_weights
 
-from eagle_fsd import CheckpointError, EagleFSD
+from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.model.checkpoint import load_head, save_head
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
@@ -65,10 +66,7 @@ def export_random_head(
 
 
 def test_each_engine_finds_its_tensors_and_fields(tmp_path: Path) -> None:
-    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none.
-
-    In the configuration of both, ``bias`` means biases of the attention.
-    """
+    """SGLang's ``fc`` has a bias, which stays random if the file lacks it; vLLM's has none."""
     for bias in (True, False):
         folder = tmp_path / str(bias)
         config, state = export_random_head(folder / "eagle", "eagle", bias=bias)
@@ -197,3 +195,51 @@ def test_trained_head_is_saved_in_either_format(train: Train, target: Path, tmp_
     wrapped = Target(load_target(target))
     convert_head(binary, wrapped, tmp_path / "sglang", "sglang")
     convert_head(train(max_steps=1), wrapped, tmp_path / "vllm", "vllm")  # it has no bias
+
+
+# -- as other engines read them, with engine_reader in their place --------------------------------
+
+
+def export(head: EagleHead, folder: Path, engine: ExportFormat) -> Path:
+    """Save a head and export it; return the export's folder."""
+    save_head(head, folder / "head")
+    return convert_head(folder / "head", head.target, folder / engine, engine)
+
+
+def test_export_of_a_head_without_the_old_names_has_them(tmp_path: Path) -> None:
+    """As heads were saved before."""
+    target = Target(tiny_target())
+    head = untrained_head(target.model, bias=False).attach(target)
+    for engine in FORMATS:
+        expected = (export(head, tmp_path, engine) / "config.json").read_text()
+        config = json.loads((tmp_path / "head" / "config.json").read_text())
+        for name in ("rope_theta", "rope_scaling", "torch_dtype"):
+            del config[name]
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+        again = convert_head(tmp_path / "head", target, tmp_path / f"{engine}2", engine)
+        assert (again / "config.json").read_text() == expected
+
+
+def test_readers_compute_the_heads_features(tmp_path: Path) -> None:
+    """The reader's modules have exactly the file's tensors, for every kind of bias."""
+    llama, scaled = "llama-linear-rope-tied", "llama-grouped-llama3-rope"
+    cases: list[tuple[str, ExportFormat, bool, dict[str, Any]]] = [
+        (llama, "eagle", True, {}),
+        (llama, "eagle", False, {}),
+        (llama, "sglang", True, {}),
+        (llama, "vllm", False, {}),
+        (scaled, "sglang", False, {"attention_bias": True}),
+        (scaled, "vllm", False, {"attention_bias": True}),
+        ("qwen2", "eagle", True, {}),
+        ("qwen2", "sglang", False, {}),
+    ]
+    for number, (architecture, engine, bias, changes) in enumerate(cases):
+        target = Target(tiny_target(architecture, **changes))
+        head = untrained_head(target.model, bias=bias).attach(target)
+        folder = export(head, tmp_path / str(number), engine)
+        inputs = torch.randn(1, 20, 32), prompt(20), torch.arange(20)[None]
+        for other in (read_head(folder, engine, target), load_head(folder, target)):
+            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-5)
+        if architecture == llama:
+            config = json.loads((folder / "config.json").read_text())
+            assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +39,6 @@ from eagle_fsd.train.features import add_noise, batch_features, compute_features
 from eagle_fsd.train.loaded_target import LoadedTarget
 
 COUNT = 23
-#: Seconds until a wait for another process fails.
-TIMEOUT = 100
 MAX_LENGTH = 100
 #: A few chats of the tiny target fill a shard of this size.
 SHARD_BYTES = 8000
@@ -185,97 +179,11 @@ def test_interrupted_writing_resumes(store: FeatureStore, source: Source, tmp_pa
 # -- several processes -----------------------------------------------------------------------------
 
 
-def run_processes(
-    count: int, work: Callable[[Any], FeatureStore], patch: pytest.MonkeyPatch
-) -> list[FeatureStore]:
-    """Call ``work`` in processes that are threads of this one; see ``accelerate.PartialState``."""
-    barrier, local = threading.Barrier(count), threading.local()
-    gathered: dict[int, list[Any]] = {}
-
-    def gather(items: list[Any]) -> list[Any]:
-        gathered[local.rank] = items
-        barrier.wait(TIMEOUT)
-        found = [item for rank in range(count) for item in gathered[rank]]
-        barrier.wait(TIMEOUT)
-        return found
-
-    def start(rank: int) -> FeatureStore:
-        local.rank = rank
-        wait = partial(barrier.wait, TIMEOUT)
-        names = {"process_index": rank, "num_processes": count, "is_main_process": rank == 0}
-        return work(SimpleNamespace(wait_for_everyone=wait, **names))
-
-    patch.setattr(feature_store, "gather_object", gather)
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(start, range(count)))
-
-
 def same_store(one: FeatureStore, other: FeatureStore) -> bool:
     """Whether stores have the same examples in the same order."""
     return len(one) == len(other) and all(
         same_example(one[index], other[index]) for index in range(len(one))
     )
-
-
-def test_processes_share_the_chats(
-    source: Source, store: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store has the examples of a single process, bit for bit.
-
-    Complete shards, which may be anywhere after a kill, are not computed again.
-    """
-    original = ChatDataset.__getitem__
-    for processes, shard_bytes, kept in (
-        (1, 1 << 30, []),
-        (2, SHARD_BYTES, []),
-        (3, 1 << 30, []),
-        (1, SHARD_BYTES, [0, 2]),
-        (2, SHARD_BYTES, [1]),
-        (3, SHARD_BYTES, [0, 3]),
-    ):
-        folder = tmp_path / f"{processes}-{shard_bytes}-{len(kept)}"
-        shutil.copytree(store.folder, folder)
-        index = json.loads((folder / "index.json").read_text())
-        index["complete"] = False
-        index["shards"] = [index["shards"][number] for number in kept]
-        (folder / "index.json").write_text(json.dumps(index))
-        stored = {
-            shard["first"] + offset
-            for shard in index["shards"]
-            for offset in range(len(shard["chats"]))
-        }
-        computed: list[int] = []
-        reported: list[int] = []
-
-        def write(
-            state: Any, out: Path = folder, size: int = shard_bytes, seen: list[int] = reported
-        ) -> FeatureStore:
-            progress = (lambda done, _: seen.append(done)) if state.is_main_process else None
-            return source.write(out, size, progress=progress, state=state)
-
-        with monkeypatch.context() as patch:
-
-            def spy(data: ChatDataset, chat: int, seen: list[int] = computed) -> Example:
-                seen.append(chat)
-                return original(data, chat)
-
-            patch.setattr(ChatDataset, "__getitem__", spy)
-            found = run_processes(processes, write, patch)
-        assert sorted(computed) == sorted(set(range(COUNT)) - stored)
-        assert all(item.complete and same_store(item, store) for item in found)
-        assert reported == sorted(reported)
-        assert reported[-1] == COUNT
-        files = {shard["file"] for shard in found[0].shards}
-        assert {file.name for file in folder.iterdir()} == {"index.json", *files}
-        if shard_bytes > SHARD_BYTES:  # a shard for each process
-            firsts = [shard["first"] for shard in found[0].shards]
-            assert len(firsts) == processes
-            bounds = [*firsts, COUNT]
-            sizes = [
-                sum(source.chats.size(index) for index in range(*bounds[at : at + 2]))
-                for at in range(processes)
-            ]
-            assert max(sizes) < 1.5 * sum(sizes) / processes
 
 
 def test_store_of_an_earlier_version_is_resumed(
@@ -304,8 +212,6 @@ def test_features_of_other_data_are_not_resumed(
     for name in source.fingerprint:
         other = {**source.fingerprint, name: "another"}
         with pytest.raises(ValueError, match=f"other data: {name} .*'another' here"):
-            FeatureStore(store.folder, other)
-        with pytest.raises(ValueError, match=f"other data: {name} "):
             write_features(source.chats, source.target, store.folder, other)
     assert (store.folder / "index.json").read_text() == before
     with pytest.raises(ValueError, match="holds features of the target"):
@@ -315,10 +221,9 @@ def test_features_of_other_data_are_not_resumed(
         source.write(folder)
     with pytest.raises(ValueError, match="run eagle-fsd train features again"):
         train(features=folder)
-    for content in ("", "{}", '{"made_from": {}'):
-        (folder / "index.json").write_text(content)
-        with pytest.raises(ValueError, match="is not an index of features"):
-            FeatureStore(folder)
+    (folder / "index.json").write_text('{"made_from": {}')
+    with pytest.raises(ValueError, match="is not an index of features"):
+        FeatureStore(folder)
     with pytest.raises(ValueError, match="holds no features"):
         FeatureStore(tmp_path / "elsewhere")
 

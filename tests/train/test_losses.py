@@ -1,4 +1,4 @@
-"""Tests for the losses: unrolled runs match decoding, and extreme distributions stay finite.
+"""Tests for the losses and sizes of heads: unrolled runs match decoding, and all is finite.
 
 Those of EAGLE-3 heads that differ are in ``test_eagle3_training.py``.
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pairs import ARCHITECTURES, DEFAULT_ARCHITECTURE, VOCAB_SIZE, tiny_target, untrained_head
 from torch import Tensor
+from transformers import LlamaConfig
 
 from eagle_fsd import EagleHead
 from eagle_fsd.model.divergence import DIVERGENCES
@@ -67,11 +68,8 @@ def gradients(losses: HeadLosses, given: Inputs) -> tuple[dict[str, Tensor], dic
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_unrolled_runs_match_decoding(architecture: str) -> None:
-    """From every root: the chat up to it in the cache, then a chain on the head's own features.
-
-    In float64, because this head amplifies small differences.
-    """
-    head = attached_head(architecture, torch.float64)
+    """From every root: the chat up to it in the cache, then a chain on the head's own features."""
+    head = attached_head(architecture, torch.float64)  # it amplifies small differences
     head.plain = False  # transformers computes norms in float32
     features, tokens, _, _ = inputs(head)
     with torch.no_grad():
@@ -91,23 +89,6 @@ def test_unrolled_runs_match_decoding(architecture: str) -> None:
                 )
                 ours = outputs[run][:, pair]
                 torch.testing.assert_close(ours, drafted[:, 0], rtol=1e-6, atol=1e-8)
-
-
-def test_runs_depend_on_each_other(head: EagleHead) -> None:
-    """Gradients flow through predicted features, unlike in HASS; padding has no effect."""
-    features, tokens, _, _ = inputs(head)
-    positions = torch.arange(LENGTH - 1).expand(CHATS, -1)
-    (output,) = unroll(head, features, tokens, 1)
-    assert torch.equal(output, head(features, tokens, positions))
-    outputs = unroll(head, features, tokens, 3)
-    torch.testing.assert_close(outputs[0], output, rtol=1e-5, atol=1e-6)
-    outputs[0].retain_grad()
-    outputs[2].sum().backward()
-    assert outputs[0].grad is not None
-    assert outputs[0].grad.abs().max() > 0
-    features[:, 6:], tokens[:, 6:] = 3.0, 0
-    for before, after in zip(outputs, unroll(head, features, tokens, 3), strict=True):
-        torch.testing.assert_close(before[:, :6], after[:, :6])
 
 
 def test_sums_match_the_published_losses(head: EagleHead) -> None:
@@ -213,10 +194,7 @@ def test_losses_and_gradients_are_finite_for_extreme_distributions(
 
 
 def test_small_batches_have_gradients(head: EagleHead) -> None:
-    """Zeros rather than None without positions: a parallel wrapper waits for every parameter.
-
-    Chats may be shorter than the runs.
-    """
+    """Zeros rather than None without positions: a parallel wrapper waits for every parameter."""
     features, tokens, labels, loss_mask = inputs(head)
     given = features, tokens, labels, torch.zeros_like(loss_mask)
     for runs in (1, 3):
@@ -224,7 +202,31 @@ def test_small_batches_have_gradients(head: EagleHead) -> None:
         assert all(value == 0 for value in sums.values())
         assert len(found) == len(list(head.parameters()))
         assert all((gradient == 0).all() for gradient in found.values())
+    # Chats may be shorter than the runs.
     given = features[:, :2], tokens[:, :2], labels[:, :2], torch.ones(CHATS, 2, dtype=torch.bool)
     sums, found = gradients(HeadLosses(head, TrainConfig(unroll=4)), given)
     assert sums["loss"].isfinite()
     assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+#: Parameters of heads according to the EAGLE paper, in billions, and sizes in the targets' own
+#: config.json: hidden, inner, number of heads, of key-value heads, and of tokens.
+PUBLISHED_SIZES: dict[float, tuple[int, ...]] = {
+    0.24: (4096, 11008, 32, 32, 32000),  # Vicuna 7B
+    0.37: (5120, 13824, 40, 40, 32000),  # Vicuna 13B
+    0.99: (8192, 28672, 64, 8, 32000),  # LLaMA 2 70B
+}
+NAMES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
+
+
+def test_number_of_parameters() -> None:
+    for billions, sizes in PUBLISHED_SIZES.items():
+        config = LlamaConfig(**dict(zip(NAMES, sizes, strict=True)))
+        with torch.device("meta"):
+            plain, biased = (EagleHead(config, bias) for bias in (False, True))
+        count = sum(parameter.numel() for parameter in plain.parameters())
+        assert count / 1e9 == pytest.approx(billions, abs=0.006)
+        assert sum(item.numel() for item in biased.parameters()) == count + config.hidden_size

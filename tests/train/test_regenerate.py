@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainings import write_rounds
 
-from eagle_fsd.bundled.problems import chat_messages, problems
-from eagle_fsd.model.batch import Batch
-from eagle_fsd.model.config import SamplingConfig, TargetOptions
-from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer, Request
+from eagle_fsd.bundled.problems import problems
+from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateConfig
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.train.regenerate import rewrite_chats
-from eagle_fsd.utils.chat_templates import TokenizerTemplate, encode_prompt
+from eagle_fsd.utils.chat_templates import encode_prompt
 
 COUNT = 7
 BATCH_SIZE = 3
@@ -110,26 +106,9 @@ def test_the_batch_does_not_change_the_result(rewrite: Rewriting, tmp_path: Path
         found = set()
         for size in (1, 2, 8):
             out = tmp_path / f"{size}-{temperature}.jsonl"
-            rewrite(out, temperature=temperature, batch_size=size, max_new_tokens=40)
+            rewrite(out, temperature=temperature, batch_size=size, max_new_tokens=12)
             found.add(out.read_bytes())
         assert len(found) == 1
-
-
-def test_the_next_turn_joins_the_running_batch(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two chats with three turns each, one is running when a turn of the other joins."""
-    running, add = [], Batch.add
-
-    def recorded(batch: Batch, request: Request) -> Answer:
-        running.append(len(batch))
-        return add(batch, request)
-
-    monkeypatch.setattr(Batch, "add", recorded)
-    chosen = [chat for chat in rewrite.chats if len(chat) >= 6]
-    rewrite(tmp_path / "out.jsonl", chosen, max_new_tokens=400, temperature=0.0)
-    assert len(running) == 6
-    assert running[:5] == [0, 1, 1, 1, 1]  # the last turn may be alone
 
 
 def test_interrupted_run_resumes_to_the_same_result(
@@ -181,39 +160,3 @@ def test_chat_ends_where_the_context_is_full(rewrite: Rewriting, tmp_path: Path)
     (rewritten,) = rewrite(tmp_path / "out.jsonl", [chat], temperature=0.0)
     assert [message["role"] for message in rewritten] == ["user", "assistant"]
     assert rewritten[0]["content"] == "How many?"
-
-
-def test_turns_of_different_chats_have_different_seeds(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of a late turn and a later chat."""
-    seeds: list[int] = []
-    original = EagleFSD.request
-
-    def request(model: EagleFSD, *arguments: Any, sampling: SamplingConfig, **options: Any) -> Any:
-        seeds.append(sampling.seed or 0)
-        return original(model, *arguments, sampling=sampling, **options)
-
-    monkeypatch.setattr(EagleFSD, "request", request)
-    chat = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 4
-    rewrite(tmp_path / "out.jsonl", [chat] * 9, batch_size=2)
-    assert len(seeds) == len(set(seeds)) == 4 * 9
-
-
-def test_chat_ends_where_the_template_rejects_it(
-    rewrite: Rewriting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """The other chats are rewritten, and the earlier exchanges are kept."""
-
-    class Template(TokenizerTemplate):
-        def render(self, chat: Any, add_generation_prompt: bool = False) -> str:
-            if len(chat) > 2 and "two" in chat[2]["content"]:
-                raise ValueError("the chat template rejects the chat: two")
-            return super().render(chat, add_generation_prompt)
-
-    strict = Template(rewrite.loaded.tokenizer)
-    monkeypatch.setattr(rewrite, "loaded", replace(rewrite.loaded, chat_template=strict))
-    chats = [chat_messages(("Hello!", "x"), (word, "x")) for word in ("one", "two")]
-    rewritten = rewrite(tmp_path / "out.jsonl", chats, temperature=0.0)
-    assert [len(chat) for chat in rewritten] == [4, 2]
-    assert "1 of 2 chats end early; the first one: the chat template rejects" in caplog.text

@@ -76,19 +76,10 @@ def files(out: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_file_of_one(chats: Path, expected: bytes, tmp_path: Path) -> None:
-    out = tmp_path / "chats.jsonl"
-    launch(MODULE, chats, out)
-    assert out.read_bytes() == expected
-    assert files(out) == ["chats.jsonl", "chats.jsonl.meta.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_processes_resume_to_the_file_of_one(
-    processes: int, chats: Path, expected: bytes, tmp_path: Path
+    chats: Path, expected: bytes, tmp_path: Path
 ) -> None:
-    """In any number; what was written before is kept, and part of a line is not."""
+    """What was written before is kept, and part of a line is not."""
     out, script = tmp_path / "out" / "chats.jsonl", tmp_path / "killed.py"
     out.parent.mkdir()
     script.write_text(KILLED_AT_THE_THIRD)
@@ -100,10 +91,7 @@ def test_killed_processes_resume_to_the_file_of_one(
     assert all(index % 2 == 1 for index in kept)
     marked = [{**line, "kept": True} for line in read_jsonl(part)]
     part.write_text("".join(json.dumps(line) + "\n" for line in marked) + '{"index": 9, ')
-    if processes == 1:
-        rewrite_here(chats, out)
-    else:
-        launch(MODULE, chats, out)
+    launch(MODULE, chats, out)
     found = read_jsonl(out)
     assert [at for at, line in enumerate(found) if line.pop("kept", False)] == sorted(kept)
     assert found == [json.loads(line) for line in expected.splitlines()]

@@ -42,16 +42,9 @@ def answer(messages: Messages) -> str:
 
 
 class StubServer(StubEndpoint):
-    """A server of one model.
-
-    Attributes:
-        answer: Returns the answer to messages.
-        intercept: Called with the messages of a request; it may wait, or return the status and the
-            error message of a failure.
-    """
+    """A server of one model; ``intercept`` may wait, or return a status and an error message."""
 
     def __init__(self) -> None:
-        self.answer = answer
         self.intercept: Callable[[Messages], tuple[int, str] | None] = lambda messages: None
         super().__init__()
 
@@ -60,17 +53,11 @@ class StubServer(StubEndpoint):
             return failure(404, f"the model {body['model']} does not exist")
         if (failed := self.intercept(body["messages"])) is not None:
             return failure(*failed)
-        return completion(f" {self.answer(body['messages'])}\n")
+        return completion(f" {answer(body['messages'])}\n")
 
 
 class Rewriting:
-    """Rewrites chats with a stub of a server.
-
-    Attributes:
-        stub: The server.
-        out: The file to write.
-        expected: What the server makes of the chats, one after another.
-    """
+    """Rewrites chats with a stub; ``expected`` is what it makes of them, one after another."""
 
     def __init__(self, data: Path, out: Path, stub: StubServer) -> None:
         self.data, self.out, self.stub = data, out, stub
@@ -172,15 +159,6 @@ def test_failing_server_ends_the_run_which_resumes(rewrite: Rewriting) -> None:
     assert again == {str(number) for number in range(COUNT) if number not in kept}
 
 
-def test_partial_line_is_written_again(rewrite: Rewriting) -> None:
-    """As a kill leaves it, with lines in the order of their completion."""
-    rewrite()
-    lines = rewrite.out.read_text().splitlines(keepends=True)
-    rewrite.out.write_text(lines[4] + lines[1] + lines[7][:20])
-    rewrite()
-    assert rewrite.lines() == rewrite.expected
-
-
 # -- rejections ------------------------------------------------------------------------------------
 
 
@@ -216,18 +194,10 @@ def test_chats_that_are_rejected_first_are_kept_in_the_file(rewrite: Rewriting) 
         (400, TOO_LONG) if is_first_turn(messages, 0) else None
     )
     assert len(rewrite(concurrency=1)) == COUNT - 1
-    lines = rewrite.lines()
-    assert [line["index"] for line in lines] == list(range(COUNT))
-    assert lines[1:] == rewrite.expected[1:]
+    assert rewrite.lines()[1:] == rewrite.expected[1:]
     before = len(rewrite.stub.requests)
     rewrite()
     assert len(rewrite.stub.requests) == before
-
-
-def test_empty_reply_ends_a_chat(rewrite: Rewriting) -> None:
-    rewrite.stub.answer = lambda messages: " " if len(messages) > 1 else "x"
-    rewritten = rewrite()
-    assert {tuple(item["role"] for item in chat) for chat in rewritten} == {("user", "assistant")}
 
 
 def test_tool_calls_and_results_are_context(rewrite: Rewriting, tmp_path: Path) -> None:
@@ -271,12 +241,10 @@ def test_key_comes_from_the_environment_and_is_not_stored(
     with pytest.raises(OptionsError, match="environment variable OTHER_KEY is not set"):
         rewrite(api_key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", KEY)
-    rewrite.stub.intercept = lambda messages: (401, f"{KEY} is not a valid key")
-    with pytest.raises(ValueError, match=r"\(401, \.\.\. is not a valid key\)"):
-        rewrite(api_key_env="OTHER_KEY")
+    rewrite(api_key_env="OTHER_KEY")
     assert set(rewrite.stub.keys) == {f"Bearer {KEY}"}
-    monkeypatch.setenv("OPENAI_API_KEY", "another")
-    rewrite.stub.intercept = lambda messages: None
+    rewrite.out.unlink()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     rewrite(base_url=rewrite.stub.url.replace("//", "//user:password@"))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert KEY not in written
@@ -301,30 +269,6 @@ def test_options_that_exclude_each_other(
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-def test_command_rewrites_without_loading_a_target(
-    rewrite: Rewriting, succeed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eagle_fsd.train.regenerate.LoadedTarget", None)
-    _, errors = succeed(*rewrite.arguments("--max-new-tokens", "7"))
-    assert f"{COUNT} rewritten chats are in" in errors
-    assert rewrite.lines() == rewrite.expected
-
-
-def test_errors_are_one_line(rewrite: Rewriting, run: Any) -> None:
-    for option, value, status, message in [
-        ("--base-url", "http://127.0.0.1:1/v1", 1, "Connection error"),
-        ("--model", "org/none", 1, "404, the model org/none does not exist"),
-        ("--target", "x", 2, "--base-url uses a server's target and takes no target"),
-        ("--concurrency", "0", 2, "--concurrency must be an integer in [1, 1024]"),
-    ]:
-        rewrite.out = rewrite.out.with_name(f"{message[:9]}.jsonl")
-        found, _, errors = run(*rewrite.arguments("--retries", "0", option, value))
-        assert found == status
-        assert message in errors
-        assert errors.splitlines()[-1].startswith("error: ")
-        assert "Traceback" not in errors
 
 
 def interrupt() -> None:
@@ -389,8 +333,10 @@ def test_second_ctrl_c_stops_at_once(
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_to_the_same_result(rewrite: Rewriting) -> None:
-    """The requests in progress are lost, the chats before them are not."""
+def test_killed_run_resumes_to_the_same_result(
+    rewrite: Rewriting, succeed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests in progress are lost; the command loads no target."""
     over = threading.Event()
 
     def wait(messages: Messages) -> None:
@@ -413,6 +359,8 @@ def test_killed_run_resumes_to_the_same_result(rewrite: Rewriting) -> None:
         process.kill()
     assert [line["index"] for line in rewrite.lines()] == [0]
     before = len(rewrite.stub.requests)
-    subprocess.run(words, check=True, timeout=TIMEOUT)
+    monkeypatch.setattr("eagle_fsd.train.regenerate.LoadedTarget", None)
+    _, errors = succeed(*rewrite.arguments())
+    assert f"{COUNT} rewritten chats are in" in errors
     assert rewrite.lines() == rewrite.expected
     assert len(rewrite.stub.requests) == before + 2 * COUNT - 1

@@ -46,11 +46,13 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 CASES = [
     pytest.param(
         (config, options),
-        id=f"{config}-{options.get('head_type', 'eagle')}",
+        id=config,
         marks=[pytest.mark.xdist_group(config), *marks],
     )
-    for config, marks in (("fsdp", []), ("deepspeed_zero2", [NEEDS_DEEPSPEED]))
-    for options in ({}, EAGLE3)
+    for config, options, marks in (
+        ("fsdp", EAGLE3, []),
+        ("deepspeed_zero2", {}, [NEEDS_DEEPSPEED]),
+    )
 ]
 
 

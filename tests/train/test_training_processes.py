@@ -70,38 +70,8 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*launch, "-m", "eagle_fsd.cli"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "alone"),
-    [
-        ({}, {"batch_size": 4}),
-        ({"accumulate": 2}, {"batch_size": 4}),
-        (EAGLE3, {"batch_size": 4}),
-        ({"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}, {"accumulate": 2}),
-    ],
-    ids=["plain", "accumulate", "eagle3", "tokens"],
-)
-def test_two_processes_equal_one_with_twice_the_batch(
-    train: Train,
-    options: dict[str, Any],
-    alone: dict[str, Any],
-    target: Path,
-    data: Path,
-    tmp_path: Path,
-    two_processes: list[str],
-) -> None:
-    """With ten chats in batches of four, the last of an epoch is filled up in one process only.
-
-    The processes of an EAGLE-3 training count the tokens of the answers together. They share
-    batches of tokens, which have different numbers of chats and of answers.
-    """
-    options = {"max_length": 256, **options}
-    two = tmp_path / "two"
-    one = train("one", **options, **alone)
-    _, errors = run_process(command(data, two, target, **options), two_processes)
-    steps = options.get("max_steps", 12)
-    assert errors.count(f"step {steps} of {steps}") == 1  # only one process prints
-    assert len(read_losses(two)) == steps
+def check_same(two: Path, one: Path) -> None:
+    """Check that two processes trained as one does with twice the batch."""
     assert read_losses(two).tolist() == pytest.approx(read_losses(one).tolist(), rel=1e-4)
     for name in ("tokens", "lr", "top1"):
         values = [line[name] for line in read_metrics(two)]
@@ -113,17 +83,35 @@ def test_two_processes_equal_one_with_twice_the_batch(
 
 
 @pytest.mark.slow
-def test_two_processes_killed_then_resumed_give_the_same_weights(
-    target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+def test_two_processes_equal_one_with_twice_the_batch_and_resume(
+    train: Train, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run_process(command(data, whole, target), two_processes)
-    script = tmp_path / "killed.py"
+    """Killed processes resume to the same weights, bit for bit.
+
+    With ten chats in batches of four, the last of an epoch is filled up in one process only. The
+    processes of an EAGLE-3 training count the tokens of the answers together.
+    """
+    options = {"max_length": 256, "accumulate": 2, **EAGLE3}
+    two, out, script = (tmp_path / name for name in ("two", "out", "killed.py"))
+    _, errors = run_process(command(data, two, target, **options), two_processes)
+    assert errors.count("step 12 of 12") == 1  # only one process prints
+    check_same(two, train("one", **options, batch_size=4))
     script.write_text(KILLED_IN_MID_EPOCH)
-    run_process(command(data, out, target), [*two_processes[:-2], str(script)], status=None)
+    arguments = command(data, out, target, **options)
+    run_process(arguments, [*two_processes[:-2], str(script)], status=None)
     assert read_metrics(out)[-1]["step"] == 8
-    run_process(command(data, out, target, "--resume"), two_processes)
-    assert same_training(out, whole)
+    run_process([*arguments, "--resume"], two_processes)
+    assert same_training(out, two)
+
+
+@pytest.mark.slow
+def test_two_processes_share_batches_of_tokens(
+    train: Train, target: Path, data: Path, tmp_path: Path, two_processes: list[str]
+) -> None:
+    """Which have different numbers of chats and of answers."""
+    options = {"tokens_per_batch": 200, "max_length": 128, "max_steps": 2}
+    run_process(command(data, tmp_path / "two", target, **options), two_processes)
+    check_same(tmp_path / "two", train("one", **options, accumulate=2))
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -148,29 +136,22 @@ main()
 
 @pytest.mark.slow
 def test_two_processes_store_the_features_of_one(
-    target: Path, tmp_path: Path, two_processes: list[str]
+    succeed: Any, target: Path, tmp_path: Path, two_processes: list[str]
 ) -> None:
-    """Also if one of them is killed; a device map is rejected."""
+    """Although one of them is killed, and they are started again."""
     chats = write_chats(tmp_path / "chats.jsonl", 40)
     arguments = ["train", "features", "--data", str(chats), "--target", str(target), "--out"]
-    one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
-    for out, launcher in ((one, []), (two, two_processes)):
-        printed, errors = run_process([*arguments, str(out)], launcher)
-        assert printed.count("40 chats are in") == errors.count("are free in") == 1
-    single = FeatureStore(one)
-    assert (len(single.shards), len(FeatureStore(two).shards)) == (1, 2)
-    script = tmp_path / "killed.py"
+    one, two, script = tmp_path / "one", tmp_path / "two", tmp_path / "killed.py"
+    succeed(*arguments, one)
     script.write_text(KILLED_IN_SHARD)
-    run_process([*arguments, str(killed)], [*two_processes[:-2], str(script)], status=None)
-    assert 0 < len(FeatureStore(killed)) < 40
-    run_process([*arguments, str(killed)], two_processes)
-    for found in (FeatureStore(two), FeatureStore(killed)):
-        assert found.complete
-        assert len(found) == len(single) == 40
-        for index in range(40):
-            ours, theirs = found[index], single[index]
-            assert (ours.ids, ours.assistant_mask) == (theirs.ids, theirs.assistant_mask)
-            assert torch.equal(ours.features, theirs.features)
-    more = [str(two), "--device-map", "cpu"]
-    _, errors = run_process([*arguments, *more], two_processes, status=None)
-    assert "error: --device-map requires a single process" in errors
+    run_process([*arguments, str(two)], [*two_processes[:-2], str(script)], status=None)
+    assert 0 < len(FeatureStore(two)) < 40
+    printed, errors = run_process([*arguments, str(two)], two_processes)
+    assert printed.count("40 chats are in") == errors.count("are free in") == 1
+    single, found = FeatureStore(one), FeatureStore(two)
+    assert found.complete
+    assert len(found) == len(single) == 40
+    for index in range(40):
+        ours, theirs = found[index], single[index]
+        assert (ours.ids, ours.assistant_mask) == (theirs.ids, theirs.assistant_mask)
+        assert torch.equal(ours.features, theirs.features)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eagle_fsd.utils.chat_api import THREAD_NAME, map_concurrently
+from eagle_fsd.utils.chat_api import map_concurrently
 
 TIMEOUT = 100
 
@@ -73,21 +73,3 @@ def test_exception_of_the_items_is_raised() -> None:
     results = map_concurrently(lambda item: item, items(), 3)
     with pytest.raises(OSError, match="gone"):
         list(results)
-
-
-@pytest.mark.slow
-def test_closing_does_not_wait_for_calls_in_progress() -> None:
-    over = threading.Event()
-
-    def work(item: int) -> int:
-        if item:
-            over.wait(TIMEOUT)
-        return item
-
-    results = map_concurrently(work, range(100), 2)
-    assert next(results) == (0, 0)
-    results.close()
-    over.set()
-    for thread in threading.enumerate():
-        if thread.name == THREAD_NAME:
-            thread.join(TIMEOUT)

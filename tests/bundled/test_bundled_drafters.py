@@ -1,0 +1,184 @@
+"""The bundled EAGLE-3 head and draft model: files, lossless drafts, cards, and recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from accelerators import reset_accelerator_state
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3, BUNDLED_TARGET
+from eagle_fsd.bundled.problems import problems
+from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.eagle3 import Eagle3Head
+from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
+from eagle_fsd.train.config import TrainConfig
+from eagle_fsd.train.record import read_record
+from recipes import bundled
+from recipes.bundled import EAGLE3_CONFIG
+from recipes.compare_heads import TREES
+from recipes.draft_model import DraftModelConfig, build_draft_model, train_draft_model
+
+BUSHY = TreeConfig(**dict(zip(("total_tokens", "depth", "top_k"), TREES[0], strict=True)))
+CHAIN = TreeConfig(total_tokens=7, depth=5, top_k=1)
+
+
+@pytest.fixture(scope="module")
+def eagle3() -> EagleFSD:
+    return EagleFSD.from_pretrained(
+        drafter="bundled-eagle3", dtype=torch.float32, device_map="cpu", tree=BUSHY
+    )
+
+
+@pytest.fixture(scope="module")
+def draft_model() -> EagleFSD:
+    """The bundled target with the draft model, which drafts chains of 6 tokens."""
+    return EagleFSD.from_pretrained(
+        drafter="bundled-draft-model", dtype=torch.float32, device_map="cpu", tree=CHAIN
+    )
+
+
+def prompts(model: EagleFSD, seed: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and attention mask of 32 problems that no bundled model was trained on."""
+    chats = [[{"role": "user", "content": item.question}] for item in problems("test", 32, seed)]
+    encoded = model.tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+def test_files_are_small_and_in_half_precision() -> None:
+    common = {"README.md", "config.json", "model.safetensors", "training.json"}
+    for folder, more, size in (
+        (BUNDLED_EAGLE3, set(), 1_000_000),
+        (BUNDLED_DRAFT_MODEL, {"generation_config.json"}, 2_000_000),
+    ):
+        assert {path.name for path in folder.iterdir()} == common | more
+        assert (folder / "model.safetensors").stat().st_size < size
+        weights = load_file(folder / "model.safetensors")
+        dtypes = {name: item.dtype for name, item in weights.items()}
+        assert dtypes.pop("d2t", torch.int64) == torch.int64
+        assert dtypes.pop("t2d", torch.bool) == torch.bool
+        assert set(dtypes.values()) == {torch.float16}
+    config = json.loads((BUNDLED_EAGLE3 / "config.json").read_text())
+    assert (config["rope_theta"], config["torch_dtype"]) == (10000.0, "float16")
+
+
+# -- EAGLE-3 ---------------------------------------------------------------------------------------
+
+
+def test_head_is_that_of_the_recipe(eagle3: EagleFSD) -> None:
+    head = eagle3.drafter
+    assert isinstance(head, Eagle3Head)
+    assert head.reads == (2, 7, 11)
+    assert head.flags.fc_norm
+    assert head.flags.norm_output
+    assert head.draft_vocab_size == EAGLE3_CONFIG.draft_vocab_size
+    assert TrainConfig.from_dict(read_record(BUNDLED_EAGLE3)["settings"]) == EAGLE3_CONFIG
+
+
+def test_hidden_states_are_detected(eagle3: EagleFSD) -> None:
+    """One layer above or below is nearly as good in this small target, two below is not."""
+    target, trained, other = eagle3.target, (2, 7, 11), (0, 5, 9)
+    texts = sample_texts(target)
+    choice = detect_layers(eagle3.drafter, target, texts)
+    assert choice.reads == trained
+    assert set(choice.agreement) == {(1, 6, 10), trained, (3, 8, 12)}
+    assert max(choice.agreement.values()) == choice.agreement[trained]
+    assert min(choice.agreement.values()) > choice.agreement[trained] - 0.03
+    assert detect_layers(eagle3.drafter, target, texts, [other, trained]).reads == trained
+
+
+def test_head_can_draft_the_tokens_of_answers(eagle3: EagleFSD) -> None:
+    token_ids = eagle3.drafter.token_ids
+    assert token_ids is not None
+    solutions = [problem.answer for problem in problems("test", 200, seed=6)]
+    tokens = {token for ids in eagle3.tokenizer(solutions)["input_ids"] for token in ids}
+    assert len(tokens) > 100
+    assert tokens <= set(token_ids.tolist())
+
+
+@pytest.mark.slow
+def test_greedy_output_is_the_target_s_and_tau_the_card_s(eagle3: EagleFSD) -> None:
+    ids, mask = prompts(eagle3, seed=5)
+    expected = eagle3.generate(ids, mask, max_new_tokens=128, method="ar").sequences
+    out = eagle3.generate(ids, mask, max_new_tokens=128, threshold=0.0)
+    assert torch.equal(out.sequences, expected)
+    card = (BUNDLED_EAGLE3 / "README.md").read_text()
+    row = re.search(r"^\| 16/8/2 \| [\d.]+ \| ([\d.]+) \|$", card, re.MULTILINE)
+    assert row is not None
+    assert out.stats.tau == pytest.approx(float(row[1]), rel=0.1)
+
+
+@pytest.mark.slow
+def test_recipe_stores_features_and_trains_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reset_accelerator_state()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(bundled, "HEAD_CHATS", 12)
+    monkeypatch.setattr(bundled, "EAGLE3_CONFIG", EAGLE3_CONFIG.updated(max_steps=2))
+    bundled.train_eagle3(BUNDLED_TARGET, tmp_path, tmp_path / "out")
+    assert read_record(tmp_path / "out")["steps"] == 2
+    trained, shipped = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", BUNDLED_EAGLE3)
+    )
+    assert {name: item.shape for name, item in trained.items()} == {
+        name: item.shape for name, item in shipped.items()
+    }
+
+
+# -- draft model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_greedy_output_is_the_target_s(draft_model: EagleFSD) -> None:
+    """Chains, and a tree; most steps accept several tokens."""
+    ids, mask = prompts(draft_model, seed=4)
+    expected = draft_model.generate(ids, mask, max_new_tokens=32, method="ar").sequences
+    out = draft_model.generate(ids, mask, max_new_tokens=32)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.tau > 2.5
+    tree = EagleFSD(
+        draft_model.model, draft_model.drafter, TreeConfig(total_tokens=12, depth=4, top_k=3)
+    )
+    assert torch.equal(tree.generate(ids, mask, max_new_tokens=32).sequences, expected)
+
+
+def test_most_sampled_tokens_are_accepted(draft_model: EagleFSD) -> None:
+    """As a block, token by token, and by FSD. Measured: 6.0, 6.0 and 6.2 of 7 tokens per step."""
+    ids, mask = prompts(draft_model, seed=4)
+    for rule in (ExactRule(), FuzzyRule(0.0), FuzzyRule(0.1)):
+        out = draft_model.generate(ids, mask, max_new_tokens=64, temperature=1.0, seed=1, rule=rule)
+        assert out.stats.tau > 5
+
+
+def test_initial_weights_are_the_target_s() -> None:
+    target = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET, dtype=torch.float32)
+    draft = build_draft_model(target, (0, -1))
+    assert draft.lm_head.weight is draft.model.embed_tokens.weight
+    for found, layer in zip(draft.model.layers, (0, -1), strict=True):
+        for name, value in found.state_dict().items():
+            assert torch.equal(value, target.model.layers[layer].state_dict()[name])
+    for name in ("embed_tokens.weight", "norm.weight"):
+        assert torch.equal(draft.model.state_dict()[name], target.model.state_dict()[name])
+
+
+@pytest.mark.slow
+def test_recipe_trains_a_model_that_loads(tmp_path: Path, draft_model: EagleFSD) -> None:
+    config = DraftModelConfig(chats=4, epochs=2, tokens_per_batch=1024)
+    train_draft_model(config, BUNDLED_TARGET, tmp_path / "work", tmp_path / "out")
+    assert read_record(tmp_path / "out")["settings"]["chats"] == 4
+    found = EagleFSD.from_pretrained(BUNDLED_TARGET, tmp_path / "out", dtype=torch.float32)
+    assert isinstance(found.drafter, DraftModel)
+    ids, mask = (item[:2] for item in prompts(draft_model, seed=4))
+    expected = draft_model.generate(ids, mask, max_new_tokens=16, method="ar").sequences
+    assert torch.equal(found.generate(ids, mask, max_new_tokens=16).sequences, expected)
