@@ -69,7 +69,7 @@ def generate(
         text = read_prompt(is_first) if stdin else prompt
         if not text.strip():
             raise OptionsError("PROMPT is missing or empty")
-        model = load_pair(pair, tree, acceptance)
+        model = load_pair(pair, tree, acceptance, plain)
         ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
         method = "ar" if plain else "fsd"
         if config.num_beams > 1:

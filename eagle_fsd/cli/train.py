@@ -67,7 +67,8 @@ def train(
 
 def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> None:
     """Store the target's features of chats, for several trainings. An interrupted run resumes."""
-    from eagle_fsd.train.feature_store import format_bytes, store_features
+    from eagle_fsd.train.feature_store import store_features
+    from eagle_fsd.utils.text import format_bytes
 
     def print_estimate(needed: int, free: int, chats: int) -> None:
         err.print(
