@@ -317,14 +317,15 @@ class RegenerateConfig(SamplingConfig):
     """Sampling, length and batch size of rewritten turns."""
 
     temperature: float = Field(
-        1.0,
+        0.7,
         ge=0.0,
         allow_inf_nan=False,
-        description="Sampling temperature; 0 is greedy decoding.",
+        description="Sampling temperature; 0 is greedy decoding, and at 1 small models write"
+        " nonsense.",
     )
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
     batch_size: int = Field(
-        16, ge=1, le=4096, description="Chats that the loaded target rewrites at once."
+        16, ge=1, le=4096, description="Chats that the loaded target writes at once."
     )
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
 
