@@ -74,7 +74,7 @@ def test_repetitions_and_near_duplicates() -> None:
     for text, expected in {
         "no " * 20: False,  # too short to judge
         "I am sorry, I do not know. " * 30: True,
-        "你好，今天天气很好。" * 40: True,
+        "你好。今天天气很好。" * 40: True,
         " ".join(map(str, range(500, 700))): False,
         user_header.__doc__ or "": False,
     }.items():
