@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from eagle_fsd.model.pipeline import EagleFSD
 
 
+#: Steps from which an answer shows whether drafting pays.
+MIN_STEPS = 16
+
+
 class GenerateConfig(SamplingConfig):
     """Sampling and length of the answer."""
 
@@ -116,6 +120,15 @@ def _print_stream(
         style="dim",
         soft_wrap=True,
     )
+    if stats.steps >= MIN_STEPS and stats.slower_than_plain:
+        err.print(
+            f"Plain decoding (--plain) would be faster: drafting took"
+            f" {stats.seconds['draft']:.1f} s, the target's passes"
+            f" {stats.seconds['target']:.1f} s. Draft fewer tokens (--draft-vocabulary, after"
+            " eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
+            " for why few are accepted.",
+            soft_wrap=True,
+        )
 
 
 def _print_best(

@@ -205,6 +205,17 @@ def check_depth(measured: Measurements) -> Finding:
     return _note_if(falls, "depth", evidence, step)
 
 
+def check_speed(measured: Measurements) -> list[Finding]:
+    """Report if drafting costs more than it gains."""
+    answers = measured.short
+    slow = sum(answer.slower_than_plain for answer in answers)
+    if 2 * slow <= len(answers):
+        return []
+    evidence = f"plain decoding would be faster in {slow} of {len(answers)} answers"
+    step = "draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or smaller trees"
+    return [Finding("speed", "note", evidence, f"{step} (eagle-fsd tune)")]
+
+
 def check_tree(measured: Measurements) -> Finding:
     """Check whether the depth of the trees limits tau."""
     depth, nodes = measured.model.tree.depth, measured.model.tree.total_tokens
