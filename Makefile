@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 # The head is left out where the package does not contain one for this target.
 smollm2: $(SMOLLM2)
 	@$(RUN)/eagle-fsd generate --target smollm2 --max-new-tokens 128 "$(QUESTION)" \
-		$(if $(wildcard eagle_fsd/bundled/smollm2?eagle2),--drafter smollm2-eagle2,--plain)
+		$(if $(wildcard eagle_fsd/bundled/smollm2?eagle2),--drafter smollm2-eagle2 --speedup,--plain)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
