@@ -14,7 +14,6 @@ from stub_endpoint import Reply, StubEndpoint, failure
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.loading import load_tokenizer
-from eagle_fsd.train.chat_file import ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
 from eagle_fsd.train.synthesize import NearDuplicates, Sieve, is_repetitive, synthesize, user_header
 from eagle_fsd.utils.chat_templates import FastChatTemplate, TokenizerTemplate
@@ -32,15 +31,16 @@ GEMMA = (
     "{{ '<bos>' }}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content +"
     " '<end_of_turn>\n' }}{% endfor %}{{ '<start_of_turn>model\n' }}"
 )
-#: Options under which the bundled target writes chats quickly.
-SMALL = {"user_temperature": 0.8, "temperature": 0.5, "max_user_tokens": 80, "max_new_tokens": 60}
+#: Options under which the bundled target writes short chats: beginnings of small talk.
+PREFIXES = ("who are", "what do you", "how are", "Thank", "Good")
+SMALL = {"prefix": PREFIXES, "user_temperature": 0.5, "max_user_tokens": 24, "max_new_tokens": 48}
 
 
-def write(out: Path, count: int = 4, server: Any = None, **options: Any) -> list[dict[str, Any]]:
-    """Write chats with the bundled target, or with a server of it; return the lines."""
+def write(out: Path, count: int = 4, **options: Any) -> list[dict[str, Any]]:
+    """Write chats with the bundled target; return the lines."""
     request = SynthesizeRequest(out=out, count=count, dtype=options.pop("dtype", None))
     config = SynthesizeConfig(**{**SMALL, **options})
-    assert len(synthesize(request, config, server)) == count
+    assert len(synthesize(request, config)) == count
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -137,13 +137,13 @@ def test_result_depends_on_neither_batch_nor_interruption(tmp_path: Path) -> Non
 
 
 def test_systems_and_prefixes_take_turns(tmp_path: Path) -> None:
-    systems, prefixes = ("Be brief.", "Be kind."), ("At the market,", "In the garden,")
-    lines = write(tmp_path / "chats.jsonl", 5, system=systems, prefix=prefixes, dtype="float32")
+    systems = ("Be brief.", "Be kind.")
+    lines = write(tmp_path / "chats.jsonl", 4, system=systems)
     for line in lines:
         index, (system, user, _) = line["index"], line["messages"]
         assert system == {"role": "system", "content": systems[index % 2]}
-        assert user["content"].startswith(prefixes[index // 2 % 2])
-        assert len(user["content"]) > len(prefixes[0]) + 5
+        assert user["content"].startswith(PREFIXES[index // 2 % len(PREFIXES)])
+        assert user["content"] not in PREFIXES
 
 
 def test_unusable_chats_end_the_run(tmp_path: Path, run: Callable[..., tuple]) -> None:
@@ -172,18 +172,18 @@ class StubServer(StubEndpoint):
 
 def test_a_server_writes_chats(tmp_path: Path) -> None:
     """From raw prompts that end with the header; what it rejects or truncates is dropped."""
-    with_key = {"model": "org/target", "concurrency": 2}
     stub = StubServer()
     try:
-        server = RegenerateServer(base_url=stub.url, **with_key)
-        lines = write(tmp_path / "chats.jsonl", 3, server, top_k=5)
+        server = RegenerateServer(base_url=stub.url, model="org/target", concurrency=2)
+        request = SynthesizeRequest(out=tmp_path / "chats.jsonl", count=3)
+        written = synthesize(request, SynthesizeConfig(top_k=5), server)
     finally:
         stub.server.shutdown()
-    assert [line["index"] for line in lines] == [0, 3, 4]
-    assert lines[1]["messages"] == [
+    lines = request.out.read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 3, 4]
+    assert list(written)[1] == [
         {"role": "user", "content": "Question 3: what is 3 + 1111?"},
         {"role": "assistant", "content": "Sum."},
     ]
     first = next(body for body in stub.requests if body["prompt"].endswith("<|user|>"))
-    assert (first["temperature"], first["top_k"], first["stop"]) == (0.8, 5, ["<|end|>"])
-    assert len(ChatFile(tmp_path / "chats.jsonl")) == 3
+    assert (first["temperature"], first["top_k"], first["stop"]) == (1.0, 5, ["<|end|>"])
