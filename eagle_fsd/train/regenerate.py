@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -358,7 +357,9 @@ def _rewrite(
         text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
         chat.new.append({"role": "assistant", "content": text.strip()})
 
-    draw = partial(next, chats, None)
+    def draw() -> _Chat | None:
+        return next(chats, None)
+
     return write_turns(model, config.batch_size, draw, next_request, finish, on_tokens)
 
 

@@ -365,7 +365,7 @@ class LocalWriter:
             self.plan.take(draft, turn, "", complete=False)
             return None
         self._turns[draft] = turn
-        options = {"sampling": turn.sampling, "method": "ar", **self._stop(turn.stop)}
+        options: Any = {"sampling": turn.sampling, "method": "ar", **self._stop(turn.stop)}
         return self.model.request(ids, min(turn.limit, room), **options)
 
     def _finish(self, draft: Draft, tokens: list[int]) -> None:
