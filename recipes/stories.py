@@ -61,7 +61,7 @@ def train_stories_head(
     options = TargetOptions(target=target, chat_template=TEMPLATE).model_dump(exclude_unset=True)
     regenerate(
         RegenerateRequest(data=prompts, out=stories, **options),
-        RegenerateConfig(batch_size=128, max_new_tokens=256),
+        RegenerateConfig(temperature=1.0, batch_size=128, max_new_tokens=256),
     )
     resume = TrainingFolder(folder).exists
     request = TrainRequest(data=stories, out=folder, resume=resume, **options)

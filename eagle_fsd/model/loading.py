@@ -28,6 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eagle_fsd.model.config import Quantization
+from eagle_fsd.model.gguf import locate_model
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.weights import WEIGHT_FILES, read_tensors, tensor_files
 from eagle_fsd.utils.text import one_line
@@ -66,7 +67,7 @@ def load_target(
     A checkpoint with quantized weights needs no option: its configuration says how to load it.
 
     Args:
-        name: A folder or a Hub name.
+        name: A folder, a Hub name or a GGUF file, see :func:`~eagle_fsd.model.gguf.locate_model`.
         dtype: A torch dtype or a key of :data:`DTYPES`. Default: float32 on a CPU, else the
             checkpoint's own.
         device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
@@ -95,17 +96,20 @@ def load_target(
             raise ValueError("quantize and quantization_config exclude each other")
         options["quantization_config"] = quantization_config(quantize)
     try:
+        source = str(name)
         if not {"cache_dir", "local_files_only", "revision"} & options.keys():
             # Hugging Face would retry for minutes if the Hub cannot be reached.
-            find_file(name, "config.json", options.get("token"))
+            source = locate_model(name, options.get("token"))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=dtype, device_map=device_map, output_loading_info=True, **options
+            source, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
     except (*DAMAGED, SafetensorError, RuntimeError, EOFError) as error:
         if isinstance(error, TypeError) and "keyword argument" in str(error):
             raise  # an option does not exist
         raise LoadError(f"cannot load the {role} {name}: {one_line(error)}") from error
     model: PreTrainedModel = loaded[0]
+    if source != str(name):
+        model.config.name_or_path = str(name)  # not the copy of a GGUF file
     if missing := sorted(loaded[1]["missing_keys"]):  # Hugging Face initializes them at random
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise LoadError(f"the {role} {name} lacks {len(missing)} tensors: {shown}")
@@ -158,7 +162,7 @@ def load_embeddings(
     """
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
-        return _load_embeddings(str(name), dtype, device, token)
+        return _load_embeddings(locate_model(name, token), dtype, device, token)
     except (*DAMAGED, RuntimeError) as error:
         raise LoadError(
             f"cannot load the embedding and the output projection of {name}: {one_line(error)}"
@@ -232,11 +236,12 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
     Raises :class:`LoadError` if files are missing or damaged.
     """
     try:
-        find_file(name, "tokenizer_config.json", token)  # as in load_target
+        source = locate_model(name, token)
+        find_file(source, "tokenizer_config.json", token)  # as in load_target
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            str(name), token=token, padding_side="left"
+            source, token=token, padding_side="left"
         )
-    except (*DAMAGED, ImportError) as error:
+    except (*DAMAGED, SafetensorError, RuntimeError, ImportError) as error:
         raise LoadError(f"cannot load the tokenizer of {name}: {one_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -249,7 +254,7 @@ def _check_placement(
     """Return dtype and device map, with their defaults.
 
     Raises:
-        LoadError: ``name`` is an absolute path, and not that of a folder.
+        LoadError: ``name`` is an absolute path, and not that of a folder or a GGUF file.
         ValueError: The dtype or the device does not exist.
     """
     if isinstance(dtype, str):
@@ -261,8 +266,10 @@ def _check_placement(
     uses_gpu = _uses_gpu(device_map)
     if dtype is None:
         dtype = "auto" if uses_gpu else torch.float32
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        raise LoadError(f"cannot load the {role}: {name} is not a folder")
+    path = Path(name)
+    is_file = path.suffix == ".gguf" and path.is_file()
+    if path.is_absolute() and not path.is_dir() and not is_file:
+        raise LoadError(f"cannot load the {role}: {name} is not a folder or a GGUF file")
     return dtype, device_map
 
 

@@ -166,8 +166,9 @@ class EagleFSD:
         """Load a target and a drafter; the bundled pair if neither is given.
 
         Args:
-            target: A folder, a Hub name, or a loaded model, which may be a PEFT or compiled model.
-                Default: the bundled target.
+            target: A folder, a Hub name, a GGUF file, or a loaded model, which may be a PEFT or
+                compiled model; :func:`~eagle_fsd.model.gguf.locate_model` says how to name a GGUF
+                file. Default: the bundled target.
             drafter: A folder, a Hub name, a loaded drafter, or a key of
                 :data:`~eagle_fsd.bundled.BUNDLED_DRAFTERS`. Default with the bundled target: the
                 bundled head.
@@ -206,7 +207,7 @@ class EagleFSD:
         if drafter is None:
             raise ValueError(
                 "pass both a target and a drafter (--drafter): the bundled head fits the bundled"
-                " target only, and eagle-fsd train trains one for yours"
+                " target only, eagle-fsd train trains one for yours, and ngram needs no training"
             )
         if isinstance(drafter, str):
             drafter = BUNDLED_DRAFTERS.get(drafter, drafter)

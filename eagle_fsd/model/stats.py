@@ -121,6 +121,17 @@ class DecodeStats:
         spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
         return self.tokens / spent if spent else 0.0
 
+    @property
+    def slower_than_plain(self) -> bool:
+        """Whether plain decoding would have been faster.
+
+        A plain pass takes at most as long as a pass over a tree, and emits one token per row. False
+        where the phases were not timed apart.
+        """
+        spent = sum(value for phase, value in self.seconds.items() if phase != "prefill")
+        target = self.seconds.get("target", 0.0)
+        return target > 0.0 and self.seconds.get("draft", 0.0) > 0.0 and spent > self.tau * target
+
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON-serializable values."""
         total: Counter[str] = sum(self.origins, Counter())

@@ -289,14 +289,14 @@ class RegenerateServer(Options):
 
     base_url: str | None = Field(
         None,
-        description="Have an OpenAI-compatible server rewrite the chats, instead of loading the"
+        description="Have an OpenAI-compatible server write the turns, instead of loading the"
         " target: its URL up to and including /v1.",
     )
     model: str | None = Field(None, description="With --base-url: the target's name there.")
     api_key_env: str = Field(
         "OPENAI_API_KEY", description="Environment variable with the server's key, if it needs one."
     )
-    concurrency: int = Field(16, ge=1, le=1024, description="Chats rewritten at once by a server.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Chats written at once by a server.")
     timeout: float = Field(600.0, gt=0.0, description="Seconds to wait for a server's reply.")
     retries: int = Field(
         5,
@@ -317,16 +317,56 @@ class RegenerateConfig(SamplingConfig):
     """Sampling, length and batch size of rewritten turns."""
 
     temperature: float = Field(
-        1.0,
+        0.7,
         ge=0.0,
         allow_inf_nan=False,
-        description="Sampling temperature; 0 is greedy decoding.",
+        description="Sampling temperature; 0 is greedy decoding, and at 1 small models write"
+        " nonsense.",
     )
     seed: int = Field(0, ge=0, le=2**31, description="Seed of sampling.")
     batch_size: int = Field(
-        16, ge=1, le=4096, description="Chats that the loaded target rewrites at once."
+        16, ge=1, le=4096, description="Chats that the loaded target writes at once."
     )
     max_new_tokens: int = Field(512, ge=1, description="Maximum number of new tokens per turn.")
+
+
+class SynthesizeRequest(TargetOptions):
+    """Chats to write: their number, the target and the output file."""
+
+    out: Path = Field(description="JSON Lines file to write; an interrupted run resumes there.")
+    count: int = Field(1000, ge=1, description="Number of usable chats.")
+    dtype: str | None = Field(
+        None,
+        description="float32, bfloat16 or float16; default: bfloat16 where the CPU computes in it,"
+        " else float32 on a CPU and the checkpoint's on a GPU.",
+    )
+    device_map: DeviceMap = None
+
+
+class SynthesizeConfig(RegenerateConfig):
+    """Sampling, length and subjects of chats that the target writes."""
+
+    user_temperature: float = Field(
+        1.0, ge=0.0, allow_inf_nan=False, description="Sampling temperature of user messages."
+    )
+    user_top_p: float = Field(
+        0.9, gt=0.0, le=1.0, description="Nucleus of user messages; 1 is off."
+    )
+    max_user_tokens: int = Field(
+        256, ge=1, description="Maximum number of new tokens per user message."
+    )
+    turns: int = Field(1, ge=1, le=64, description="Exchanges per chat.")
+    system: tuple[str, ...] = Field(
+        (), description="System prompts, which chats use in turn; default: the template's."
+    )
+    prefix: tuple[str, ...] = Field(
+        (),
+        description="Beginnings of the first user message, which chats use in turn, to choose"
+        " languages or subjects.",
+    )
+    batch_size: int = Field(
+        32, ge=1, le=4096, description="Chats that the loaded target writes at once."
+    )
 
 
 class ExportRequest(TargetOptions):

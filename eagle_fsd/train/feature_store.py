@@ -30,6 +30,7 @@ from eagle_fsd.train.heads import head_reads, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
 from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
+from eagle_fsd.utils.text import format_bytes
 
 INDEX_FILE = "index.json"
 #: Names of shards, and of those that an interrupted process was writing.
@@ -293,12 +294,3 @@ def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
         chats.append((start, len(item.ids), item.truncated))
         start += len(item.ids)
     return {"file": file, "first": first, "chats": chats}
-
-
-def format_bytes(size: float) -> str:
-    """Format a size with a decimal unit, as in ``"1.5 GB"``."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -12,12 +12,12 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eagle_fsd.model.config import SamplingConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.model.request import Answer
+from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.train.chat_file import Chat, ChatFile, is_answer
 from eagle_fsd.train.config import RegenerateConfig, RegenerateRequest, RegenerateServer
 from eagle_fsd.train.loaded_target import (
@@ -54,6 +54,9 @@ PROCESS_TIMEOUT = timedelta(days=7)
 #: Upper bound of the turns of a chat, which keeps the seeds of different chats apart.
 MAX_TURNS = 1024
 
+#: A chat that is being written.
+ChatT = TypeVar("ChatT")
+
 
 def regenerate(
     request: RegenerateRequest,
@@ -62,12 +65,14 @@ def regenerate(
     *,
     token: str | None = None,
     progress: ProgressFactory = no_progress,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> ChatFile | None:
     """Rewrite a chat file with the target; return None on processes other than the first.
 
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
     see the same output file. A server rewrites the chats if its ``base_url`` is set. ``progress``
-    reports ``reading`` (in bytes) and ``rewriting`` (in chats).
+    reports ``reading`` (in bytes) and ``rewriting`` (in chats); ``on_tokens`` is called with
+    numbers of tokens that the loaded target generated in this process.
     """
     if server is not None and server.base_url is not None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -89,7 +94,7 @@ def regenerate(
     with progress("reading") as report:
         chats = loaded.open_chats(request.data, progress=report).file
     with progress("rewriting") as report:
-        rewritten = rewrite_chats(loaded, chats, request.out, config, report, state)
+        rewritten = rewrite_chats(loaded, chats, request.out, config, report, state, on_tokens)
     is_main = state.is_main_process
     state.destroy_process_group()
     return rewritten if is_main else None
@@ -102,6 +107,7 @@ def rewrite_chats(
     config: RegenerateConfig | None = None,
     progress: Progress | None = None,
     state: PartialState | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> ChatFile:
     """Rewrite chats with a loaded target, resuming an interrupted run.
 
@@ -119,15 +125,15 @@ def rewrite_chats(
         process, processes = state.process_index, state.num_processes
     if process == 0:
         options = config.model_dump(exclude={"batch_size"})
-        _prepare_output(out, {**loaded.fingerprint(chats.path), **options})
+        prepare_output(out, {**loaded.fingerprint(chats.path), **options})
     _wait(state)
-    done = _read_lines(out).keys()
+    done = read_lines(out).keys()
     _wait(state)  # until all have read what there is, before it changes
     missing = [index for index in range(len(chats)) if index not in done]
     part = out if processes == 1 else out.with_name(f"{out.name}.part{process}")
     rejections: list[str] = []
     share = (_Chat(index, chats[index]) for index in missing[process::processes])
-    for count, chat in enumerate(_rewrite(loaded, share, config, rejections), 1):
+    for count, chat in enumerate(_rewrite(loaded, share, config, rejections, on_tokens), 1):
         append_line(part, json.dumps({"index": chat.index, "messages": chat.new}))
         if progress is not None:
             progress(min(len(done) + count * processes, len(chats)), len(chats))
@@ -144,25 +150,25 @@ def _wait(state: PartialState | None) -> None:
         state.wait_for_everyone()
 
 
-def _files(out: Path) -> list[Path]:
+def output_files(out: Path) -> list[Path]:
     """Return the files with rewritten chats: the output and the parts that processes wrote."""
     parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
     return [file for file in (out, *parts) if file.exists()]
 
 
-def _read_lines(out: Path) -> dict[int, dict[str, Any]]:
+def read_lines(out: Path) -> dict[int, dict[str, Any]]:
     """Return the lines of the output and its parts by the index of their chat."""
-    lines = (line for file in _files(out) for line in read_jsonl(file))
+    lines = (line for file in output_files(out) for line in read_jsonl(file))
     return {int(line["index"]): line for line in lines}
 
 
 def _merge(out: Path) -> None:
     """Write all lines to the output, in the order of the chats, and remove its parts."""
-    lines = _read_lines(out)
-    if _files(out) != [out] or list(lines) != sorted(lines):
+    lines = read_lines(out)
+    if output_files(out) != [out] or list(lines) != sorted(lines):
         text = "".join(json.dumps(lines[index]) + "\n" for index in sorted(lines))
         atomic_write(out, text)
-    for file in _files(out):
+    for file in output_files(out):
         if file != out:
             file.unlink()
 
@@ -184,7 +190,7 @@ def request_chats(
     """
     config = config or RegenerateConfig()
     out = Path(out)
-    endpoint = _endpoint(server)
+    endpoint = server_endpoint(server)
     fingerprint = {
         "data": str(chats.path),
         "bytes": chats.path.stat().st_size,
@@ -192,8 +198,8 @@ def request_chats(
         "model": endpoint.model,
         **config.model_dump(exclude={"batch_size"}),
     }
-    _prepare_output(out, fingerprint)
-    done = set(_read_lines(out))
+    prepare_output(out, fingerprint)
+    done = set(read_lines(out))
     accepted = bool(done)
     held: list[str] = []  # lines, until the server has accepted a request
     rejections: list[str] = []
@@ -237,7 +243,8 @@ def request_chats(
     return ChatFile(out)
 
 
-def _endpoint(server: RegenerateServer) -> Endpoint:
+def server_endpoint(server: RegenerateServer) -> Endpoint:
+    """Return the endpoint of a server, with the key in its environment variable."""
     assert server.base_url is not None
     assert server.model is not None  # RegenerateServer requires both or neither
     key = os.environ.get(server.api_key_env)
@@ -262,7 +269,7 @@ def _request_turns(
         if not is_answer(message):
             new.append(message)
             continue
-        seed = _seed(config, index, turn) % 2**31
+        seed = turn_seed(config.seed, index, turn) % 2**31
         try:
             text = client.complete([_as_sent(item) for item in new], seed=seed, **options).strip()
         except EndpointError as error:
@@ -292,20 +299,20 @@ def _report_rejections(rejections: Sequence[str], total: int) -> None:
         log.warning("%d of %d chats end early; the first one: %s", count, total, rejections[0])
 
 
-def _seed(config: RegenerateConfig, chat: int, turn: int = 0) -> int:
+def turn_seed(seed: int, chat: int, turn: int) -> int:
     """Return the seed of a turn, which no other turn of the file shares."""
-    return config.seed + chat * MAX_TURNS + turn
+    return seed + chat * MAX_TURNS + turn
 
 
-def _prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
+def prepare_output(out: Path, fingerprint: dict[str, Any]) -> None:
     """Write the fingerprint, or check it against an earlier run's and delete partial lines."""
     file = out.with_name(out.name + ".meta.json")
-    if _files(out):
+    if output_files(out):
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         before.pop("batch_size", None)  # of earlier versions
         if {**_LATER_OPTIONS, **before} != fingerprint:
             raise ValueError(f"{out} was written from other chats or options; choose another file")
-        for written in _files(out):
+        for written in output_files(out):
             truncate_partial_line(written)
     else:
         atomic_write(file, json.dumps(fingerprint, indent=2) + "\n")
@@ -325,40 +332,72 @@ def _rewrite(
     chats: Iterator[_Chat],
     config: RegenerateConfig,
     rejections: list[str],
+    on_tokens: Callable[[int], None],
 ) -> Iterator[_Chat]:
-    """Generate the assistant turns in order, those of several chats at once.
+    """Generate the assistant turns of chats, which are yielded in the order in which they end.
 
     A chat ends when the context is full, or when the chat template rejects it; the template's
-    messages are appended to ``rejections``. Chats are yielded in the order in which they end.
+    messages are appended to ``rejections``.
     """
     model = EagleFSD(loaded.target.model, None)
     sampling = SamplingConfig.from_dict(config.model_dump(include=set(SamplingConfig.model_fields)))
-    batch = model.batch(config.batch_size)
-    begun: deque[_Chat] = deque()
-    running: dict[Answer, _Chat] = {}
-    while True:
-        while batch.free and (chat := begun.popleft() if begun else next(chats, None)):
-            prompt = _next_prompt(loaded, chat, rejections)
-            if prompt is None:
-                yield chat
-                continue
-            request = model.request(
-                prompt,
-                min(config.max_new_tokens, loaded.target.context_length - len(prompt)),
-                sampling=sampling.updated(seed=_seed(config, chat.index, len(chat.new))),
-                method="ar",
-            )
-            running[batch.add(request)] = chat
-        if not running:
-            return
-        for answer, chunk in batch.step():
-            if answer.error is not None:
-                raise answer.error
-            if chunk.finished:
-                chat = running.pop(answer)
-                text = str(loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
-                chat.new.append({"role": "assistant", "content": text.strip()})
-                begun.append(chat)
+
+    def next_request(chat: _Chat) -> Request | None:
+        prompt = _next_prompt(loaded, chat, rejections)
+        if prompt is None:
+            return None
+        return model.request(
+            prompt,
+            min(config.max_new_tokens, loaded.target.context_length - len(prompt)),
+            sampling=sampling.updated(seed=turn_seed(config.seed, chat.index, len(chat.new))),
+            method="ar",
+        )
+
+    def finish(chat: _Chat, tokens: list[int]) -> None:
+        text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+        chat.new.append({"role": "assistant", "content": text.strip()})
+
+    def draw() -> _Chat | None:
+        return next(chats, None)
+
+    return write_turns(model, config.batch_size, draw, next_request, finish, on_tokens)
+
+
+def write_turns(
+    model: EagleFSD,
+    batch_size: int,
+    draw: Callable[[], ChatT | None],
+    next_request: Callable[[ChatT], Request | None],
+    finish: Callable[[ChatT, list[int]], None],
+    on_tokens: Callable[[int], None],
+) -> Iterator[ChatT]:
+    """Write the turns of chats in order, those of several chats at once.
+
+    ``draw`` returns the next chat, or None if there is none for now; ``next_request`` returns the
+    request of its next turn, or None if the chat is complete; ``finish`` is given the turn's
+    tokens. A chat that goes on takes the place of its last turn. Chats are yielded in the order in
+    which they end.
+    """
+    begun: deque[ChatT] = deque()
+    running: dict[Answer, ChatT] = {}
+    with closing(model.batch(batch_size)) as batch:
+        while True:
+            while batch.free and (chat := begun.popleft() if begun else draw()) is not None:
+                request = next_request(chat)
+                if request is None:
+                    yield chat
+                else:
+                    running[batch.add(request)] = chat
+            if not running:
+                return
+            for answer, chunk in batch.step():
+                on_tokens(len(chunk.tokens))
+                if answer.error is not None:
+                    raise answer.error
+                if chunk.finished:
+                    chat = running.pop(answer)
+                    finish(chat, answer.tokens)
+                    begun.append(chat)
 
 
 def _next_prompt(loaded: LoadedTarget, chat: _Chat, rejections: list[str]) -> Tensor | None:

@@ -77,14 +77,36 @@ class ChatClient:
         Options are further parameters of the request, such as ``temperature``. Raises EndpointError
         if the endpoint cannot be reached or rejects the request.
         """
+        create: Any = self._client.chat.completions.create
+        return self._request(
+            lambda: create(
+                model=self.endpoint.model, messages=[dict(item) for item in messages], **options
+            ),
+            lambda reply: str(reply.choices[0].message.content or ""),
+        )
+
+    def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
+        """Request the continuation of a text, whether it is complete, and its number of tokens.
+
+        For options and errors, see :meth:`complete`.
+        """
+        create: Any = self._client.completions.create
+
+        def read(reply: Any) -> tuple[str, bool, int]:
+            choice = reply.choices[0]
+            tokens = reply.usage.completion_tokens if reply.usage else 0
+            return str(choice.text or ""), choice.finish_reason == "stop", tokens
+
+        return self._request(
+            lambda: create(model=self.endpoint.model, prompt=prompt, **options), read
+        )
+
+    def _request(self, send: Callable[[], Any], read: Callable[[Any], Result]) -> Result:
+        """Send a request and read the reply; raises EndpointError."""
         import openai
 
-        create: Any = self._client.chat.completions.create
         try:
-            reply = create(
-                model=self.endpoint.model, messages=[dict(item) for item in messages], **options
-            )
-            return str(reply.choices[0].message.content or "")
+            return read(send())
         except openai.APIStatusError as error:
             body = error.body.get("message") if isinstance(error.body, dict) else None
             message = f"{error.status_code}, {body or error.message}"

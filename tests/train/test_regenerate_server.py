@@ -110,7 +110,7 @@ def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None
     assert reported == [(done, COUNT) for done in range(1, COUNT + 1)]
     first = rewrite.stub.requests[0]
     assert first["model"] == MODEL
-    assert (first["temperature"], first["top_p"], first["top_k"]) == (1.0, 1.0, 5)
+    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 1.0, 5)
     assert first["max_tokens"] == 7
     seeds = [body["seed"] for body in rewrite.stub.requests]
     assert len(set(seeds)) == len(seeds) == 2 * COUNT

@@ -51,7 +51,7 @@ MAX_LENGTH_DROP = 0.15
 MAX_EXCESS = 0.2
 #: Answers with a smaller share of distinct pairs of tokens are loops, which are easy to draft.
 MIN_VARIETY = 0.4
-#: Values that a comparison of rows needs.
+#: Values that a comparison needs.
 MIN_COUNT = 50
 
 
@@ -72,11 +72,15 @@ class Finding:
 def check_settings(measured: Measurements, agreement: Agreement) -> list[Finding]:
     """Check all settings, in the order in which problems should be repaired.
 
-    If they are right, also check whether the drafter knows the target.
+    If they are right, also check whether the drafter knows the target. Nothing is concluded from
+    fewer than :data:`MIN_COUNT` answer tokens.
     """
     settings = find_settings(agreement.drafter, agreement.target)
     if agreement.own.isnan().any():
         return [_damage(agreement, settings[0].value)]
+    if len(agreement.own) < MIN_COUNT:
+        step = "decode more text: raise --count or --max-new-tokens"
+        return [Finding("text", "note", f"only {len(agreement.own)} answer tokens", step)]
     compared = [_compare(agreement, setting) for setting in settings]
     # One wrong setting makes others look wrong: only the change that helps most is a problem.
     largest = max(gain for gain, _ in compared)
@@ -165,8 +169,8 @@ def _target(agreement: Agreement) -> Finding:
     share = agreement.mean
     evidence = f"agreement {share:.1%}, of a constant prediction {agreement.chance:.1%}"
     if share <= agreement.chance + CHANCE_MARGIN:
-        step = "use a drafter that was trained for this target, with its tokenizer: only the shapes"
-        return Finding("target", "problem", evidence, f"{step} of this one fit, or it is untrained")
+        step = "train the drafter further, or use one that was trained for this target and its"
+        return Finding("target", "problem", evidence, f"{step} tokenizer, if only its shapes fit")
     step = "train the drafter further, on the target's own answers (--regenerate)"
     return _note_if(share < LOW_AGREEMENT, "target", evidence, step)
 
@@ -199,6 +203,17 @@ def check_depth(measured: Measurements) -> Finding:
     falls = isinstance(measured.model.drafter, DraftHead) and later < MIN_DEEP_RATIO * first
     step = "train the head on its own outputs: eagle-fsd train --unroll 3"
     return _note_if(falls, "depth", evidence, step)
+
+
+def check_speed(measured: Measurements) -> list[Finding]:
+    """Report if drafting costs more than it gains."""
+    answers = measured.short
+    slow = sum(answer.slower_than_plain for answer in answers)
+    if 2 * slow <= len(answers):
+        return []
+    evidence = f"plain decoding would be faster in {slow} of {len(answers)} answers"
+    step = "draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or smaller trees"
+    return [Finding("speed", "note", evidence, f"{step} (eagle-fsd tune)")]
 
 
 def check_tree(measured: Measurements) -> Finding:

@@ -14,6 +14,7 @@ from eagle_fsd.evaluation.doctor.checks import (
     check_depth,
     check_length,
     check_settings,
+    check_speed,
     check_training_text,
     check_tree,
 )
@@ -69,7 +70,7 @@ def diagnose(
             if training_texts:
                 findings.append(check_training_text(model.target, training_texts))
         findings += [check_length(measured), check_depth(measured)]
-    findings.append(check_tree(measured))
+    findings += [*check_speed(measured), check_tree(measured)]
     steps = {finding.level: finding.step for finding in reversed(findings)}
     return {
         "drafter": type(model.drafter).__name__,

@@ -36,6 +36,7 @@ class MeasuredAnswer:
     ids: Tensor  # [S]
     start: int  # number of prompt tokens
     accepted: list[int]  # number of tokens that each step emitted
+    slower_than_plain: bool = False  # see DecodeStats
 
 
 class Measurements:
@@ -104,7 +105,8 @@ class Measurements:
         for item in sorted(found, key=lambda item: item.index):
             prompt, (accepted,) = prompts[item.index], item.stats.accepted
             ids = torch.cat([prompt, prompt.new_tensor(item.tokens)])
-            answers.append(MeasuredAnswer(ids.to(model.target.device), len(prompt), accepted))
+            ids, slower = ids.to(model.target.device), item.stats.slower_than_plain
+            answers.append(MeasuredAnswer(ids, len(prompt), accepted, slower))
         return answers
 
     def _prompts(self, chats: Sequence[Chat], chat_template: ChatTemplate) -> list[Tensor]:
