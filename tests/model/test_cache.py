@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-from collections.abc import Callable
-from functools import partial
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from pairs import (
-    ARCHITECTURES,
     DEVICES,
     aligned_pair,
-    left_padded,
-    new_random_pair,
+    batch,
     prompt,
     small_tree,
     tiny_target,
@@ -24,34 +22,10 @@ from pairs import (
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.model.acceptance import ExactRule
 from eagle_fsd.model.cache import VIEW_STEP, Layout, TreeCache, additive_mask
-from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.verify import VerificationInputs
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the default tiny target
-
-
-class CacheSizes(ExactRule):
-    """Record the sizes in bytes of a pair's caches at every step, and the caches themselves."""
-
-    def __init__(self, pair: EagleFSD) -> None:
-        sizes: list[list[int]] = []
-        caches: list[TreeCache] = []
-        object.__setattr__(self, "sizes", sizes)  # the rule itself is frozen
-        object.__setattr__(self, "caches", caches)
-        check_target(pair.target)  # with caches of its own
-        for owner in (pair.target, pair.drafter):
-            owner.new_cache = partial(self._record, owner.new_cache)
-
-    def _record(self, new_cache: Callable[[int, int], TreeCache], *shape: int) -> TreeCache:
-        self.caches.append(new_cache(*shape))
-        return self.caches[-1]
-
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        self.sizes.append([cache.nbytes for cache in self.caches])
-        return super().gate(inputs)
 
 
 def numbered(rows: int = 3, length: int = 11, device: str = "cpu") -> TreeCache:
@@ -75,7 +49,7 @@ def contents(cache: TreeCache) -> Tensor:
     return store.unflatten(0, (LAYERS, 2)).clone()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama-linear-rope-tied", "qwen2"])
 def test_cache_has_the_documented_size(architecture: str) -> None:
     """layers x 2 x rows x length x key-value heads x head size x bytes."""
     dtype = torch.bfloat16 if architecture == "qwen2" else torch.float32
@@ -158,67 +132,6 @@ def test_additive_mask_gives_hidden_keys_zero_weight() -> None:
         assert torch.equal(weights[0, 0] > 0, allowed[0])
 
 
-def test_caches_are_allocated_once_with_the_size_of_the_call() -> None:
-    """The longest prompt without its last token, the new tokens, and one tree."""
-    model = new_random_pair()
-    rule, tree = CacheSizes(model), model.tree
-    ids, mask = left_padded(prompt(13), prompt(5))
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=30, rule=rule)
-    length = 12 + 30 + tree.total_tokens
-    drafted = 12 + 30 + tree.depth * tree.top_k + tree.depth + 2  # drafted and pending pairs
-    slot = 2 * KV_HEADS * HEAD_SIZE * 4  # bytes of keys and values
-    assert len(rule.sizes) == out.stats.passes > 5
-    assert rule.sizes == [[LAYERS * 2 * length * slot, 2 * drafted * slot]] * len(rule.sizes)
-    model.generate(prompt(9), max_new_tokens=20, method="ar")  # without a tree and a head
-    assert [cache.nbytes for cache in rule.caches[2:]] == [LAYERS * (8 + 20 + 1) * slot]
-
-
-def test_dropping_rows_keeps_the_memory() -> None:
-    base = aligned_pair()
-    model = EagleFSD(base.model, copy.deepcopy(base.drafter), base.tree)
-    ids, mask = left_padded(prompt(6, 1), prompt(9, 2), prompt(3, 3))
-    full = base.generate(ids, mask, max_new_tokens=25)
-    rule = CacheSizes(model)
-    ended = model.generate(ids, mask, 25, rule=rule, eos_token_id=int(full.sequences[0, 9 + 4]))
-    assert (ended.origins == 0).any(), "no row ended before the others"
-    assert len(rule.caches) == 2
-    assert rule.sizes == rule.sizes[:1] * len(rule.sizes)
-
-
-@pytest.mark.parametrize(("method", "threshold"), [("fsd", 0.0), ("fsd", 10.0), ("ar", 0.0)])
-def test_memory_does_not_grow_with_steps(method: str, threshold: float) -> None:
-    """All tensors together take the same number of bytes after an early and after a late step."""
-    gc.collect()
-    gc.freeze()  # objects of other tests, which their threads may release meanwhile
-    try:
-        chunks = new_random_pair().stream(
-            prompt(5), max_new_tokens=50, method=method, threshold=threshold, seed=0
-        )
-        sizes = [_bytes_alive() for number, _chunk in enumerate(chunks) if number in (2, 8)]
-    finally:
-        gc.unfreeze()
-    assert len(sizes) == 2
-    assert sizes[0] == sizes[1] > 0
-
-
-def test_draft_log_probs_have_the_documented_size() -> None:
-    """At most ``(1 + depth x top_k) x V`` numbers per row, also in the underlying storage."""
-    model = new_random_pair(total_tokens=20, depth=4, top_k=3)
-    sizes = []
-
-    class Spy(ExactRule):
-        def gate(self, inputs: VerificationInputs) -> Tensor:
-            draft = inputs.tree.draft_log_probs
-            sizes.append((draft.numel(), draft.untyped_storage().nbytes() // 4))
-            return super().gate(inputs)
-
-    ids, mask = left_padded(prompt(8, 1), prompt(4, 2))
-    model.generate(ids, attention_mask=mask, max_new_tokens=10, rule=Spy())
-    bound = 2 * (1 + 4 * 3) * model.target.vocab_size
-    assert len(sizes) >= 2
-    assert all(count <= bound and stored <= bound for count, stored in sizes)
-
-
 def test_head_shares_embedding_and_output_projection_with_the_target() -> None:
     """It has no copy of them, and a change in the target is visible in the head."""
     model = tiny_target()
@@ -240,8 +153,82 @@ def test_head_shares_embedding_and_output_projection_with_the_target() -> None:
     assert not torch.allclose(head.log_probs(features), log_probs)
 
 
+# -- what calls leave behind ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[TreeCache]]]:
+    """References to the caches created during the test, without garbage collection."""
+    found: list[weakref.ref[TreeCache]] = []
+    initialize = TreeCache.__init__
+
+    def record(self: TreeCache, *arguments: Any) -> None:
+        initialize(self, *arguments)
+        found.append(weakref.ref(self))
+
+    aligned_pair().generate(prompt(3), max_new_tokens=2)  # the target's self-check has caches, too
+    monkeypatch.setattr(TreeCache, "__init__", record)
+    gc.collect()  # what earlier tests left, so that none of it is freed during this one
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["finish", "with", "drop"])
+def test_caches_are_freed_when_a_stream_ends(
+    end: str, caches: list[weakref.ref[TreeCache]]
+) -> None:
+    """Or when it is closed, although the caller keeps the stream for its output."""
+    stream = aligned_pair().stream(prompt(6), max_new_tokens=20)
+    next(iter(stream))
+    assert all(cache() is not None for cache in caches)
+    if end == "finish":
+        assert list(stream)
+    elif end == "with":
+        with stream:
+            next(iter(stream))
+    else:
+        del stream
+    assert [cache() for cache in caches] == [None, None]
+    if end != "drop":
+        assert stream.output().stats.tokens > 0
+        assert not list(stream)
+
+
+@pytest.mark.parametrize("method", ["fsd", "ar"])
+def test_nothing_survives_a_call(method: str, caches: list[weakref.ref[TreeCache]]) -> None:
+    options = {"max_new_tokens": 8, "method": method}
+    aligned_pair().generate(prompt(6), **options)
+    alive = _bytes_alive()
+    for seed in range(3):
+        aligned_pair().generate(prompt(6, seed), **options)
+        ids, mask = batch()
+        aligned_pair().generate(ids, mask, **options, temperature=1.0)
+    assert len(caches) == (7 if method == "ar" else 14)
+    assert not any(cache() for cache in caches)
+    assert _bytes_alive() == alive
+
+
+def test_caches_are_freed_after_an_exception(caches: list[weakref.ref[TreeCache]]) -> None:
+    pair = aligned_pair()
+
+    def fail(*_: object) -> None:
+        if len(calls := pair.model.__dict__.setdefault("calls", [])) > 2:
+            raise RuntimeError("broken on purpose")
+        calls.append(1)
+
+    handle = pair.model.lm_head.register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            pair.generate(prompt(6), max_new_tokens=20)
+    finally:
+        handle.remove()
+        del pair.model.calls
+    assert [cache() for cache in caches] == [None, None]
+
+
 def _bytes_alive() -> int:
-    gc.collect()
+    """Count the bytes of all tensors that the garbage collector tracks."""
     storages = {}
     for item in gc.get_objects():
         if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device.type != "meta":
