@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from eagle_fsd import EagleFSD, SamplingConfig
 from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, save_head
-from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.draft_vocabulary import select_tokens, write_ranks
 from eagle_fsd.model.drafters.eagle import EagleHead
@@ -100,20 +99,6 @@ def test_distributions_are_those_of_the_head_over_the_tokens(folder: Path) -> No
     assert DIVERGENCES["js"](log_p, full).isfinite().all()
     head.restrict_vocabulary(None)
     assert torch.equal(head.log_probs(hidden), every)
-
-
-def test_graphs_notice_another_vocabulary_and_survive_an_unchanged_one(folder: Path) -> None:
-    """Every pair attaches its head, whose rows of the projection graphs read."""
-    pair = EagleFSD.from_pretrained(aligned_pair().model, folder, draft_vocabulary=30)
-    head = pair.drafter
-    assert isinstance(head, EagleHead)
-    before, tokens = describe_modules(head), head.token_ids
-    assert tokens is not None
-    EagleFSD(pair.model, head)
-    assert describe_modules(head) == before
-    assert head.token_ids is tokens
-    head.restrict_vocabulary(tokens + 1)
-    assert describe_modules(head) != before
 
 
 def test_every_way_to_decode_accepts_a_reduced_vocabulary(folder: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
 import torch
 from pairs import tiny_target, untrained_head
 
@@ -15,7 +11,7 @@ from eagle_fsd.model.config import read_settings
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
-from eagle_fsd.model.identity import differs, fingerprint, identify
+from eagle_fsd.model.identity import differs, fingerprint
 
 
 def draft_model(seed: int) -> DraftModel:
@@ -49,23 +45,3 @@ def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:
         assert recorded is not None
         assert recorded.dtype == "float32"
         assert not differs(recorded, model, torch.float32)
-
-
-def test_settings_of_other_drafters_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a draft model with other weights or another kind, and of the other n-gram drafter."""
-    file = tmp_path / "fsd.json"
-    model = identify("mine", draft_model(seed=1), torch.float32)
-    ngram = identify("mine", NGramDrafter(), torch.float32)
-    for identity, drafter, warnings in (
-        (model, draft_model(seed=1), 0),
-        (model, draft_model(seed=2), 1),
-        (model, "ngram", 1),
-        (ngram, "ngram", 0),
-        (ngram, "adaptive-ngram", 1),
-    ):
-        caplog.clear()
-        file.write_text(json.dumps({"threshold": 0.5, "drafter": identity.model_dump()}))
-        EagleFSD.from_pretrained(tiny_target(), drafter, settings=file)
-        assert caplog.text.count("calibrated for another drafter (mine)") == warnings
