@@ -155,9 +155,6 @@ def test_custom_generate_rejects_unsupported_options() -> None:
         tiny_target().generate(ids, **options)
 
 
-# -- model inputs ---------------------------------------------------------------------------------
-
-
 def _call(pair: EagleFSD, ids: Tensor, **inputs: Any) -> Tensor:
     """Call ``custom_generate`` as Hugging Face would with these model inputs."""
     config = GenerationConfig(max_length=ids.shape[1] + 4)
@@ -219,9 +216,6 @@ def test_padding_token_inside_a_prompt_is_read() -> None:
     expected = pair.model.generate(ids, max_new_tokens=12, **options)
     options["custom_generate"] = pair.custom_generate
     assert torch.equal(pair.model.generate(ids, max_new_tokens=12, **options), expected)
-
-
-# -- generation options ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from pairs import (
     VOCAB_SIZE,
     RecordingRule,
     aligned_pair,
-    answers,
     batch,
     drafted_trees,
     left_padded,
@@ -97,9 +96,6 @@ def aligned(layers: int = 1) -> EagleFSD:
     return EagleFSD(target, DraftModel(draft), CHAIN)
 
 
-# -- exact output ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("draft", "chain"),
@@ -141,20 +137,6 @@ def test_target_as_its_own_draft_model_accepts_every_chain(
         assert {count for row in out.stats.accepted for count in row} == {CHAIN.depth + 2}
 
 
-def test_sampled_chain_above_every_divergence_follows_the_draft_model() -> None:
-    """Tokens of the vocabulary's padding are never drafted."""
-    ids, mask = batch()
-    out = pair("fewer-tokens", chain=True).generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=2, threshold=1.0
-    )
-    assert out.stats.tau == CHAIN.depth + 2
-    drafted = (torch.arange(NEW_TOKENS) + 1) % (CHAIN.depth + 2) != 0
-    assert (answers(out)[:, drafted] < VOCAB_SIZE - 6).all()
-
-
-# -- distributions ---------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(("make", "tree"), [(small, CHAIN), (windowed, TREE), (gemma2, TREE)])
 def test_distributions_are_those_of_plain_passes(
@@ -171,18 +153,6 @@ def test_distributions_are_those_of_plain_passes(
             expected = plain_logits(draft, path)[0][-1].log_softmax(-1)
             log_probs = found.draft_log_probs[row, found.draft_rows[row, node]]
             torch.testing.assert_close(log_probs, expected, atol=2e-4, rtol=1e-3)
-
-
-def test_padding_has_no_probability_and_surplus_tokens_are_left_out() -> None:
-    fewer, more = (DRAFTS[name]() for name in ("fewer-tokens", "more-tokens"))
-    hidden = torch.randn(2, 3, MODEL_SIZES["hidden_size"])
-    target = Target(tiny_target())
-    for model in (fewer, more):
-        found = DraftModel(model).attach(target).log_probs(hidden)
-        logits = model.lm_head(hidden)[..., :VOCAB_SIZE]
-        assert found.shape == (2, 3, VOCAB_SIZE)
-        torch.testing.assert_close(found[..., : logits.shape[-1]], logits.log_softmax(-1))
-        assert (found[..., logits.shape[-1] :] == -torch.inf).all()
 
 
 TINY = 6
@@ -252,9 +222,6 @@ def test_short_context_of_the_draft_model_is_reported(caplog: pytest.LogCaptureF
     out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, reference())
     assert "the draft model's context has 30 tokens, and this call may reach 43" in caplog.text
-
-
-# -- loading ---------------------------------------------------------------------------------------
 
 
 def test_other_vocabulary_is_rejected() -> None:

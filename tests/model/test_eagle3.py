@@ -41,8 +41,6 @@ from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabula
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
 from eagle_fsd.model.target import Target
 
-# -- the forward pass, from its formulas -----------------------------------------------------------
-
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
@@ -210,9 +208,6 @@ def test_drafted_tokens_are_the_mapped_ones() -> None:
             assert draft_tokens()[best[row]] in tree.tokens[row, children[row]]
 
 
-# -- exact decoding --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("draft_vocab_size", "total_tokens", "depth", "top_k"),
     [(VOCAB_SIZE, 12, 3, 3), (70, 6, 4, 1), (70, 60, 6, 10)],
@@ -242,9 +237,6 @@ def test_head_of_a_single_token_is_decoded_exactly() -> None:
     fuzzy = pair.generate(ids, mask, max_new_tokens=8, threshold=ACCEPT_ALL)
     drafted = answers(fuzzy)[fuzzy.origins == Origin.FUZZY]
     assert drafted.unique().tolist() == draft_tokens(1).tolist()
-
-
-# -- sampling --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -277,9 +269,6 @@ def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair:
     assert distance(histogram(draws.answers, law.shape), law) > 2 * bound(law, rows)
 
 
-# -- divergences over a reduced vocabulary ---------------------------------------------------------
-
-
 def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return 20 targets ``[20, V]``, drafts ``[20, D]`` and ``[20, V]``, and the tokens ``[D]``."""
     generator = torch.Generator().manual_seed(0)
@@ -304,24 +293,10 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         torch.testing.assert_close(found / -LOG_FLOOR, share * outside, rtol=0.01, atol=1e-3)
 
 
-# -- construction ----------------------------------------------------------------------------------
-
-
 def test_default_reads() -> None:
     expected = {1: (0,), 2: (1,), 5: (2,), 6: (2, 3), 7: (2, 3, 4), 14: (2, 7, 11), 32: (2, 16, 29)}
     for layers, reads in expected.items():
         assert default_reads(layers) == reads
-
-
-def test_layer_config_is_a_llama_layer_for_any_target() -> None:
-    for architecture in ("qwen2", "qwen3", "mistral-wide-window"):
-        config = tiny_target(architecture).config
-        found = layer_config(config)
-        assert (found.model_type, found.num_hidden_layers) == ("llama", 1)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads"):
-            assert getattr(found, name) == getattr(config, name)
-        assert found.head_dim == getattr(config, "head_dim", 8)
-        assert found.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
 
 
 def test_unsupported_heads_are_rejected() -> None:

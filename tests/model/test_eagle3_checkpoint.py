@@ -33,7 +33,7 @@ from eagle_fsd import CheckpointError
 from eagle_fsd.model import eagle3_checkpoint
 from eagle_fsd.model.acceptance import TopKRule
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head
-from eagle_fsd.model.drafters.layer_detection import detect_layers, is_cheap, sample_texts
+from eagle_fsd.model.drafters.layer_detection import detect_layers, sample_texts
 from eagle_fsd.model.eagle3_checkpoint import declared_rule, load_eagle3, save_eagle3
 from eagle_fsd.model.target import Target
 
@@ -151,9 +151,6 @@ def rejected(path: Path, model: PreTrainedModel) -> str:
     return one_line(error)
 
 
-# -- valid checkpoints -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("layout", "file"), [("eagle", "pytorch_model.bin"), ("speculators", "model.safetensors")]
 )
@@ -239,20 +236,6 @@ def test_vocabulary_of_the_target_needs_no_map(
     ):
         published(tmp_path, model, layout, draft_vocab_size=VOCAB_SIZE, tensors={name: tensor})
         assert message in rejected(tmp_path, model)
-
-
-def test_embedding_is_kept_if_it_is_not_the_target_copy(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    table = model.get_input_embeddings().weight.detach()
-    for embedding in (table.flip(0), table):
-        published(tmp_path, model, tensors={"embed_tokens.weight": embedding})
-        head = load_eagle3(tmp_path, Target(model))
-        assert (head.embed_tokens is None) == (embedding is table)
-        assert torch.equal(head.embed(torch.tensor([4])), embedding[[4]])
-
-
-# -- saving ----------------------------------------------------------------------------------------
 
 
 BOTH: list[dict[str, Any]] = [
@@ -384,9 +367,6 @@ def test_declared_rule(model: PreTrainedModel, tmp_path: Path) -> None:
             declared_rule(tmp_path)
 
 
-# -- hidden states ---------------------------------------------------------------------------------
-
-
 def test_outputs_and_inputs_of_layers_are_told_apart(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,9 +416,6 @@ def test_ambiguous_numbering_is_measured_and_reported(
     (record,) = caplog.records
     assert "ambiguous" in record.getMessage()
     assert "using the inputs of layers (2, 3, 4)" in record.getMessage()
-
-
-# -- damaged checkpoints ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -519,9 +496,6 @@ def test_head_of_another_target_is_rejected(model: PreTrainedModel, tmp_path: Pa
     one_line(error)
 
 
-# -- finding the hidden states that a head was trained on -----------------------------------------
-
-
 def reading(head: Eagle3Head, reads: tuple[int, ...]) -> Eagle3Head:
     """Return the same head as if its configuration said ``reads``."""
     copy = Eagle3Head(head.config, head.target_hidden_size, head.draft_vocab_size, reads)
@@ -542,16 +516,6 @@ def test_wrong_offset_is_found_in_both_directions() -> None:
         assert "using the inputs of layers (2, 3, 4)" in str(choice)
 
 
-def test_declared_hidden_states_are_kept_where_others_are_as_good() -> None:
-    """An untrained head agrees with its target by chance only."""
-    model = target_model()
-    head = untrained_eagle3(model)
-    choice = detect_layers(head, Target(model), sample_texts(Target(model)))
-    assert choice.reads == head.reads == (2, 3, 4)
-    assert set(choice.agreement) == {(2, 3, 4), (1, 2, 3), (3, 4, 5)}
-    assert max(choice.agreement.values()) < 0.1
-
-
 def test_agreement_counts_equal_tokens() -> None:
     """Against the definition, with the head's token by a pass over each prefix."""
     pair = aligned_eagle3_pair(70)
@@ -569,23 +533,3 @@ def test_agreement_counts_equal_tokens() -> None:
     assert choice.positions == 11
     assert choice.agreement[head.reads] == pytest.approx(sum(equal) / 11)
     assert 0 < sum(equal) < 11
-
-
-def test_targets_on_the_meta_device_are_not_cheap() -> None:
-    """They cannot generate texts, even if only their layers are on it."""
-    model = target_model()
-    assert is_cheap(Target(model))
-    model.model.layers.to("meta")
-    assert not is_cheap(Target(model))
-
-
-def test_sampled_texts_are_varied_and_reproducible() -> None:
-    """And leave torch's generator alone, also if the target would end its answers early."""
-    model = target_model()
-    model.generation_config.eos_token_id = list(range(VOCAB_SIZE))
-    before = torch.get_rng_state()
-    first, again = (sample_texts(Target(model)) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [text.tolist() for text in first] == [text.tolist() for text in again]
-    assert {len(text) for text in first} == {48}
-    assert len({tuple(text.tolist()) for text in first}) == len(first)

@@ -15,7 +15,7 @@ from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
-from eagle_fsd.model import compilation, memory
+from eagle_fsd.model import compilation
 from eagle_fsd.model.batch import MAX_POOLED_ENGINES
 from eagle_fsd.model.compilation import StepGraphs
 from eagle_fsd.model.drafters.ngram import NGramDrafter
@@ -210,55 +210,6 @@ def test_everything_is_freed_with_the_model(
         assert engines[-1]() is None
     finally:
         gc.enable()
-
-
-def test_an_engine_is_not_kept_after_an_exception(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair, calls = new_random_pair(), []
-
-    def fail(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("broken on purpose")
-
-    pair.generate(prompt(6), max_new_tokens=12)
-    pair.model.lm_head.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        pair.generate(prompt(6), max_new_tokens=12)
-    gc.collect()
-    assert not any(item() for item in engines)
-
-
-def test_engines_are_dropped_where_memory_is_short_or_runs_out(
-    captured: list[StepGraphs],
-    engines: list[weakref.ref[Engine]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Even a single prompt is decoded."""
-    pair = fresh()
-    expected = pair.generate(prompt(9), max_new_tokens=12).sequences
-    step = Engine.step
-
-    def take(self: Engine) -> Any:
-        if engines[0]() not in (None, self):
-            raise torch.OutOfMemoryError("out of memory")
-        return step(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "step", take)
-        found = pair.generate(prompt(9), max_new_tokens=12, method="ar").sequences
-    assert torch.equal(found, expected)
-    assert engines[0]() is None
-
-    pair = fresh()
-    pair.generate(prompt(6), max_new_tokens=12)
-    first = engines[-1]
-    total = int(2.5 * first().row_bytes(80).total() / memory.USABLE_SHARE)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 0 if first() else total)
-    out = pair.generate(*batch(), max_new_tokens=60, method="ar")
-    assert out.sequences.shape[0] == len(batch()[0])
-    assert first() is None
 
 
 def test_a_closed_batch_gives_its_engines_back(

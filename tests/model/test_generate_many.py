@@ -19,9 +19,7 @@ from eagle_fsd import EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.model import engine, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
 from eagle_fsd.model.engine import Engine, StepResult
-from eagle_fsd.model.execution import Execution
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.step import StepState
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
 #: Options that the rows of a batch mix.
@@ -115,27 +113,6 @@ def test_running_answers_go_on_while_a_long_prompt_is_processed(
     assert len(batch.step()) == 2
 
 
-def test_cached_beginning_of_a_prompt_is_not_processed_again() -> None:
-    """Neither that of the last turn nor a prefix that rows share."""
-    pair = aligned_pair()
-    shared = prompt(60, 3)[0].tolist()
-    batch = pair.batch(3)
-    first = [batch.add(pair.request([*shared, last], 6)) for last in (1, 2)]
-    while len(batch):
-        batch.step()
-    turn = [*shared, 2, *first[1].tokens, 5]
-    second = [batch.add(pair.request(ids, 6)) for ids in (turn, [*shared, 3])]
-    while len(batch):
-        batch.step()
-    for answer in (*first, *second):
-        ids = torch.tensor([answer.request.tokens])
-        expected = pair.generate(ids, max_new_tokens=6)
-        assert answer.tokens == expected.sequences[0, ids.shape[1] :].tolist()
-    assert first[1].stats.prefilled == 60
-    assert second[0].stats.prefilled < 10
-    assert second[1].stats.prefilled < 4
-
-
 def test_chats_that_take_turns_keep_their_beginnings() -> None:
     """A new chat replaces the one that was not continued for the longest time."""
     pair = aligned_pair()
@@ -213,36 +190,6 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
     assert [(found[index].tokens, found[index].origins) for index in range(len(ways))] == expected
     assert caplog.text.count("memory ran out") == 2
-
-
-def test_out_of_memory_with_a_step_in_flight_charges_no_budget_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tokens of steps that were launched and never read are decoded again."""
-    pair, launch, launches = random_pair(), Execution.launch, [0]
-    plan = Execution.plan
-    rule = LimitedRule(FuzzyRule(ACCEPT_ALL), 4.0)
-    items = [
-        Prompt(prompt(4 + number, number)[0], max_new_tokens=40, rule=rule) for number in range(4)
-    ]
-    expected = [alone(pair, item) for item in items]
-
-    def overlap(self: Execution, state: StepState) -> None:
-        plan(self, state)
-        self.overlaps = True
-
-    def fail(self: Execution, state: StepState, *inputs: Any) -> object:
-        launches[0] += 1
-        if launches[0] in (4, 17) and len(state.roots) > 1:
-            launches[0] += 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(self, state, *inputs)
-
-    monkeypatch.setattr(Execution, "plan", overlap)
-    monkeypatch.setattr(Execution, "launch", fail)
-    found = {item.index: item for item in pair.generate_many(items, max_batch=4)}
-    assert launches[0] > 17
-    assert [(found[index].tokens, found[index].origins) for index in range(4)] == expected
 
 
 def test_batch_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,16 +284,6 @@ def test_prompts_are_read_as_rows_become_free() -> None:
     next(found)
     assert len(read) <= 4
     assert len(list(found)) == 5
-
-
-def test_invalid_arguments_are_rejected() -> None:
-    pair = aligned_pair()
-    with pytest.raises(ValueError, match="max_batch must be an integer of at least 1; got 0"):
-        list(pair.generate_many([[1, 2]], max_batch=0))
-    with pytest.raises(ValueError, match="empty prompt"):
-        list(pair.generate_many([[1, 2], []]))
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        list(pair.generate_many([Prompt([1, 2], max_new_tokens=0)]))
 
 
 @pytest.mark.parametrize("method", ["fsd", "ar"])

@@ -113,19 +113,6 @@ def test_truncated_tokenizer_raises_one_line_on_first_use(folder: Path) -> None:
     assert_raises(lambda: pair.tokenizer, f"cannot load the tokenizer of {folder}: .*line")
 
 
-def test_missing_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere"
-    assert_raises(lambda: load_target(missing), f"{missing} is not a folder")
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    assert_raises(lambda: load_target(file), f"{file} is not a folder")
-    assert_raises(lambda: load_target("no/such"), "cannot load the target no/such: ")
-    assert_raises(lambda: load_tokenizer(missing), f"cannot load the tokenizer of {missing}: ")
-
-
-# -- dtype and device ------------------------------------------------------------------------------
-
-
 def test_unknown_dtype_or_device_raises_one_line(folder: Path) -> None:
     for dtype in ("foo", "int8", "torch.float32", ""):
         message = f"dtype must be one of float32, bfloat16, float16, auto; got '{dtype}'"
@@ -177,8 +164,6 @@ def test_layers_offloaded_to_disk_raise_one_line(folder: Path, tmp_path: Path) -
     )
     assert_raises(lambda: pair.generate(prompt(4), max_new_tokens=2), "offloaded", ValueError)
 
-
-# -- embedding and output projection only ----------------------------------------------------------
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -283,17 +268,6 @@ def test_embeddings_are_read_from_pickles(tmp_path: Path) -> None:
         index.unlink()
 
 
-def test_embeddings_are_found_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
-    """As in GPT-2's files, where ``wte.weight`` stands for ``transformer.wte.weight``."""
-    folder = save_family("gptj", tmp_path)
-    whole = load_target(folder)
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
-    assert renamed.keys() != tensors.keys()
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_same_embeddings(load_embeddings(folder), whole)
-
-
 DAMAGE: dict[str, Callable[[Path, dict[str, Tensor]], object]] = {
     r"lm_head\.weight is quantized": lambda _folder, tensors: tensors.update(
         {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}
@@ -338,9 +312,6 @@ def test_embeddings_are_placed_on_one_device(folder: Path) -> None:
     assert_raises(lambda: load_embeddings(missing), f"{missing} is not a folder")
 
 
-# -- loaded targets --------------------------------------------------------------------------------
-
-
 def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:
     """Including misspelled names, which would otherwise be ignored."""
     model = tiny_target()
@@ -356,9 +327,6 @@ def test_loading_option_for_a_loaded_target_raises(folder: Path) -> None:
         assert_raises(load, message, TypeError)
     misspelled = partial(EagleFSD.from_pretrained, folder, head, treshold=0.1)
     assert_raises(misspelled, "treshold", TypeError)
-
-
-# -- tokenizers -----------------------------------------------------------------------------------
 
 
 def test_tokenizer_without_a_padding_token_pads_with_its_end_token(folder: Path) -> None:

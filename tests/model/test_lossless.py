@@ -26,15 +26,11 @@ from pairs import (
     tiny_target,
     untrained_head,
 )
-from published import STORIES
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, NGramDrafter, Origin, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, PhaseRule
 from eagle_fsd.model.verify import AcceptanceRule
-
-# -- greedy ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,8 +140,6 @@ def test_half_precision_emits_the_best_tokens_up_to_rounding(
     assert free.stats.tau == 1.0 if method == "ar" else free.stats.tau > 2.0
 
 
-# -- batches --------------------------------------------------------------------------------------
-
 PROMPTS = [prompt(length, seed) for length, seed in ((7, 1), (2, 2), (20, 3), (3, 4), (9, 5))]
 
 
@@ -179,9 +173,6 @@ def test_rows_of_a_batch_are_independent(make: Callable[[], EagleFSD], threshold
         steps = len(together.stats.accepted[row])
         assert together.stats.accepted[row][:-1] == single.stats.accepted[0][: steps - 1]
     assert len(set(lengths)) > 1
-
-
-# -- sampling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -222,26 +213,3 @@ def test_unseeded_sampling_takes_its_seed_from_torch() -> None:
     again = pair.generate(ids, temperature=1.0, max_new_tokens=12)
     assert torch.equal(first.sequences, again.sequences)
     assert not torch.equal(first.sequences, second.sequences)
-
-
-# -- a trained model ------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260k model is not available")
-def test_trained_target_matches_hugging_face() -> None:
-    """A small published Llama with tied embeddings."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
-    stories = AutoTokenizer.from_pretrained(STORIES)
-    texts = ["Once upon a time, there was a little", "Lily and Tom went to", "The dog", "One day"]
-    tokens = [stories(text, add_special_tokens=False).input_ids for text in texts]
-    ids, mask = left_padded(*(torch.tensor([[1, *item]]) for item in tokens))
-    pair = EagleFSD(model, untrained_head(model), small_tree())
-    expected = greedy_reference(model, ids, mask, new=48)
-    out = pair.generate(ids, attention_mask=mask, max_new_tokens=48)
-    assert torch.equal(out.sequences, expected)
-    fuzzy = pair.generate(ids, attention_mask=mask, max_new_tokens=48, threshold=ACCEPT_ALL)
-    assert fuzzy.stats.tau > out.stats.tau
-    continued = pair.generate(fuzzy.sequences[:1], max_new_tokens=16)
-    assert torch.equal(continued.sequences, greedy_reference(model, fuzzy.sequences[:1], new=16))

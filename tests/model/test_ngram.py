@@ -68,29 +68,6 @@ def followers(drafter: NGramDrafter | AdaptiveNGramDrafter, tokens: list[int], p
     return row.look_up()(list(path))
 
 
-# -- counts ---------------------------------------------------------------------------------------
-
-
-def test_prompt_lookup_counts_what_followed_the_longest_match() -> None:
-    tokens = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2]
-    for row, path, expected in (
-        (tokens, [], [(4, 1), (3, 1)]),  # the latest first
-        (tokens, [4], [(8, 1)]),
-        (tokens, [4, 8, 1, 2], []),  # the occurrence ends with the row
-        (tokens, [7], []),
-        ([7, 1, 2, 3, 5, 1, 2, 4, 7, 1, 2], [], [(3, 1)]),  # the longest match
-        ([6, 2, 3, 5, 2, 3, 4, 2, 5, 9, 2], [], [(3, 2), (5, 1)]),  # counts
-        ([1, 2, 3], [], []),
-        ([1], [], []),
-        ([5, 5, 5, 5], [], [(5, 1)]),
-    ):
-        assert followers(NGramDrafter(), row, path) == expected
-    tokens = [7, 1, 2, 3, 5, 1, 2, 4, 7, 1, 2]
-    assert followers(NGramDrafter(max_match=2), tokens) == [(4, 1), (3, 1)]
-    assert followers(NGramDrafter(max_match=3, min_match=3), tokens) == [(3, 1)]
-    assert followers(NGramDrafter(max_match=4, min_match=4), tokens) == []
-
-
 @given(sequences, st.integers(1, 5), st.integers(0, 4), st.lists(st.integers(0, 3), max_size=3))
 def test_prompt_lookup_agrees_with_its_definition(
     tokens: list[int], min_match: int, more: int, path: list[int]
@@ -172,9 +149,6 @@ def test_table_of_another_vocabulary_is_rejected() -> None:
     followers(drafter, [1, 2, 3])
     with pytest.raises(ValueError, match="learned over 96 tokens, but the target has 80"):
         drafter.attach(Target(tiny_target(vocab_size=80)))
-
-
-# -- trees ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -278,25 +252,6 @@ def test_tree_is_its_root_if_no_row_has_a_continuation() -> None:
             assert tree.size > 1
         else:
             assert (tree.size, tree.max_depth, tree.draft_log_probs.numel()) == (1, 0, 0)
-
-
-def test_chain_has_as_many_nodes_as_it_is_deep() -> None:
-    config = TreeConfig(total_tokens=60, depth=4, top_k=1)
-    assert NGramDrafter().max_nodes(config) == 6
-    tree = draft(NGramDrafter(), [[1, 2, 3, 4, 5, 6, 7, 1]], config)
-    assert tree.tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert tree.parents.tolist() == [[0, 0, 1, 2, 3, 4]]
-
-
-def test_distribution_is_that_of_what_followed() -> None:
-    rows = [[2, 3, 5, 2, 3, 4, 2, 5, 9, 2], [8]]
-    tree = draft(NGramDrafter(), rows, TREES[1])
-    q = tree.draft_log_probs[0, tree.draft_rows[0, 0]].exp()
-    assert {i: round(float(q[i]), 5) for i in q.nonzero()[:, 0].tolist()} == {
-        3: 0.66667,
-        5: 0.33333,
-    }
-    assert tree.draft_rows[1].tolist() == [-1] * tree.size  # all padding
 
 
 def row_alone(tree: DraftTree, row: int) -> tuple[DraftTree, list[int]]:

@@ -22,10 +22,8 @@ from pairs import (
     new_random_pair,
     prompt,
     reference,
-    tokenizer,
 )
 from torch import Tensor
-from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd import GenerateOutput, Origin
@@ -34,9 +32,6 @@ from eagle_fsd.model.self_check import check_target
 
 def joined(parts: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(parts))
-
-
-# -- streams --------------------------------------------------------------------------------------
 
 
 def test_chunks_add_up_to_the_output_of_generate() -> None:
@@ -86,27 +81,6 @@ def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(6), new=8))
 
 
-def test_call_inside_a_pass_of_another_call_does_not_change_it() -> None:
-    """A deterministic version of two threads on one model."""
-    pair, ids = new_random_pair(), prompt(6, 3)
-    expected = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
-    busy, count = False, 0
-
-    def interrupt(*_args: Any) -> None:
-        nonlocal busy, count
-        if not busy:
-            busy, count = True, count + 1
-            pair.generate(prompt(4, count), max_new_tokens=2)
-            busy = False
-
-    # After the first layer, so that the outer pass has begun and has not ended.
-    pair.model.base_model.layers[0].register_forward_hook(interrupt)
-    out = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
-    assert count == 1 + out.stats.passes
-    assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.accepted == expected.stats.accepted
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_time_between_chunks_is_not_counted(device: str) -> None:
     """A slow consumer must not make decoding look slow."""
@@ -124,9 +98,6 @@ def test_time_between_chunks_is_not_counted(device: str) -> None:
     assert slept > 0.1
     assert sum(seconds.values()) < wall - slept + 0.01
     assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
-
-
-# -- threads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,9 +150,6 @@ def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, A
             assert out.stats.accepted == expected.stats.accepted
 
 
-# -- streamers ------------------------------------------------------------------------------------
-
-
 class Collector(BaseStreamer):
     """Record the arguments of every call."""
 
@@ -204,12 +172,3 @@ def test_streamer_receives_the_prompt_and_then_each_step() -> None:
     assert collector.puts[0] == ids[0].tolist()
     assert joined(collector.puts[1:]) == answers(out)[0].tolist()
     assert [len(item) for item in collector.puts[1:]] == out.stats.accepted[0]
-
-
-def test_hugging_face_text_streamer_prints_the_answer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pair, ids = aligned_pair(), prompt(6, 3)
-    streamer = TextStreamer(tokenizer(), skip_prompt=True)
-    out = pair.generate(ids, max_new_tokens=15, streamer=streamer)
-    assert capsys.readouterr().out == tokenizer().decode(answers(out)[0]) + "\n"
