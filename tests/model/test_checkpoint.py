@@ -366,7 +366,7 @@ def test_lossless_calls_use_their_own_tree(folders: tuple[Path, Path]) -> None:
 def test_settings_of_another_pair_or_data_type_are_warned_of(
     kind: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are used nevertheless."""
+    """They are used nevertheless; lossless settings hold in any data type."""
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
     models = {"target": pair.model, "drafter": pair.drafter}
     own = identify("mine", models[kind], torch.float32)

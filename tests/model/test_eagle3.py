@@ -169,7 +169,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
-    """Every expanded node of the first two trees of a batch;"""
+    """Every expanded node of the first two trees of a batch, whose greedy output is lossless."""
     options = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     model = target_model()
     head = untrained_eagle3(model, **{**options, **VARIANTS[variant]})
@@ -256,7 +256,7 @@ def tiny_pair() -> EagleFSD:
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     tiny_pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
-    """6000 identical prompts and three new tokens;"""
+    """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds."""
     draws = generate(tiny_pair, 6000, 3, seed=1, temperature=temperature, top_p=top_p)
     assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
 
@@ -279,7 +279,7 @@ def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_divergences_over_a_reduced_vocabulary() -> None:
-    """Three are those over the whole vocabulary."""
+    """Mass of the target that the draft cannot reach counts as ``LOG_FLOOR`` nats."""
     log_p, log_q, whole, tokens = reduced_distributions()
     reduced = on_draft_vocabulary(log_p, log_q, tokens)
     for name in ("js", "tv", "kl"):

@@ -218,7 +218,7 @@ def test_shards_are_read_by_their_index(file: str, model: PreTrainedModel, tmp_p
 def test_vocabulary_of_the_target_needs_no_map(
     layout: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """``draft_vocab_size`` is ``V`` or absent;"""
+    """``draft_vocab_size`` is ``V`` or absent; null stands for the target's projection."""
     maps = {"d2t": torch.zeros(VOCAB_SIZE).long(), "t2d": torch.ones(VOCAB_SIZE).bool()}
     for options in ({"tensors": maps}, {"config": {"draft_vocab_size": None}}):
         expected = published(tmp_path, model, layout, draft_vocab_size=VOCAB_SIZE, **options)

@@ -95,7 +95,7 @@ def test_prompt_lookup_agrees_with_its_definition(
 
 
 def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup considers the latest occurrences."""
+    """Prompt lookup considers the latest occurrences; a table forgets the oldest and rarest."""
     drafter = AdaptiveNGramDrafter(2, 2)
     assert followers(drafter, [1, 2, 1, 3, 1, 4, 1, 2, 1, 3, 1]) == [(3, 2), (2, 2), (4, 1)]
     drafter = AdaptiveNGramDrafter(2, 2, capacity=3)

@@ -224,7 +224,7 @@ CASES = [(8, 1.5, 1.0, 0), (4, 1.5, 1.0, 0), (5, 1.5, 0.7, 2)]
 def test_both_verifications_have_the_law_of_their_algorithm_and_are_lossless(
     seed: int, noise: float, temperature: float, top_k: int
 ) -> None:
-    """50 000 steps each;"""
+    """50 000 steps each; the laws of the two algorithms differ by at least twice the bound."""
     target, draft = _logits(seed, noise)
     p, q = _probs(target, temperature, top_k), _probs(draft, temperature, top_k)
     sampling = SamplingConfig(temperature=temperature, top_k=top_k)
@@ -317,7 +317,7 @@ def test_equal_and_broken_distributions(verify_chain: VerifyChain) -> None:
 def test_fuzzy_chain_has_the_law_of_the_algorithm(
     divergence: str, fallback: str, selection: str
 ) -> None:
-    """FSD's algorithm: drafted tokens are kept while the divergence is below ``T``;"""
+    """Tokens are kept while the divergence is below ``T``; then the target's token ends a step."""
     target, draft = _logits(5, 1.0)
     p, q = _probs(target, 1.0, 0), _probs(draft, 1.0, 0)
     contexts = [context for context in q if len(context) < LENGTH]

@@ -259,7 +259,7 @@ def test_verification_agrees_with_slow_reference(
     distribution: str,
     price: float,
 ) -> None:
-    """Tokens, origins and nodes of every row, for every option;"""
+    """Tokens, origins and nodes of every row, for every option; rows are independent, too."""
     rule, inputs = FuzzyRule(threshold, "js", ratio, distribution), case.inputs
     kept = verify(inputs, rule, fallback, selection, price)
     warped = inputs.warped.dense()
