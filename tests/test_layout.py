@@ -135,20 +135,6 @@ def test_violations_are_found_in_every_form_of_import() -> None:
         assert find_violations({module: set(imported_modules(module, source))}), source
 
 
-def test_cycles_are_found() -> None:
-    """Also through the ``__init__`` of a package."""
-    for module, source in (
-        ("eagle_fsd.model.tree", "from eagle_fsd.model import pipeline"),
-        ("eagle_fsd.evaluation", "from eagle_fsd.cli.child import main"),
-    ):
-        graph = import_graph()
-        graph[module] |= set(imported_modules(module, source))
-        graph["eagle_fsd.cli"] |= set(
-            imported_modules("eagle_fsd.cli", "import eagle_fsd.evaluation.config")
-        )
-        assert module in find_cycle(graph)
-
-
 def test_every_package_has_a_docstring() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -204,12 +190,6 @@ def test_every_argument_of_an_exported_name_is_documented() -> None:
     }
     assert len(exported) > 10
     assert not undocumented
-
-
-def test_an_undocumented_argument_is_found() -> None:
-    source = 'def f(a, b):\n    """Do it.\n\n    Args:\n        a: The first.\n    """\n'
-    assert undocumented_arguments(source, ["f"]) == ["f(b)"]
-    assert not undocumented_arguments(source, ["g"])
 
 
 def test_links_at_the_top() -> None:

@@ -108,6 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": ASSISTANT,
     "gemma4_unified_text": {"global_head_dim": 32, "pad_token_id": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite": {"logits_scaling": 4.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"L_cycles": 1, "num_layers_per_stack": 1},  # many cycles amplify rounding
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},

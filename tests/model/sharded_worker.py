@@ -9,9 +9,10 @@ import copy
 import sys
 from typing import Any
 
+import pytest
 import torch
 from accelerate import dispatch_model
-from pairs import ACCEPT_ALL, NEW_TOKENS, aligned_pair, batch, prompt, random_pair, small_tree
+from pairs import ACCEPT_ALL, aligned_pair, batch, prompt, small_tree
 from placed_tensors import DEVICES, placed_tensors
 
 from eagle_fsd import EagleFSD
@@ -25,7 +26,6 @@ PLACEMENTS = {
     "back": [FIRST, FIRST, SECOND, SECOND, FIRST],  # as with tied weights
 }
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-PAIRS = {"aligned": aligned_pair, "random": random_pair}
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"method": "ar"},
     "exact": {},
@@ -46,7 +46,7 @@ def results(pair: EagleFSD) -> dict[str, Any]:
     """Return sequences, origins and tau of every call, and what a second turn of a chat decodes."""
     found: dict[str, Any] = {}
     for name, options in CALLS.items():
-        out = pair.generate(*batch(), NEW_TOKENS, **options)
+        out = pair.generate(*batch(), 12, **options)
         found[name] = out.sequences.cpu(), out.origins.cpu(), out.stats.tau
     cache = PrefixCache()
     first = pair.generate(prompt(8), None, 8, prefix_cache=cache).sequences.cpu()
@@ -58,17 +58,19 @@ def results(pair: EagleFSD) -> dict[str, Any]:
 def main(out: str) -> None:
     found = {}
     with placed_tensors():
-        for kind, pair in PAIRS.items():
-            for name, devices in PLACEMENTS.items():
-                placed = spread(pair(), devices)
-                found[kind, name] = results(placed)
-                stores = placed.target.new_cache(1, 4)
-                placed.target.prefill(prompt(3).to(placed.target.device), 0, stores)
-                found[kind, name]["devices"] = {
-                    "target": str(placed.target.device),
-                    "drafter": str(placed.drafter.device),
-                    "cache": sorted({str(store.device) for store in stores._stores}),
-                }
+        one, other = (torch.ones(2, device=device) for device in DEVICES)
+        with pytest.raises(RuntimeError, match="mixes tensors on"):
+            one + other
+        for name, devices in PLACEMENTS.items():
+            placed = spread(aligned_pair(), devices)
+            found[name] = results(placed)
+            stores = placed.target.new_cache(1, 4)
+            placed.target.prefill(prompt(3).to(placed.target.device), 0, stores)
+            found[name]["devices"] = {
+                "target": str(placed.target.device),
+                "drafter": str(placed.drafter.device),
+                "cache": sorted({str(store.device) for store in stores._stores}),
+            }
     torch.save(found, out)
 
 

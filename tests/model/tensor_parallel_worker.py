@@ -32,9 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "plain": {"method": "ar"},
     "exact": {},
     "fsd": {"threshold": 0.2},
-    "floor": {"threshold": 0.2, "min_ratio": 0.3},
     "plain-sampled": {"method": "ar", "temperature": 1.0, "seed": 3},
-    "exact-sampled": {"temperature": 1.0, "seed": 3},
     "fsd-sampled": {"threshold": 0.2, "temperature": 0.8, "top_p": 0.9, "seed": 3},
     "drawn": {
         "acceptance": AcceptanceConfig(threshold=0.2, selection="sample"),
@@ -42,7 +40,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "seed": 3,
     },
 }
-#: Drafters, each of which decodes the calls "fsd" and "fsd-sampled".
+#: Drafters, each of which decodes the call "fsd-sampled".
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft-model": lambda: DraftModel(tiny_target(seed=5)),
     "ngram": NGramDrafter,
@@ -56,7 +54,7 @@ def head() -> Drafter:
 def generate(pair: EagleFSD, **options: Any) -> Any:
     """Decode a batch of prompts; return sequences, origins and tau."""
     ids, mask = batch()
-    out = pair.generate(ids, mask, NEW_TOKENS, **options)
+    out = pair.generate(ids, mask, 12, **options)
     return out.sequences, out.origins, out.stats.tau
 
 
@@ -68,7 +66,7 @@ def custom_generate(pair: EagleFSD) -> Any:
 
 def beam_search(pair: EagleFSD) -> Any:
     ids, mask = batch()
-    return pair.beam_search(ids, mask, 12, num_beams=3).sequences
+    return pair.beam_search(ids, mask, 6, num_beams=2).sequences
 
 
 def two_turns(pair: EagleFSD) -> Any:
@@ -91,8 +89,7 @@ def results(model: Any) -> dict[str, Any]:
     calls = {name: partial(generate, pair, **options) for name, options in CALLS.items()}
     for kind, drafter in DRAFTERS.items():
         other = EagleFSD(model, drafter(), small_tree())
-        for name in ("fsd", "fsd-sampled"):
-            calls[f"{kind}-{name}"] = partial(generate, other, **CALLS[name])
+        calls[kind] = partial(generate, other, **CALLS["fsd-sampled"])
     calls |= {name: partial(function, pair) for name, function in OTHERS.items()}
     return {name: call() for name, call in calls.items()}
 

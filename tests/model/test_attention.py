@@ -1,26 +1,31 @@
-"""Attention with folded query groups: equal to that of transformers, and invisible to others."""
+"""Attention with folded query groups, and layers that are computed by their parts."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pairs import prompt, small_tree, tiny_target, untrained_head
+from eagle3_heads import target_model, untrained_eagle3
+from pairs import MODEL_SIZES, VOCAB_SIZE, prompt, small_tree, tiny_target, untrained_head
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model import attention
 from eagle_fsd.model.attention import (
     TREE_ATTENTION,
     fold_mask,
-    folded_queries,
     query_groups,
     tree_attention,
 )
 from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.plain_layers import is_plain_model
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
@@ -66,22 +71,6 @@ def test_folded_attention_equals_that_of_transformers() -> None:
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_other_calls_get_the_attention_of_transformers() -> None:
-    """A position bias is added by transformers; a layer may have fewer groups than others."""
-    for key_heads in (2, HEADS):
-        *inputs, mask = _inputs(2, key_heads, torch.float32)
-        for given in (mask, None):
-            expected, _ = sdpa_attention_forward(_layer(key_heads), *inputs, given, is_causal=True)
-            found, _ = tree_attention(_layer(key_heads), *inputs, given, is_causal=True)
-            assert torch.equal(found, expected)
-    *inputs, mask = _inputs(2, 2, torch.float32)
-    bias = torch.randn(1, HEADS, QUERIES, KEYS, generator=GENERATOR)
-    for groups, options in ((4, {"position_bias": bias}), (8, {"position_bias": bias}), (8, {})):
-        expected, _ = sdpa_attention_forward(_layer(2), *inputs, mask, **options)
-        found, _ = tree_attention(_layer(2), *inputs, fold_mask(mask, groups), **options)
-        torch.testing.assert_close(found, expected)
-
-
 def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of the stock path; before and after, the model is on SDPA."""
     model = tiny_target("qwen3", num_attention_heads=4, num_key_value_heads=2)
@@ -105,26 +94,8 @@ def test_tree_pass_folds_and_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_overlapping_passes_keep_the_selection_until_the_last_ends() -> None:
-    """Meanwhile, the model can be wrapped, and a plain call computes what it always does."""
-    model, ids = tiny_target(num_attention_heads=4, num_key_value_heads=2), prompt(5, 2)
-    with folded_queries(model, 2), ExitStack() as other:
-        other.enter_context(folded_queries(model, 2))
-        pair = EagleFSD(model, None)
-        outer = other.pop_all()
-    assert model.config._attn_implementation == TREE_ATTENTION
-    during = model(ids, attention_mask=torch.ones_like(ids)).logits
-    outer.close()
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, during)
-    assert pair.generate(prompt(6), max_new_tokens=2, method="ar").sequences.shape == (1, 8)
-
-
 def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() -> None:
-    """The self-check finds it, and decoding continues with masks of the usual size.
-
-    Eager attention is never folded.
-    """
+    """The self-check finds it, and decoding continues with masks of the usual size."""
     eager = tiny_target(num_attention_heads=4, num_key_value_heads=2, attention="eager")
     assert query_groups(eager) == 0
     model = tiny_target(num_attention_heads=4, num_key_value_heads=2)
@@ -144,3 +115,75 @@ def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() ->
     shapes.clear()
     pair.generate(prompt(6), max_new_tokens=12)
     assert shapes
+
+
+def test_hooked_layers_are_called() -> None:
+    model = tiny_target("qwen2")
+    head = untrained_head(model).attach(Target(model))
+    head.start(small_tree(), None)
+    assert head.plain
+    head.layers[0].mlp.register_forward_hook(lambda *_: None)
+    head.start(small_tree(), None)
+    assert not head.plain
+
+
+def test_changed_targets_are_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Subclass(LlamaForCausalLM):
+        pass
+
+    assert not is_plain_model(Subclass(tiny_target().config))
+    assert not is_plain_model(tiny_target("qwen3"))
+    model = tiny_target()
+    model.model.layers[0].mlp.forward = lambda x: x
+    assert not is_plain_model(model)
+
+    class Louder(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3.0 * super().forward(x)
+
+    model = tiny_target()
+    assert is_plain_model(model)
+    model.model.layers[0].mlp = Louder(model.config)
+    assert not is_plain_model(model)
+    for name, part in (("mlp.act_fn", nn.GELU()), ("input_layernorm", nn.LayerNorm(32))):
+        model = tiny_target()
+        model.model.layers[0].set_submodule(name, part)
+        assert not is_plain_model(model)
+    model = tiny_target()
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda _, x: x)
+    assert not is_plain_model(model)
+    monkeypatch.undo()
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert not is_plain_model(get_peft_model(tiny_target(), config).base_model.model)
+
+
+def eagle_head() -> DraftHead:
+    model = tiny_target()
+    return untrained_head(model).attach(Target(model))
+
+
+def eager_head() -> DraftHead:
+    """A head of a family whose layers support eager attention only."""
+    config = Gemma2Config(**{**MODEL_SIZES, "head_dim": 8, "sliding_window": 128})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    return untrained_head(model).attach(Target(model))
+
+
+def eagle3_head() -> DraftHead:
+    return untrained_eagle3(target_model(), num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("make", [eagle_head, eager_head, eagle3_head])
+def test_head_without_a_mask_is_causal(make: Callable[[], DraftHead]) -> None:
+    """Training runs the head without a mask: later features must not change earlier outputs."""
+    head = make()
+    features = torch.randn(
+        1, 8, MODEL_SIZES["hidden_size"], generator=torch.Generator().manual_seed(0)
+    )
+    changed = features.clone()
+    changed[:, 5:] += 1.0
+    tokens, positions = torch.arange(8)[None] % VOCAB_SIZE, torch.arange(8)[None]
+    with torch.no_grad():
+        before, after = (head(item, tokens, positions) for item in (features, changed))
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert (after[:, 5:] - before[:, 5:]).abs().max() > 0.1

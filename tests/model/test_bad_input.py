@@ -41,46 +41,23 @@ class ReadingWarper(LogitsProcessor):
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"threshold": 0.1, "acceptance": AcceptanceConfig()}, "^pass either acceptance or threshold,"),
+    ({"seed": 0, "sampling": SamplingConfig()}, "^pass either sampling or seed, not both$"),
+    ({"streamer": True}, "streamer must be a Hugging Face streamer; got True"),
     ({"threshold": -0.1}, "threshold must be a number of at least 0; got -0.1"),
-    ({"threshold": math.nan}, "threshold must be a number of at least 0; got nan"),
-    ({"threshold": "high"}, "threshold must be a number of at least 0; got 'high'"),
-    ({"threshold": True}, "threshold must be a number of at least 0; got True"),
-    ({"divergence": "jsd"}, "divergence must be one of js, .*; got 'jsd'"),
-    ({"min_ratio": 1.5}, r"min_ratio must be a number in \[0, 1\]; got 1.5"),
-    ({"min_ratio": math.nan}, r"min_ratio must be a number in \[0, 1\]; got nan"),
     ({"method": "beam"}, "method must be one of fsd, ar; got 'beam'"),
     ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1; got 0"),
-    ({"max_new_tokens": -3}, "max_new_tokens must be an integer of at least 1; got -3"),
     ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1; got 2.5"),
-    ({"max_new_tokens": math.inf}, "max_new_tokens must be an integer of at least 1; got inf"),
-    ({"max_new_tokens": None}, "max_new_tokens must be an integer of at least 1; got None"),
-    ({"max_new_tokens": "8"}, "max_new_tokens must be an integer of at least 1; got '8'"),
-    ({"temperature": -1.0}, "temperature must be a finite number of at least 0; got -1.0"),
-    ({"temperature": math.nan}, "temperature must be a finite number of at least 0; got nan"),
-    ({"temperature": math.inf}, "temperature must be a finite number of at least 0; got inf"),
     ({"temperature": 1.0, "top_p": 0.0}, r"top_p must be a number in \(0, 1\]; got 0.0"),
-    ({"temperature": 1.0, "top_p": 1.5}, r"top_p must be a number in \(0, 1\]; got 1.5"),
-    ({"temperature": 1.0, "top_k": -1}, "top_k must be an integer of at least 0; got -1"),
     ({"temperature": 1.0, "top_k": 97}, "top_k must be at most the vocabulary of 96 tokens"),
     ({"seed": -1}, r"seed must be an integer in \[0, "),
     ({"details": -1}, "details must be an integer of at least 0; got -1"),
-    ({"details": 2.5}, "details must be an integer of at least 0; got 2.5"),
-    ({"threshold": np.float32(-1)}, "threshold must be a number of at least 0; got -1.0"),
     ({"top_k": np.array([1, 2])}, r"top_k must be an integer of at least 0; got array\(\[1, 2"),
-    ({"max_new_tokens": np.int64(0)}, "max_new_tokens must be an integer of at least 1; got 0"),
     ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "empty prompt"),
-    ({"input_ids": torch.empty(0, 3, dtype=torch.long)}, "empty prompt"),
     ({"input_ids": torch.tensor([3, 4, 5])}, r"shape \[B, S\]; got int64 of shape \(3,\)"),
-    ({"input_ids": torch.tensor([[[3, 4]]])}, r"shape \[B, S\]; got int64 of shape \(1, 1, 2\)"),
     ({"input_ids": torch.tensor([[3.0, 4.0]])}, "input_ids must be integers .*; got float32"),
-    ({"input_ids": torch.ones(1, 4, dtype=torch.bool)}, "input_ids must be integers .*; got bool"),
-    ({"input_ids": prompt(4).to(torch.uint8)}, r"\(int32 or int64\) of shape .*; got uint8"),
-    ({"input_ids": prompt(4).to(torch.int8)}, r"\(int32 or int64\) of shape .*; got int8"),
-    ({"input_ids": prompt(4).to(torch.int16)}, r"\(int32 or int64\) of shape .*; got int16"),
     ({"input_ids": prompt(4).to(torch.uint32)}, r"\(int32 or int64\) of shape .*; got uint32"),
     ({"input_ids": [[3, 4, 5]]}, r"input_ids must be a tensor \[B, S\]; got a list"),
-    ({"input_ids": "three"}, r"input_ids must be a tensor \[B, S\]; got a str"),
-    ({"input_ids": None}, r"input_ids must be a tensor \[B, S\]; got a NoneType"),
     (
         {"input_ids": torch.tensor([[3, VOCAB_SIZE]])},
         r"input_ids must be in \[0, 95\].*got 3 to 96",
@@ -89,7 +66,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": prompt(256)}, "the prompt has 256 tokens, which leaves no room"),
     ({"attention_mask": torch.ones(1, 3)}, r"shape of input_ids, \(1, 5\); got \(1, 3\)"),
     ({"attention_mask": [[1] * 5]}, r"attention_mask must be a tensor \[B, S\]; got a list"),
-    ({"attention_mask": torch.zeros(1, 5)}, "empty prompt"),
     ({"rule": "margn"}, "rule must be one of fsd, typical, .*; got 'margn'"),
     ({"rule": "margin", "threshold": 0.2}, "rule 'margin' takes no threshold; got 0.2"),
     ({"rule": MarginRule}, "rule must be an AcceptanceRule or the name of one; got <class"),
@@ -98,17 +74,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"top_p": 2.0}}, r"top_p must be a number in \(0, 1\]; got 2.0"),
     ({"sampling": AcceptanceConfig()}, "sampling must be of type SamplingConfig or dict; got Acc"),
     ({"eos_token_id": 1.5}, r"eos_token_id must be an integer in \[-2147483648, .*; got 1.5"),
-    ({"eos_token_id": True}, "eos_token_id must be an integer in .*; got True"),
     ({"eos_token_id": [3, "</s>"]}, "eos_token_id must be an integer in .*; got '</s>'"),
-    ({"eos_token_id": {3, None}}, "eos_token_id must be an integer in .*; got None"),
-    ({"eos_token_id": torch.ones(2)}, "eos_token_id must be an integer in .*; got 1.0"),
-    ({"pad_token_id": "x"}, r"pad_token_id must be an integer in \[-2147483648, .*; got 'x'"),
     ({"pad_token_id": 2**70}, r"pad_token_id must be an integer in .*; got 1180591620717411303424"),
-    ({"pad_token_id": True}, "pad_token_id must be an integer in .*; got True"),
     ({"prefix_cache": True}, "prefix_cache must be a PrefixCache; got True"),
     ({"stopping_criteria": [5]}, "stopping_criteria must be a Hugging Face object .*; got 5"),
     ({"logits_processor": "x"}, "logits_processor must be a Hugging Face object .*; got 'x'"),
-    ({"logits_processor": [TopKLogitsWarper]}, "logits_processor must be .*; got <class"),
     (
         {"logits_warper": ReadingWarper(), "temperature": 1.0},
         "logits_warper ReadingWarper fails without previous tokens .* pass it as logits_processor",
@@ -117,19 +87,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 #: Arguments of ``generate_many``.
 BAD_BATCHES: list[tuple[Any, dict[str, Any], str]] = [
     ([[5.9, 7.2]], {}, r"a prompt must be a sequence of integers; got \[5.9, 7.2\]"),
-    ([np.array([5.0, 7.0])], {}, r"a prompt must be a sequence of integers; got array"),
-    ([[True, False]], {}, "a prompt must be a sequence of integers; got"),
-    ([[1, None]], {}, "a prompt must be a sequence of integers; got"),
-    ([[[1], [2, 3]]], {}, "a prompt must be a sequence of integers; got"),
     ([prompt(5)], {}, r"a prompt must be a sequence of integers; got int64 of shape \(1, 5\)"),
     ([5, 7], {}, "a prompt must be a sequence of integers; got 5"),
-    (["three"], {}, "a prompt must be a sequence of integers; got 'three'"),
     ("three", {}, "prompts must be several prompts; got 'three'"),
     (Prompt([5]), {}, "prompts must be several prompts; got <"),
     ([Prompt([5], prefix_cache=True)], {}, "a batch keeps its own caches; leave prefix_cache out"),
     ([[5]], {"max_batch": 1.5}, "max_batch must be an integer of at least 1; got 1.5"),
-    ([[5]], {"max_batch": True}, "max_batch must be an integer of at least 1; got True"),
-    ([[5]], {"pad_token_id": "x"}, "pad_token_id must be an integer in .*; got 'x'"),
 ]
 PENALTY = RepetitionPenaltyLogitsProcessor(1.5)
 #: Options in other forms, and in the form that the documentation names first.
@@ -159,49 +122,34 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("method", ["generate", "stream"])
-@pytest.mark.parametrize(("options", "message"), BAD)
-def test_invalid_arguments_raise_one_line(
-    options: dict[str, Any], message: str, method: str
-) -> None:
-    arguments = {"input_ids": prompt(5), "max_new_tokens": 4, **options}
-    with pytest.raises(ValueError, match=message) as error:
-        getattr(random_pair(), method)(**arguments)
-    assert str(error.value).isprintable()
+def test_invalid_arguments_raise_one_line() -> None:
+    """Also before a stream is iterated."""
+    for options, message in BAD:
+        arguments = {"input_ids": prompt(5), "max_new_tokens": 4, **options}
+        for call in (random_pair().generate, random_pair().stream):
+            if "streamer" in options and call == random_pair().stream:
+                continue
+            with pytest.raises(ValueError, match=message) as error:
+                call(**arguments)
+            assert str(error.value).isprintable()
+    with pytest.raises(TypeError, match="treshold"):
+        random_pair().generate(prompt(5), treshold=1)
 
 
-@pytest.mark.parametrize(("prompts", "options", "message"), BAD_BATCHES)
-def test_invalid_batches_raise_one_line(
-    prompts: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        list(random_pair().generate_many(prompts, 4, **options))
-    assert str(error.value).isprintable()
+def test_invalid_batches_raise_one_line() -> None:
+    for prompts, options, message in BAD_BATCHES:
+        with pytest.raises(ValueError, match=message) as error:
+            list(random_pair().generate_many(prompts, 4, **options))
+        assert str(error.value).isprintable()
 
 
-def test_invalid_streamer_raises_one_line() -> None:
-    with pytest.raises(ValueError, match="streamer must be a Hugging Face streamer; got True"):
-        random_pair().generate(prompt(5), max_new_tokens=4, streamer=True)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("given", "usual"), FORMS)
-def test_options_may_have_other_forms(given: dict[str, Any], usual: dict[str, Any]) -> None:
+def test_options_may_have_other_forms() -> None:
     pair, (ids, mask) = aligned_pair(), batch()
-    found = pair.generate(ids, mask, 16, **given).sequences
-    assert torch.equal(found, pair.generate(ids, mask, 16, **usual).sequences)
-    assert not torch.equal(found, pair.generate(ids, mask, 16).sequences)
-
-
-def test_prompts_may_have_other_forms() -> None:
-    forms = [(5, 7), [np.int64(5), torch.tensor(7)], np.array([5, 7], np.int16), range(5, 8, 2)]
-    found = list(aligned_pair().generate_many([[5, 7], *forms], 8))
-    assert [item.tokens for item in found] == [found[0].tokens] * 5
-
-
-@pytest.mark.parametrize("name", ["treshold", "num_beams"])
-def test_unknown_keyword_arguments_raise_type_error(name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        random_pair().generate(prompt(5), **{name: 1})
+    plain = pair.generate(ids, mask, 16).sequences
+    for given, usual in FORMS:
+        found = pair.generate(ids, mask, 16, **given).sequences
+        assert torch.equal(found, pair.generate(ids, mask, 16, **usual).sequences), given
+        assert not torch.equal(found, plain), given
 
 
 def test_tree_wider_than_the_vocabulary_raises() -> None:
@@ -210,23 +158,17 @@ def test_tree_wider_than_the_vocabulary_raises() -> None:
         pair.generate(prompt(5))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("method", ["fsd", "ar"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_weights_raise(value: float, method: str, temperature: float) -> None:
-    """One bad weight in the projection must not yield an invalid or an arbitrary token."""
-    model = tiny_target()
-    with torch.no_grad():
-        model.lm_head.weight[5] = value
-    pair = EagleFSD(model, untrained_head(model), small_tree())
-    with pytest.raises(FloatingPointError, match="NaN or infinite") as error:
-        pair.generate(prompt(5), max_new_tokens=4, method=method, temperature=temperature, seed=0)
-    assert str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("token", [0, 5, VOCAB_SIZE - 1])
-def test_one_broken_logit_in_one_row_of_a_later_step_raises(value: float, token: int) -> None:
+@pytest.mark.parametrize(
+    ("value", "token", "options"),
+    [
+        (math.nan, 0, {}),
+        (math.inf, VOCAB_SIZE - 1, {"temperature": 1.0, "seed": 0}),
+        (math.nan, 5, {"method": "ar"}),
+    ],
+)
+def test_one_broken_logit_in_one_row_of_a_later_step_raises(
+    value: float, token: int, options: dict[str, Any]
+) -> None:
     model = tiny_target()
     passes: list[int] = []
 
@@ -238,8 +180,9 @@ def test_one_broken_logit_in_one_row_of_a_later_step_raises(value: float, token:
     model.register_forward_hook(poison)
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = batch()
-    with pytest.raises(FloatingPointError, match="NaN or infinite"):
-        pair.generate(ids, attention_mask=mask, max_new_tokens=12)
+    with pytest.raises(FloatingPointError, match="NaN or infinite") as error:
+        pair.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
+    assert str(error.value).isprintable()
     assert len(passes) == 4
 
 

@@ -18,7 +18,6 @@ from pairs import (
     ARCHITECTURES,
     MODEL_SIZES,
     VOCAB_SIZE,
-    aligned_pair,
     one_line,
     prompt,
     random_pair,
@@ -26,7 +25,7 @@ from pairs import (
     untrained_head,
     write_checkpoint,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -85,22 +84,14 @@ def same_state(head: EagleHead, expected: dict[str, Tensor]) -> bool:
     )
 
 
-# -- valid checkpoints -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "threshold", "architecture"),
-    [*((random_pair, ACCEPT_ALL, name) for name in ARCHITECTURES), (aligned_pair, 0.0, "qwen2")],
-)
-def test_saved_head_decodes_as_before(
-    make: Callable[[str], EagleFSD], threshold: float, architecture: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_saved_head_decodes_as_before(architecture: str, tmp_path: Path) -> None:
     """With everything accepted the output is the head's, including the effect of its RoPE."""
-    pair = make(architecture)
+    pair = random_pair(architecture)
     save_head(pair.drafter, tmp_path / "head")
     loaded = EagleFSD(pair.model, load_head(tmp_path / "head", pair.target), pair.tree)
     assert same_state(loaded.drafter, pair.drafter.state_dict())
-    options = {"max_new_tokens": 30, "threshold": threshold}
+    options = {"max_new_tokens": 12, "threshold": ACCEPT_ALL}
     before, after = (item.generate(prompt(8), **options) for item in (pair, loaded))
     assert torch.equal(before.sequences, after.sequences)
     assert before.stats.accepted == after.stats.accepted
@@ -146,21 +137,20 @@ def test_head_loads_from_both_formats_with_and_without_bias(
         assert not any(item.requires_grad for item in head.parameters())
 
 
-@pytest.mark.parametrize("file", FORMATS)
 def test_embedding_is_kept_and_saved_unless_it_is_the_target_s(
-    file: str, model: PreTrainedModel, tmp_path: Path
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
     """Most published heads hold a copy of the target's."""
     table, tokens = model.get_input_embeddings().weight, torch.tensor([[4, 9]])
     own = table.detach().flip(0)
-    published(tmp_path / "a", model, file=file, embed_tokens__weight=own)
+    published(tmp_path / "a", model, embed_tokens__weight=own)
     head = load_head(tmp_path / "a", Target(model))
     assert torch.equal(head.embed(tokens)[0], own[[4, 9]])
     save_head(head, tmp_path / "b")
     again = load_head(tmp_path / "b", Target(model))
     assert same_state(again, head.state_dict())
     assert torch.equal(again.embed(tokens), head.embed(tokens))
-    expected = published(tmp_path, model, file=file, embed_tokens__weight=table)
+    expected = published(tmp_path, model, embed_tokens__weight=table)
     head = load_head(tmp_path, Target(model))
     assert same_state(head, expected)
     with torch.no_grad():
@@ -178,38 +168,6 @@ def test_computed_buffers_of_older_checkpoints_are_ignored(
     assert same_state(load_head(tmp_path, Target(model)), expected)
 
 
-def test_weights_get_the_dtype_of_the_target_by_default(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    published(tmp_path, model)
-    half = tiny_target(dtype=torch.bfloat16)
-    assert load_head(tmp_path, Target(half)).dtype == torch.bfloat16
-    assert load_head(tmp_path, Target(model)).dtype == torch.float32
-    assert load_head(tmp_path, Target(model), dtype=torch.float16).dtype == torch.float16
-
-
-OLD_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.31.0",
-    "use_cache": True,
-    "vocab_size": VOCAB_SIZE,
-}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -217,42 +175,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_type": "llama3",
 }
-
-
-@pytest.mark.parametrize(
-    ("old", "rope", "without"),
-    [
-        ({}, {"rope_type": "default", "rope_theta": 10000.0}, "model_type"),
-        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 10000.0}, ""),
-        ({"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}, ""),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.5}},
-            {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
-            "num_key_value_heads",
-        ),
-        ({"rope_scaling": LLAMA3, "rope_theta": 5e5}, {**LLAMA3, "rope_theta": 5e5}, "model_type"),
-    ],
-    ids=["nothing", "null", "theta", "linear", "llama3"],
-)
-def test_configurations_of_published_heads_are_understood(
-    old: dict[str, Any],
-    rope: dict[str, Any],
-    without: str,
-    model: PreTrainedModel,
-    tmp_path: Path,
-) -> None:
-    """Keys of transformers 4 give the same head as the current ones."""
-    values = {**OLD_CONFIG, **old}
-    values.pop(without, None)
-    sizes = {name: values[name] for name in values if name.endswith(("size", "heads", "layers"))}
-    built = EagleHead(LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_parameters=rope))
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    save_file(dict(built.state_dict()), tmp_path / "model.safetensors")
-    target = Target(model)
-    built.attach(target)
-    loaded = load_head(tmp_path, target)
-    assert same_state(loaded, built.state_dict())
-    assert_same_outputs(loaded, built)
 
 
 def assert_same_outputs(one: EagleHead, other: EagleHead) -> None:
@@ -299,10 +221,12 @@ def head_with_rope(family: str, rope: dict[str, Any]) -> EagleHead:
     return untrained_head(model).attach(Target(model))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ROPE_NAMES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in ROPE_NAMES), ("glm", "linear"), ("gemma3_text", "llama3")],
+)
 def test_rope_is_saved_by_both_names_and_read_by_either(
-    kind: str, family: str, tmp_path: Path
+    family: str, kind: str, tmp_path: Path
 ) -> None:
     """The names of transformers 4 and of transformers 5."""
     rope, old = ROPE_NAMES[kind]
@@ -322,14 +246,14 @@ def test_rope_is_saved_by_both_names_and_read_by_either(
         new_names.pop(name, None)
     old_names = {**config, "rope_local_base_freq": SLIDING_ROPE["rope_theta"]}
     del old_names["rope_parameters"], old_names["dtype"]
-    for values in (new_names, old_names):
+    oldest = {name: value for name, value in old_names.items() if name != "model_type"}
+    for values in (new_names, old_names, *([oldest] if family == "llama" else [])):
         file.write_text(json.dumps(values))
         assert_same_outputs(load_head(tmp_path, head.target), head)
 
 
 def test_tensor_names_and_shapes_match_a_published_7b_head() -> None:
-    """EAGLE's head for Llama-2-Chat 7B, on the meta device. (Its ``embed_tokens.weight`` is a copy
-    of the target's.)"""
+    """EAGLE's head for Llama-2-Chat 7B, on the meta device."""
     hidden, inner = 4096, 11008
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
@@ -347,9 +271,6 @@ def test_tensor_names_and_shapes_match_a_published_7b_head() -> None:
     with torch.device("meta"):
         head = EagleHead(config, dtype=torch.float16)
     assert {name: tuple(item.shape) for name, item in head.state_dict().items()} == shapes
-
-
-# -- heads without a target ------------------------------------------------------------------------
 
 
 def test_head_that_fits_the_bundled_target_needs_no_other(tmp_path: Path) -> None:
@@ -381,9 +302,6 @@ def test_head_that_does_not_fit_the_bundled_target_needs_its_own(
         EagleFSD.from_pretrained(model)
 
 
-# -- fsd.json -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folders(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, Path]:
     """Return folders with a target and a head."""
@@ -392,15 +310,9 @@ def folders(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "target", tmp_path / "head"
 
 
-def test_decoding_is_lossless_without_a_settings_file(folders: tuple[Path, Path]) -> None:
-    pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
-    assert pair.tree == TreeConfig.for_device("cpu")
-    assert pair.acceptance == AcceptanceConfig()
-    out = pair.generate(prompt(6), max_new_tokens=12)
-    assert out.stats.as_dict()["origins"]["fuzzy"] == 0
-
-
 def test_settings_file_sets_defaults_that_arguments_override(folders: tuple[Path, Path]) -> None:
+    pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
+    assert (pair.tree, pair.acceptance) == (TreeConfig.for_device("cpu"), AcceptanceConfig())
     values = {"threshold": 10.0, "divergence": "kl", "min_ratio": 0.0, "total_tokens": 9}
     (folders[1] / "fsd.json").write_text(json.dumps(values))
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu", depth=2, top_k=3)
@@ -454,8 +366,7 @@ def test_lossless_calls_use_their_own_tree(folders: tuple[Path, Path]) -> None:
 def test_settings_of_another_pair_or_data_type_are_warned_of(
     kind: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are used nevertheless. Weights of another data type cannot be compared, and lossless
-    settings hold in any."""
+    """They are used nevertheless; lossless settings hold in any data type."""
     pair = EagleFSD.from_pretrained(*folders, device_map="cpu")
     models = {"target": pair.model, "drafter": pair.drafter}
     own = identify("mine", models[kind], torch.float32)
@@ -475,21 +386,6 @@ def test_settings_of_another_pair_or_data_type_are_warned_of(
         assert loaded.acceptance.threshold == threshold
         assert bool(caplog.text) == bool(warning)
         assert warning in caplog.text
-
-
-def test_invalid_settings_file_raises_one_line_with_its_name(folders: tuple[Path, Path]) -> None:
-    for text, message in (
-        ('{"threshold": -1}', "threshold must be a number of at least 0; got -1"),
-        ('{"treshold": 0.1}', "unknown option treshold"),
-        ("{", "Expecting"),
-    ):
-        (folders[1] / "fsd.json").write_text(text)
-        with pytest.raises(ValueError, match=message) as error:
-            EagleFSD.from_pretrained(*folders, device_map="cpu")
-        assert "fsd.json" in one_line(error)
-
-
-# -- damaged checkpoints ---------------------------------------------------------------------------
 
 
 def rejected(path: Path | str, model: PreTrainedModel) -> str:
@@ -544,9 +440,7 @@ def test_head_of_another_target_is_rejected_with_both_sizes(
 
 
 CORRUPT: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda _whole: b"",
     "truncated": lambda whole: whole[: len(whole) // 2],
-    "another format": lambda _whole: b"garbage" * 100,
     "git-lfs pointer": lambda _whole: b"version https://git-lfs.github.com/spec/v1\n" * 2,
     "HTML page": lambda _whole: b"<!DOCTYPE html><html>404</html>\n" * 9,
     "empty zip": lambda _whole: b"PK\x03\x04" + bytes(200),
@@ -568,16 +462,11 @@ def test_damaged_configuration_is_named(model: PreTrainedModel, tmp_path: Path) 
         "",
         "{",
         "[]",
-        "null",
-        "\ud800",
         '{"model_type": "no-such-family"}',
-        '{"model_type": 3}',
         '{"hidden_size": "32"}',
-        '{"hidden_size": -3}',
-        '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 0}',
         '{"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 5}',
     ):
-        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        (tmp_path / "config.json").write_text(text)
         assert "config.json" in rejected(tmp_path, model)
     other = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": VOCAB_SIZE}
     (tmp_path / "config.json").write_text(json.dumps(other))
@@ -609,10 +498,8 @@ def test_pickle_with_code_is_rejected_and_does_not_run(
 def test_pickle_without_a_state_dict_is_rejected(model: PreTrainedModel, tmp_path: Path) -> None:
     published(tmp_path, model, file="pytorch_model.bin")
     for content in (
-        [torch.ones(2)],
         torch.ones(2),
         {"fc.weight": 3.0},
-        {3: torch.ones(2)},
         {"state_dict": {"fc.weight": torch.ones(2)}},
         None,
     ):

@@ -39,10 +39,7 @@ from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
-from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.target import Target
-
-# -- the forward pass, from its formulas -----------------------------------------------------------
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -172,16 +169,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
-    """Every expanded node of the first two trees of a batch of mixed lengths.
-
-    This covers prefill, pending pairs of several tokens, and levels of the tree in the cache.
-    """
+    """Every expanded node of the first two trees of a batch, whose greedy output is lossless."""
     options = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     model = target_model()
     head = untrained_eagle3(model, **{**options, **VARIANTS[variant]})
     pair, rule, reference = EagleFSD(model, head, small_tree()), RecordingRule(), Reference(head)
     prompts = [prompt(9, 1), prompt(2, 4)]
-    out = pair.generate(*left_padded(*prompts), max_new_tokens=9, rule=rule)
+    ids, mask = left_padded(*prompts)
+    expected = greedy_reference(model, ids, mask, new=9)
+    assert torch.equal(pair.generate(ids, mask, max_new_tokens=9).sequences, expected)
+    out = pair.generate(ids, mask, max_new_tokens=9, rule=rule)
     assert out.stats.tau > 2.0
     compared = 0
     for tree, row, context in drafted_trees(out, rule, prompts, steps=2):
@@ -211,44 +208,9 @@ def test_drafted_tokens_are_the_mapped_ones() -> None:
             assert draft_tokens()[best[row]] in tree.tokens[row, children[row]]
 
 
-def test_append_fuses_and_extend_does_not_even_where_the_widths_coincide() -> None:
-    """A head of three times the target's width, whose outputs are as wide as the features."""
-    model = target_model()
-    wide = 3 * model.config.hidden_size
-    head = untrained_eagle3(model, hidden_size=wide, embedding=True)
-    x, tokens, zero = torch.randn(1, 1, wide), torch.tensor([[5]]), torch.zeros(1, 1).long()
-    mask = torch.zeros(1, 1, 1, 1)
-    cache = head.new_cache(1, 1)
-    keys = cache.keys(1, zero.device)
-    appended = head.append(x, tokens, zero[0], keys, cache)
-    cache.place(zero, keys)
-    extended = head.extend(x, tokens, zero, head.rotate(zero), mask, cache)
-    torch.testing.assert_close(appended, head(head.fuse(x), tokens, zero))
-    torch.testing.assert_close(extended, head(x, tokens, zero))
-    assert (appended - extended).abs().max() > 0.1
-
-
-# -- exact decoding --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "variant", ["plain", "three layers of qwen3", "norm_output, projection of the target"]
-)
-def test_greedy_output_of_an_untrained_head_matches_hugging_face(variant: str) -> None:
-    """A batch of mixed lengths, among them a prompt of one token."""
-    model = target_model()
-    pair = EagleFSD(model, untrained_eagle3(model, **VARIANTS[variant]), small_tree())
-    ids, mask = batch()
-    expected = greedy_reference(model, ids, mask, new=16)
-    out = pair.generate(ids, attention_mask=mask, max_new_tokens=16)
-    assert torch.equal(out.sequences, expected)
-    assert not (out.origins == Origin.FUZZY).any()
-    assert pair.generate(ids, mask, 16, threshold=ACCEPT_ALL).stats.tau > 2.0
-
-
 @pytest.mark.parametrize(
     ("draft_vocab_size", "total_tokens", "depth", "top_k"),
-    [(VOCAB_SIZE, 12, 3, 3), (70, 6, 4, 1), (70, 60, 6, 10), (VOCAB_SIZE, 2, 1, 1)],
+    [(VOCAB_SIZE, 12, 3, 3), (70, 6, 4, 1), (70, 60, 6, 10)],
 )
 def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted(
     draft_vocab_size: int, total_tokens: int, depth: int, top_k: int
@@ -277,31 +239,6 @@ def test_head_of_a_single_token_is_decoded_exactly() -> None:
     assert drafted.unique().tolist() == draft_tokens(1).tolist()
 
 
-def test_turns_of_a_chat_reuse_the_caches() -> None:
-    pair, cache = aligned_eagle3_pair(), PrefixCache()
-    first = pair.generate(prompt(9, 5), max_new_tokens=8, prefix_cache=cache)
-    again = torch.cat([first.sequences, prompt(4, 6)], 1)
-    second = pair.generate(again, max_new_tokens=8, prefix_cache=cache)
-    assert torch.equal(second.sequences, greedy_reference(pair.model, again, new=8))
-    assert second.stats.tau > 1.3
-    assert second.stats.prefilled < 8
-    fresh = pair.generate(again, max_new_tokens=8)
-    assert second.stats.accepted == fresh.stats.accepted
-
-
-def test_rows_of_a_batch_are_independent() -> None:
-    prompts = [prompt(length, seed) for length, seed in ((7, 1), (2, 2), (20, 3), (9, 5))]
-    pair = aligned_eagle3_pair(70)
-    together = pair.generate(*left_padded(*prompts), max_new_tokens=14, threshold=0.3)
-    for row, ids in enumerate(prompts):
-        alone = pair.generate(ids, max_new_tokens=14, threshold=0.3)
-        assert torch.equal(answers(together)[row], answers(alone)[0])
-        assert torch.equal(together.origins[row], alone.origins[0])
-
-
-# -- sampling --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tiny_pair() -> EagleFSD:
     """A vocabulary of 8 tokens, of which the head drafts 5."""
@@ -319,27 +256,17 @@ def tiny_pair() -> EagleFSD:
 def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     tiny_pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
-    """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds.
-
-    Measured (bound) for three, first two, last two tokens: 0.092 (0.145), 0.032 (0.079), 0.037
-    (0.082) at temperature 1; 0.044 (0.093), 0.022 (0.064), 0.027 (0.072) at 0.7 with top-p 0.9.
-    """
+    """6000 identical prompts and three new tokens; see ``sampling_laws.py`` for the bounds."""
     draws = generate(tiny_pair, 6000, 3, seed=1, temperature=temperature, top_p=top_p)
     assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
 
 
 def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair: EagleFSD) -> None:
-    """A control: the same comparison detects another distribution.
-
-    Measured with 2000 rows: 0.97, where the bound is 0.137.
-    """
+    """A control: the same comparison detects another distribution."""
     rows = 2000
     draws = generate(tiny_pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
     law = target_law(tiny_pair.model, 2, 1.0)
     assert distance(histogram(draws.answers, law.shape), law) > 2 * bound(law, rows)
-
-
-# -- divergences over a reduced vocabulary ---------------------------------------------------------
 
 
 def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -352,8 +279,7 @@ def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_divergences_over_a_reduced_vocabulary() -> None:
-    """Three are those over the whole vocabulary. For the others, mass of the target that the draft
-    cannot reach counts as ``LOG_FLOOR`` nats."""
+    """Mass of the target that the draft cannot reach counts as ``LOG_FLOOR`` nats."""
     log_p, log_q, whole, tokens = reduced_distributions()
     reduced = on_draft_vocabulary(log_p, log_q, tokens)
     for name in ("js", "tv", "kl"):
@@ -367,24 +293,10 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         torch.testing.assert_close(found / -LOG_FLOOR, share * outside, rtol=0.01, atol=1e-3)
 
 
-# -- construction ----------------------------------------------------------------------------------
-
-
 def test_default_reads() -> None:
     expected = {1: (0,), 2: (1,), 5: (2,), 6: (2, 3), 7: (2, 3, 4), 14: (2, 7, 11), 32: (2, 16, 29)}
     for layers, reads in expected.items():
         assert default_reads(layers) == reads
-
-
-def test_layer_config_is_a_llama_layer_for_any_target() -> None:
-    for architecture in ("qwen2", "qwen3", "mistral-wide-window"):
-        config = tiny_target(architecture).config
-        found = layer_config(config)
-        assert (found.model_type, found.num_hidden_layers) == ("llama", 1)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads"):
-            assert getattr(found, name) == getattr(config, name)
-        assert found.head_dim == getattr(config, "head_dim", 8)
-        assert found.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
 
 
 def test_unsupported_heads_are_rejected() -> None:
@@ -403,22 +315,6 @@ def test_unsupported_heads_are_rejected() -> None:
             Eagle3Head(config, 32, size, reads)
     with pytest.raises(ValueError, match="norm_before_fc and fc_norm"):
         Eagle3Flags(norm_before_fc=True, fc_norm=True)
-
-
-def test_wrong_vocabulary_map_is_rejected() -> None:
-    head = untrained_eagle3(target_model(), draft_vocab_size=4)
-    for tokens, message in (
-        ([0, 1, 2], r"shape \[4\]; got \[3\]$"),
-        ([0, 1, 2, VOCAB_SIZE], r"sends token 3 to 96, outside"),
-        ([0, -1, 2, 3], r"sends token 1 to -1, outside"),
-        ([0, 5, 2, 5], r"sends 2 tokens to 5$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            head.set_token_ids(torch.tensor(tokens))
-    whole = untrained_eagle3(target_model(), draft_vocab_size=VOCAB_SIZE)
-    assert whole.token_ids is None
-    with pytest.raises(ValueError, match="has the target's vocabulary"):
-        whole.set_token_ids(torch.arange(VOCAB_SIZE))
 
 
 def test_head_of_another_target_is_rejected() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import aligned_eagle3_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import ACCEPT_ALL, aligned_pair
+from pairs import ACCEPT_ALL, aligned_pair, small_tree
 
-from eagle_fsd import DecodeStats, EagleFSD, PrefixCache
+from eagle_fsd import DecodeStats, DraftModel, EagleFSD, NGramDrafter, PrefixCache
 from eagle_fsd.model import engine
 
 NEW = 12
@@ -25,30 +27,36 @@ def decode(
     return out.sequences[0].tolist(), out.origins[0].tolist(), out.stats
 
 
-@pytest.mark.parametrize("options", [{}, {"threshold": ACCEPT_ALL}, {"method": "ar"}])
-def test_turns_process_only_new_tokens_and_give_the_same_answers(options: dict[str, Any]) -> None:
+DRAFTERS: dict[str, Callable[[], EagleFSD]] = {
+    "eagle": aligned_pair,
+    "eagle3": aligned_eagle3_pair,
+    "draft model": lambda: EagleFSD(
+        aligned_pair().model, DraftModel(aligned_pair().model), small_tree(top_k=1, total_tokens=5)
+    ),
+    "ngram": lambda: EagleFSD(aligned_pair(cycle=8).model, NGramDrafter(), small_tree()),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_turns_process_only_new_tokens_and_give_the_same_answers(drafter: str) -> None:
     """Of the earlier turns, at most the tokens of the last step are processed again."""
-    model, cache = aligned_pair(), PrefixCache()
-    ids = [3, 17, 5, 40, 8]
-    for turn in range(4):
-        expected, origins, whole = decode(model, ids, None, **options)
-        found, found_origins, kept = decode(model, ids, cache, **options)
-        assert found == expected
-        assert found_origins == origins
-        assert whole.prefilled == len(ids) - 1
-        if turn:
-            assert kept.prefilled <= 3 + model.tree.depth + 2 < whole.prefilled
-        ids = [*found, 7 + turn, 30, 31]
-
-
-def test_method_may_change_between_turns() -> None:
-    model, cache = aligned_pair(), PrefixCache()
-    ids = [3, 17, 5, 40, 8]
-    for method in ("ar", "fsd", "ar", "ar", "fsd", "fsd"):
-        expected, *_ = decode(model, ids, None)
-        found, *_ = decode(model, ids, cache, method=method)
-        assert found == expected
-        ids = [*found, 9]
+    model = DRAFTERS[drafter]()
+    for start, options in (
+        ([3, 17, 5, 40, 8], {}),
+        ([3], {"threshold": ACCEPT_ALL}),
+        ([3, 17], {"method": "ar"}),
+        ([3, 17, 5], {"temperature": 1.0, "seed": 3}),
+    ):
+        cache, ids = PrefixCache(), start
+        for turn in range(3):
+            expected, origins, whole = decode(model, ids, None, **options)
+            found, found_origins, kept = decode(model, ids, cache, **options)
+            assert (found, found_origins) == (expected, origins)
+            assert kept.accepted == whole.accepted
+            assert whole.prefilled == len(ids) - 1
+            if turn > (len(start) == 1):
+                assert kept.prefilled <= 3 + model.tree.depth + 2 < whole.prefilled
+            ids = [*found, 7 + turn, 30, 31]
 
 
 def test_edited_history_keeps_the_common_prefix() -> None:
@@ -76,17 +84,6 @@ def test_answers_do_not_depend_on_earlier_turns(turns: list[tuple[int, int]]) ->
         found, *_ = decode(model, ids, cache, **options)
         assert found == expected
         ids = found
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_short_prompt_can_be_continued(length: int) -> None:
-    model, cache = aligned_pair(), PrefixCache()
-    ids = [3, 17][:length]
-    for _ in range(3):
-        expected, *_ = decode(model, ids, None)
-        found, *_ = decode(model, ids, cache)
-        assert found == expected
-        ids = [*found, 4]
 
 
 def test_interrupted_call_leaves_the_cache_usable() -> None:

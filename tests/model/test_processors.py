@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from pairs import (
     answers,
     batch,
     greedy_reference,
-    hand_made_tree,
     path_to,
     prompt,
     random_pair,
@@ -29,34 +27,24 @@ from pairs import (
 from torch import Tensor
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedEOSTokenLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     SynthIDTextWatermarkLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    WatermarkLogitsProcessor,
 )
 from transformers.generation import logits_process
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL, Prefix, Sampler
+from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
     "no repeated bigrams": {"no_repeat_ngram_size": 2},
-    "no repeated tokens": {"no_repeat_ngram_size": 1},
     "minimum length": {"min_new_tokens": 9, "eos_token_id": list(range(40))},
     "suppressed tokens": {"suppress_tokens": list(range(0, VOCAB_SIZE, 2))},
     "suppressed at the beginning": {"begin_suppress_tokens": list(range(0, VOCAB_SIZE, 2))},
@@ -71,16 +59,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "prompt repetition": {"encoder_repetition_penalty": 8.0},
     "no tokens of the prompt": {"encoder_no_repeat_ngram_size": 1},
-    "two processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processor_of_a_generation_config_matches_hugging_face(name: str) -> None:
-    """Hugging Face builds the processor from its options, for its own loop and for ours.
-
-    The output repeats itself every twelve tokens, and most of it is accepted from the draft.
-    """
+    """Hugging Face builds the processor from its options, for its own loop and for ours."""
     pair = aligned_pair(cycle=12)
     ids, mask = batch()
     options = {"pad_token_id": 0, **PROCESSORS[name]}
@@ -135,69 +119,6 @@ def _seeded(row: tuple[int, ...]) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_every_tree_node_is_processed_with_its_own_prefix() -> None:
-    """Two rows of different lengths."""
-    tree = hand_made_tree([40, 7, 9, 11, 12, 11, 80, 81], [0, 0, 0, 1, 1, 2, 3, 5], 2, shift=2)
-    prefixes = [
-        Prefix(torch.cat([prompt(4, 1)[0], tree.tokens[0, :1]]), 6),
-        Prefix(prompt(5, 2)[0], 6),
-    ]
-    prefixes[1].append(torch.tensor([60]))
-    prefixes[1].append(tree.tokens[1, :1])
-    logits = torch.randn(2, 8, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    inputs = Sampler(processors=[HashProcessor()])(tree, logits, prefixes=prefixes)
-    for row, node in itertools.product(range(2), range(8)):
-        text = prefixes[row].ids.tolist() + path_to(tree, row, node)[1:]
-        expected = HashProcessor()(torch.tensor([text]), logits[row, node][None])[0].log_softmax(-1)
-        torch.testing.assert_close(inputs.processed.dense()[row, node], expected)
-    torch.testing.assert_close(inputs.raw.dense(), logits.log_softmax(-1))
-
-
-PROMPT = prompt(5, 1)
-HUGGING_FACE_PROCESSORS: list[Callable[[], LogitsProcessor]] = [
-    lambda: RepetitionPenaltyLogitsProcessor(3.0),
-    lambda: NoRepeatNGramLogitsProcessor(1),
-    lambda: EncoderRepetitionPenaltyLogitsProcessor(3.0, PROMPT),
-    lambda: EncoderNoRepeatNGramLogitsProcessor(2, PROMPT),
-    lambda: SequenceBiasLogitsProcessor([[[7], -3.0], [[7, 11], 5.0], [[11, 80, 3], 5.0]]),
-    lambda: MinNewTokensLengthLogitsProcessor(5, 2, [9, 11]),
-    lambda: ForcedEOSTokenLogitsProcessor(8, 3),
-    lambda: ExponentialDecayLengthPenalty((2, 1.5), [3], 5),
-    lambda: SuppressTokensAtBeginLogitsProcessor([9, 11], 6),
-    lambda: PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1),
-    lambda: WatermarkLogitsProcessor(VOCAB_SIZE, "cpu"),
-    lambda: TopKLogitsWarper(5),
-    lambda: LogitsProcessorList([TopPLogitsWarper(0.7), RepetitionPenaltyLogitsProcessor(3.0)]),
-]
-
-
-def test_hugging_face_processor_gives_every_node_its_own_scores() -> None:
-    """Compared with the processor applied to each node's prefix alone.
-
-    Nodes below a masked edge are not processed, because they cannot be reached.
-    """
-    tree = hand_made_tree([40, 7, 9, 11, 12, 11, 80, 81], [0, 0, 0, 1, 1, 2, 3, 5])
-    prefix = torch.cat([PROMPT[0], tree.tokens[0, :1]])
-    logits = torch.randn(1, 8, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    for make in HUGGING_FACE_PROCESSORS:
-        made = make()
-        processors = made if isinstance(made, list) else [made]
-        inputs = Sampler(processors=processors)(tree, logits, prefixes=[Prefix(prefix, 6)])
-        changed = 0
-        processed = inputs.processed.dense()
-        forbidden: set[int] = set()
-        for node in range(8):
-            parent, token = int(tree.parents[0, node]), int(tree.tokens[0, node])
-            if node and (parent in forbidden or processed[0, parent, token] == -torch.inf):
-                forbidden.add(node)
-                continue
-            path = torch.tensor(path_to(tree, 0, node)[1:], dtype=torch.long)
-            expected = make()(torch.cat([prefix, path])[None], logits[0, node][None].clone())[0]
-            changed += not torch.equal(expected, logits[0, node])
-            torch.testing.assert_close(processed[0, node], expected.log_softmax(-1))
-        assert changed
-
-
 def test_processor_is_called_with_prefixes_of_the_tree_only() -> None:
     """Without padding: a user's processor may parse prefixes and reject invalid ones."""
     pair = aligned_pair()
@@ -213,10 +134,7 @@ def test_processor_is_called_with_prefixes_of_the_tree_only() -> None:
 
 
 def test_constrained_decoding_matches_hugging_face_when_the_draft_violates_it() -> None:
-    """The constraint is a table of allowed sequences, as for structured output.
-
-    It may raise for any other sequence, which Hugging Face's loop never asks about.
-    """
+    """The constraint is a table of allowed sequences, as for structured output."""
     pair, ids = aligned_pair(), prompt(6, 3)
     free = greedy_reference(pair.model, ids, new=12)[0, 6:].tolist()
     allowed: dict[tuple[int, ...], list[int]] = {}
@@ -284,8 +202,6 @@ def test_masked_tokens_are_never_emitted_at_any_threshold(selection: str) -> Non
     out = pair.generate(ids, None, 16, temperature=1.0, top_k=1, acceptance=acceptance)
     assert torch.equal(out.sequences, greedy_reference(pair.model, ids, new=16))
 
-
-# -- unsupported processors -----------------------------------------------------------------------
 
 WATERMARK_KEYS = [654, 400, 836, 123]
 UNSUPPORTED: list[tuple[LogitsProcessor, str]] = [

@@ -184,12 +184,7 @@ def _fsd_law(
 def test_exact_sampling_has_the_distribution_of_the_target(
     temperature: float, top_p: float
 ) -> None:
-    """Lossless at ``T = 0``, with 200,000 rows.
-
-    That the options do not matter at ``T = 0`` is shown in ``test_verify_random.py``, row by row.
-
-    Measured (bound): 0.0047 (0.0123) at temperature 1, 0.0029 (0.0110) at 0.7 with top-p 0.9.
-    """
+    """Lossless at ``T = 0``, with 200,000 rows."""
     models, rows = Models.make(seed=1, noise=0.5), 200_000
     law = _exact_law(models, temperature, top_p)
     counts = sum(_first_two(models, ExactRule(), rows, 7, temperature, top_p))
@@ -201,18 +196,7 @@ def test_exact_sampling_has_the_distribution_of_the_target(
 def test_distance_to_the_target_shrinks_with_the_number_of_rows(
     temperature: float, top_p: float
 ) -> None:
-    """A million rows, also cut into blocks of 1e5 and 1e4.
-
-    The distance must stay below the bound at every size, and its mean must fall as ``1 / sqrt(n)``:
-    by sqrt(10) = 3.16 from 1e4 to 1e5 (between 2.1 and 4.75), by 10 from 1e4 to 1e6 (between 4 and
-    30). In 400 simulated multinomials those ratios had mean 3.2 and standard deviation 0.18 at
-    most, and 10.3 and 2.1 (right-skewed), so the limits are beyond 4.5 deviations. A distribution
-    wrong by 0.01 would make the second ratio less than 3.
-
-    Measured, mean over 100 blocks of 1e4, over 10 of 1e5, and all 1e6: 0.0212, 0.0067, 0.0020 at
-    temperature 1 (bounds 0.055, 0.0174, 0.0055; ratios 3.15 and 10.9); 0.0164, 0.0054, 0.0017 at
-    0.7 with top-p 0.9 (bounds 0.049, 0.0155, 0.0049; ratios 3.04 and 9.6).
-    """
+    """A million rows, also cut into blocks of 1e5 and 1e4."""
     models = Models.make(seed=1, noise=0.5)
     law = _exact_law(models, temperature, top_p)
     size = 10_000
@@ -228,10 +212,7 @@ def test_distance_to_the_target_shrinks_with_the_number_of_rows(
 
 
 def test_relaxed_rule_is_far_from_the_distribution_of_the_target() -> None:
-    """A control: the same comparison detects another distribution.
-
-    Measured with 10,000 rows: 0.88 to 0.97, bound 0.055.
-    """
+    """A control: the same comparison detects another distribution."""
     models = Models.make(seed=1, noise=1.0)
     law = _exact_law(models, 1.0, 1.0)
     for rule in (FuzzyRule(0.06), FuzzyRule(math.inf), TypicalRule()):
@@ -264,12 +245,7 @@ def test_sample_selection_has_the_enumerated_distribution(
     min_ratio: float,
     fallback: str,
 ) -> None:
-    """Gates open and closed at the root and below it, the support guard, the floor, and both
-    fallbacks. Where the root is open, the distribution must also differ from the target's.
-
-    Measured with 50,000 rows: 0.0049 to 0.0097, bounds 0.0200 to 0.0247; distance from the target's
-    own distribution where the root is open: 0.23 to 0.40, bounds 0.0219 and 0.0246.
-    """
+    """Gates open and closed at the root and below it, both guards, and both fallbacks."""
     rows = 50_000
     models = Models.make(seed, noise=1.0)
     assert (_js(softmax(models.p[0]), softmax(models.q[0])) < threshold) is root_open
@@ -286,10 +262,7 @@ def test_sample_selection_has_the_enumerated_distribution(
 
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])
 def test_masked_tokens_are_never_emitted_at_any_threshold(selection: str) -> None:
-    """``T = inf`` and a draft that prefers what top-k or top-p masks: none in 5,000 rows.
-
-    The tree contains masked tokens, so without the support guard they would be emitted.
-    """
+    """``T = inf`` and a draft that prefers what top-k or top-p masks: none in 5,000 rows."""
     models = Models.make(seed=1, noise=1.0)
     models = Models(models.p, -2 * models.p)
     rule, rows = FuzzyRule(math.inf), 5_000
@@ -303,28 +276,6 @@ def test_masked_tokens_are_never_emitted_at_any_threshold(selection: str) -> Non
         assert not all(allowed[0, token] for token in drafted)
         assert not counts[~support].any()
         assert (counts[support] > 0).sum() > 1
-
-
-def test_seeded_sampler_is_reproducible() -> None:
-    """Another seed gives other samples, and torch's own generator is not used."""
-    models = Models.make(seed=1, noise=0.5)
-    before = torch.get_rng_state()
-
-    def counts(seed: int) -> Array:
-        return sum(_first_two(models, FuzzyRule(0.06), 1000, seed, selection="sample", chunk=1000))
-
-    assert (counts(3) == counts(3)).all()
-    assert (counts(3) != counts(4)).any()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_greedy_sampler_takes_the_arg_max_without_randomness() -> None:
-    models = Models.make(seed=1, noise=0.5)
-    tree, logits = _rows(models, 2)
-    inputs = Sampler(draw_from_draft=True)(tree, logits)
-    assert torch.equal(inputs.sampled, logits.argmax(-1))
-    best = tree.draft_log_probs.argmax(-1)
-    assert torch.equal(inputs.drawn[:, EXPANDED], best)
 
 
 # -- end to end: a tiny Llama with an untrained head -----------------------------------------------
@@ -347,21 +298,13 @@ def pair() -> EagleFSD:
 def test_generate_at_threshold_zero_has_the_distribution_of_the_target(
     pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
-    """3000 identical prompts and three new tokens, of which some come from a second step, after
-    compacting the cache and dropping rows.
-
-    The bounds for three tokens and for two are 0.20 and 0.11 at temperature 1, 0.12 and 0.09 at
-    0.7 with top-p 0.9.
-    """
+    """3000 identical prompts and three new tokens, some of them from a second step."""
     draws = generate(pair, 3000, 3, seed=1, temperature=temperature, top_p=top_p)
     assert_target_law(draws, target_law(pair.model, 3, temperature, top_p))
 
 
 def test_generate_with_infinite_threshold_has_another_distribution(pair: EagleFSD) -> None:
-    """A control: the same comparison detects another distribution.
-
-    Measured with 2000 rows: 0.99, where the bound is 0.136.
-    """
+    """A control: the same comparison detects another distribution."""
     rows = 2000
     draws = generate(pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
     law = target_law(pair.model, 2, 1.0)
@@ -403,12 +346,7 @@ def _step_law(inputs: VerificationInputs, threshold: float) -> Array:
 def test_generate_with_sample_selection_has_the_enumerated_distribution(
     pair: EagleFSD, temperature: float, top_p: float
 ) -> None:
-    """The first step of 6000 identical prompts, with a threshold that opens the gate at the root
-    and at some nodes below it.
-
-    Measured (bound): 0.020 (0.062) at temperature 1, 0.012 (0.052) at 0.7 with top-p 0.9. Distance
-    from the distribution of exact decoding: 0.66 (0.060) and 0.51 (0.051).
-    """
+    """The first step of 6000 prompts; the gate is open at the root and at some nodes below."""
     acceptance = AcceptanceConfig(threshold=1.0, selection="sample")
     options = {"temperature": temperature, "top_p": top_p, "acceptance": acceptance}
 
@@ -441,10 +379,7 @@ def test_generate_with_sample_selection_has_the_enumerated_distribution(
 @torch.no_grad()
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])
 def test_generate_never_emits_masked_tokens(pair: EagleFSD, selection: str) -> None:
-    """``T = inf``, 100 prompts of 8 tokens: all are in the target's top-k or nucleus.
-
-    The nucleus is recomputed by a plain pass, with a tolerance of 1e-4 at its boundary.
-    """
+    """``T = inf``, 100 prompts of 8 tokens: all are in the target's top-k or nucleus."""
     acceptance = AcceptanceConfig(threshold=math.inf, selection=selection)
     for top_k, top_p in ((2, 1.0), (0, 0.6)):
         options = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "acceptance": acceptance}

@@ -12,14 +12,11 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "least"), [("simulated_steps.py", 50), ("simulated_ngram.py", 16)]
-)
-def test_steps_neither_synchronize_nor_mix_devices(file: str, least: int) -> None:
+def test_steps_neither_synchronize_nor_mix_devices() -> None:
     """Run a file of tests, in a new process because it registers a device."""
-    tests = Path(__file__).with_name(file)
+    tests = Path(__file__).with_name("simulated_steps.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= least
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 40

@@ -21,12 +21,9 @@ from pairs import (
     greedy_reference,
     new_random_pair,
     prompt,
-    random_pair,
     reference,
-    tokenizer,
 )
 from torch import Tensor
-from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd import GenerateOutput, Origin
@@ -37,13 +34,9 @@ def joined(parts: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(parts))
 
 
-# -- streams --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threshold", [0.0, ACCEPT_ALL])
-def test_chunks_add_up_to_the_output_of_generate(threshold: float) -> None:
+def test_chunks_add_up_to_the_output_of_generate() -> None:
     """The last chunk of a row is marked as finished, and none follows it."""
-    pair = aligned_pair()
+    pair, threshold = aligned_pair(), 0.6
     ids, mask = batch()
     eos = int(reference(aligned=True)[0, ids.shape[1] + 5])
     options = {"attention_mask": mask, "max_new_tokens": 20, "threshold": threshold}
@@ -52,7 +45,9 @@ def test_chunks_add_up_to_the_output_of_generate(threshold: float) -> None:
     origins: list[list[int]] = [[] for _ in range(4)]
     sizes: list[list[int]] = [[] for _ in range(4)]
     finished: set[int] = set()
-    for chunk in pair.stream(ids, **options, eos_token_id=eos):
+    stream = pair.stream(ids, **options, eos_token_id=eos)
+    assert stream.stats.prefilled == 0
+    for chunk in stream:
         assert chunk.row not in finished
         assert len(chunk.tokens) == len(chunk.origins) >= 1
         tokens[chunk.row] += chunk.tokens
@@ -61,17 +56,14 @@ def test_chunks_add_up_to_the_output_of_generate(threshold: float) -> None:
         if chunk.finished:
             finished.add(chunk.row)
     assert finished == set(range(4))
+    assert list(stream) == []
+    assert torch.equal(stream.output().sequences, out.sequences)
     assert sizes == out.stats.accepted
     for row in range(4):
         length = len(tokens[row])
         assert tokens[row] == answers(out)[row, :length].tolist()
         assert origins[row] == out.origins[row, :length].tolist()
         assert (out.origins[row, length:] == Origin.PADDING).all()
-
-
-def test_stream_validates_its_arguments_before_iteration() -> None:
-    with pytest.raises(ValueError, match="threshold"):
-        random_pair().stream(prompt(4), threshold=-1.0)
 
 
 def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
@@ -89,60 +81,13 @@ def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(6), new=8))
 
 
-def test_finished_stream_yields_nothing_more_and_keeps_its_output() -> None:
-    pair, ids = aligned_pair(), prompt(6, 3)
-    stream = pair.stream(ids, max_new_tokens=12)
-    tokens = joined(chunk.tokens for chunk in stream)
-    whole = stream.output().sequences
-    assert tokens == whole[0, 6:].tolist()
-    assert list(stream) == []
-    assert torch.equal(stream.output().sequences, whole)
-
-
-def test_interleaved_streams_are_independent() -> None:
-    pair = aligned_pair()
-    prompts = [prompt(6, 3), prompt(9, 4)]
-    found: list[list[int]] = [[], []]
-    streams = [pair.stream(ids, max_new_tokens=20) for ids in prompts]
-    for pieces in itertools.zip_longest(*streams):
-        for tokens, piece in zip(found, pieces, strict=True):
-            tokens += piece.tokens if piece else []
-    for ids, tokens in zip(prompts, found, strict=True):
-        assert tokens == greedy_reference(pair.model, ids, new=20)[0, ids.shape[1] :].tolist()
-
-
-def test_call_inside_a_pass_of_another_call_does_not_change_it() -> None:
-    """A deterministic version of two threads on one model.
-
-    With everything accepted the output depends on the features that each pass records.
-    """
-    pair, ids = new_random_pair(), prompt(6, 3)
-    expected = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
-    busy, count = False, 0
-
-    def interrupt(*_args: Any) -> None:
-        nonlocal busy, count
-        if not busy:
-            busy, count = True, count + 1
-            pair.generate(prompt(4, count), max_new_tokens=2)
-            busy = False
-
-    # After the first layer, so that the outer pass has begun and has not ended.
-    pair.model.base_model.layers[0].register_forward_hook(interrupt)
-    out = pair.generate(ids, max_new_tokens=20, threshold=ACCEPT_ALL)
-    assert count == 1 + out.stats.passes
-    assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.accepted == expected.stats.accepted
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", ["fsd", "ar"])
-def test_time_between_chunks_is_not_counted(method: str, device: str) -> None:
+def test_time_between_chunks_is_not_counted(device: str) -> None:
     """A slow consumer must not make decoding look slow."""
     pair = new_random_pair(device=device)
     ids, mask = (item.to(device) for item in batch())
     began = time.perf_counter()
-    stream = pair.stream(ids, attention_mask=mask, max_new_tokens=6, method=method)
+    stream = pair.stream(ids, attention_mask=mask, max_new_tokens=6)
     slept = 0.0
     for _ in stream:
         pause = time.perf_counter()
@@ -150,25 +95,9 @@ def test_time_between_chunks_is_not_counted(method: str, device: str) -> None:
         slept += time.perf_counter() - pause
     wall = time.perf_counter() - began
     seconds = stream.output().stats.seconds
-    assert slept > 0.3
+    assert slept > 0.1
     assert sum(seconds.values()) < wall - slept + 0.01
     assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
-
-
-def test_time_before_the_first_and_after_the_last_chunk_is_not_counted() -> None:
-    pair = new_random_pair()
-    stream = pair.stream(prompt(6), max_new_tokens=6)
-    time.sleep(0.3)
-    assert sum(stream.stats.seconds.values()) == 0.0
-    began = time.perf_counter()
-    for _ in stream:
-        pass
-    wall = time.perf_counter() - began
-    time.sleep(0.1)
-    assert 0.0 < sum(stream.output().stats.seconds.values()) <= wall
-
-
-# -- threads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -180,14 +109,9 @@ def frequent_thread_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frequent_thread_switches")
-@pytest.mark.parametrize(
-    "options", [{}, {"threshold": ACCEPT_ALL}, {"temperature": 0.9, "seed": 6}]
-)
+@pytest.mark.parametrize("options", [{"threshold": ACCEPT_ALL}, {"temperature": 0.9, "seed": 6}])
 def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, Any]) -> None:
-    """Each pass waits halfway until the other thread has run.
-
-    With everything accepted the output depends on the features that each pass records.
-    """
+    """Each pass waits halfway until the other thread has run."""
     pair = new_random_pair()
     prompts = [batch(), (prompt(9, 4), torch.ones(1, 9))]
     alone = [pair.generate(*item, max_new_tokens=20, **options) for item in prompts]
@@ -226,9 +150,6 @@ def test_threads_on_one_model_give_the_same_output_as_alone(options: dict[str, A
             assert out.stats.accepted == expected.stats.accepted
 
 
-# -- streamers ------------------------------------------------------------------------------------
-
-
 class Collector(BaseStreamer):
     """Record the arguments of every call."""
 
@@ -251,19 +172,3 @@ def test_streamer_receives_the_prompt_and_then_each_step() -> None:
     assert collector.puts[0] == ids[0].tolist()
     assert joined(collector.puts[1:]) == answers(out)[0].tolist()
     assert [len(item) for item in collector.puts[1:]] == out.stats.accepted[0]
-
-
-def test_hugging_face_text_streamer_prints_the_answer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pair, ids = aligned_pair(), prompt(6, 3)
-    streamer = TextStreamer(tokenizer(), skip_prompt=True)
-    out = pair.generate(ids, max_new_tokens=15, streamer=streamer)
-    assert capsys.readouterr().out == tokenizer().decode(answers(out)[0]) + "\n"
-
-
-def test_streamer_needs_a_single_prompt() -> None:
-    with pytest.raises(ValueError, match="a streamer needs a single prompt; got 4"):
-        random_pair().generate(batch()[0], streamer=Collector())
-    with pytest.raises(ValueError, match="input_ids must be a tensor"):
-        random_pair().generate([[3, 4]], streamer=Collector())

@@ -1,20 +1,19 @@
-"""The target's pass over a draft tree gives the logits and features of plain passes."""
+"""The target: chunks, windows, data types, and the check of its first use."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from families import tiny_model
 from pairs import (
-    ARCHITECTURES,
-    DEVICES,
     aligned_pair,
     greedy_reference,
-    hand_made_tree,
     left_padded,
-    path_to,
+    new_random_pair,
     plain_logits,
     prompt,
     random_pair,
@@ -22,80 +21,20 @@ from pairs import (
     tiny_target,
     untrained_head,
 )
-from torch import Tensor
-from transformers import AutoModel
+from torch import Tensor, nn
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import DraftModel, EagleFSD, EagleHead, NGramDrafter
 from eagle_fsd.model import engine
-from eagle_fsd.model.cache import TreeCache
 from eagle_fsd.model.self_check import check_target
-from eagle_fsd.model.target import Target, TargetPass
-from eagle_fsd.model.tree import DraftTree
-
-#   root 40 -- 1:7 -- 3:11 -- 6:80
-#           |      \- 4:12
-#           |- 2:9 -- 5:11 -- 7:81 -- 8:7
-TOKENS = [40, 7, 9, 11, 12, 11, 80, 81, 7]
-PARENTS = [0, 0, 0, 1, 1, 2, 3, 5, 7]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tree_pass_matches_a_plain_pass_over_each_path(architecture: str, device: str) -> None:
-    """Rows of different lengths in one pass."""
-    attention = "eager" if architecture == "qwen2" else "sdpa"
-    model = tiny_target(architecture, attention=attention).to(device)
-    target = Target(model)
-    prefixes = [prompt(5, 1)[0].to(device), prompt(21, 2)[0].to(device)]
-    cache, lengths = _prefilled(target, prefixes, length=40)
-    tree = hand_made_tree(TOKENS, PARENTS, rows=2, shift=3, device=device)
-    scored = _score(target, tree, lengths, cache)
-    assert scored.logits.dtype == torch.float32
-    for row, prefix in enumerate(prefixes):
-        for node in range(tree.size):
-            ids = torch.cat([prefix, torch.tensor(path_to(tree, row, node), device=device)])
-            expected = plain_logits(model, ids)
-            for found, plain in zip((scored.logits, scored.features), expected, strict=True):
-                torch.testing.assert_close(
-                    found[row, node],
-                    plain[-1],
-                    atol=1e-4,
-                    rtol=1e-4,
-                    msg=f"row {row}, node {node}",
-                )
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tree_pass_after_compaction_matches_a_plain_pass(architecture: str) -> None:
-    """Rows keep paths of different lengths; a stale or misplaced key would change every node."""
-    model = tiny_target(architecture)
-    target = Target(model)
-    prefixes = [prompt(6, 1)[0], prompt(3, 2)[0]]
-    cache, lengths = _prefilled(target, prefixes, length=48)
-    tree = hand_made_tree(TOKENS, PARENTS, rows=2, shift=1)
-    _score(target, tree, lengths, cache)
-    kept = torch.tensor([[0, 2, 5, 7, 8], [0, 1, 4, 4, 4]])  # row 1 keeps three nodes
-    slots = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 4, 4]])
-    cache.move(lengths[:, None] + kept, lengths[:, None] + slots)
-    counts = torch.tensor([5, 3])
-    following = hand_made_tree(TOKENS[::-1], PARENTS, rows=2, shift=5)
-    scored = _score(target, following, lengths + counts, cache)
-    for row, prefix in enumerate(prefixes):
-        sequence = torch.cat([prefix, tree.tokens[row, kept[row, : counts[row]]]])
-        for node in range(following.size):
-            ids = torch.cat([sequence, torch.tensor(path_to(following, row, node))])
-            expected = plain_logits(model, ids)[0][-1]
-            torch.testing.assert_close(scored.logits[row, node], expected, atol=1e-4, rtol=1e-4)
+from eagle_fsd.model.target import Target
 
 
 @pytest.mark.parametrize(("make", "threshold"), [(random_pair, 10.0), (aligned_pair, 0.0)])
 def test_output_does_not_depend_on_the_prefill_chunk(
     make: Callable[[], EagleFSD], threshold: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With everything accepted, the output also depends on the head's cache and first feature.
-
-    Prompt lengths are at, next to and far from the chunk's boundaries, and one and two tokens.
-    """
+    """With everything accepted, the output also depends on the head's cache and first feature."""
     model = make()
     ids, mask = left_padded(*(prompt(length, length) for length in (20, 9, 4, 2, 1)))
     options = {"attention_mask": mask, "max_new_tokens": 14, "threshold": threshold}
@@ -106,16 +45,6 @@ def test_output_does_not_depend_on_the_prefill_chunk(
         parts = model.generate(ids, **options)
         assert torch.equal(parts.sequences, whole.sequences)
         assert parts.stats.accepted == whole.stats.accepted
-
-
-def test_prefill_does_not_run_the_output_projection() -> None:
-    """Only the nodes of a step go through ``lm_head``."""
-    model = tiny_target()
-    check_target(Target(model))
-    seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda _m, args, _out: seen.append(args[0][..., 0].numel()))
-    EagleFSD(model, None).generate(prompt(60), max_new_tokens=4, method="ar")
-    assert seen == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +83,10 @@ def test_unsupported_targets_are_rejected() -> None:
 
 def test_decoding_does_not_change_the_model() -> None:
     """Also when a pass fails."""
-    model, ids = tiny_target(), prompt(7)
+    model, ids = tiny_target(attention_bias=True, mlp_bias=True), prompt(7)
     before = greedy_reference(model, ids, new=8)
     pair = EagleFSD(model, untrained_head(model))
-    pair.generate(ids, max_new_tokens=8)
+    assert torch.equal(pair.generate(ids, max_new_tokens=8).sequences, before)
     handle = model.lm_head.register_forward_hook(_raise)
     with pytest.raises(RuntimeError, match="broken on purpose"):
         pair.generate(ids, max_new_tokens=8)
@@ -178,10 +107,9 @@ def test_output_projection_in_float32_on_bfloat16_layers() -> None:
         assert torch.equal(pair.generate(ids, None, 16, method=method).sequences, expected)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_decoding_under_autocast(attention: str) -> None:
+def test_decoding_under_autocast() -> None:
     """RoPE makes the keys float32 there, and the values stay bfloat16."""
-    model = tiny_target(attention=attention)
+    model = tiny_target()
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = left_padded(prompt(9, 1), prompt(4, 2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -196,16 +124,116 @@ def _raise(*_args: object) -> None:
     raise RuntimeError("broken on purpose")
 
 
-def _prefilled(target: Target, prefixes: list[Tensor], length: int) -> tuple[TreeCache, Tensor]:
-    """Return a cache that holds ``prefixes``, and their lengths."""
-    cache = target.new_cache(len(prefixes), length)
-    ids = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
-    with torch.no_grad():
-        target.prefill(ids, 0, cache)
-    return cache, torch.tensor([len(item) for item in prefixes], device=ids.device)
+def _reject(model: LlamaForCausalLM, reason: str) -> None:
+    """Decoding raises the reason in one line, every time, with a head and without."""
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=f"LlamaForCausalLM is not supported: .*{reason}"
+        ) as error:
+            EagleFSD(model, None).generate(prompt(4), max_new_tokens=2, method="ar")
+        assert str(error.value).isprintable()
 
 
-def _score(target: Target, tree: DraftTree, lengths: Tensor, cache: TreeCache) -> TargetPass:
-    keys = cache.keys(int(lengths.max()) + tree.size, lengths.device)
-    with torch.no_grad():
-        return target.forward_tree(tree, lengths, keys, cache)
+def _change(model: LlamaForCausalLM, **changes: object) -> LlamaForCausalLM:
+    """Make the model's body replace keyword arguments whenever a tree cache is used."""
+
+    def replace(_module: nn.Module, args: object, kwargs: dict[str, object]) -> object:
+        if kwargs.get("past_key_values") is not None:
+            kwargs = {**kwargs, **changes}
+        return args, kwargs
+
+    model.model.register_forward_pre_hook(replace, with_kwargs=True)
+    return model
+
+
+def test_target_that_ignores_an_input_is_rejected() -> None:
+    """Without keys, a pass fails, as with encoder-decoder models and recurrent ones."""
+    for ignored, dtype in (("attention_mask", torch.float32), ("position_ids", torch.bfloat16)):
+        model = _change(tiny_target(dtype=dtype), **{ignored: None})
+        _reject(model, "differs from plain passes over its paths")
+    _reject(_change(tiny_target(), past_key_values=None), "pass over a draft tree fails")
+
+
+def test_target_that_ignores_the_window_is_rejected() -> None:
+    """A few tokens show it, because the window is short during the check."""
+    model = tiny_target()
+    model.config.sliding_window = 4096
+    _reject(model, "differs from plain passes over its paths")
+    assert model.config.sliding_window == 4096
+
+
+def test_other_threads_do_not_see_the_short_window() -> None:
+    """Another thread decodes with the model while a pass of the check is in progress."""
+    model, ids = tiny_target("mistral-wide-window"), prompt(30)
+    expected = greedy_reference(model, ids, new=8)
+    found: list[Tensor] = []
+
+    def decode(*_: object) -> None:
+        handle.remove()
+        thread = threading.Thread(target=lambda: found.append(greedy_reference(model, ids, new=8)))
+        thread.start()
+        thread.join()
+
+    handle = model.model.register_forward_pre_hook(decode)
+    check_target(Target(model))
+    assert torch.equal(found[0], expected)
+    model.config.sliding_window = 4
+    assert not torch.equal(greedy_reference(model, ids, new=8), expected)
+
+
+@pytest.mark.parametrize(("model_type", "size"), [("electra", 32), ("rembert", 96)])
+def test_output_embedding_need_not_have_the_hidden_size(model_type: str, size: int) -> None:
+    """Only a draft head needs that, and is told so."""
+    model, ids = tiny_model(model_type), prompt(9)
+    expected = greedy_reference(model, ids, new=20)
+    for drafter in (NGramDrafter(), DraftModel(tiny_target()), None):
+        pair = EagleFSD(model, drafter, small_tree())
+        out = pair.generate(ids, max_new_tokens=20, method="fsd" if drafter else "ar")
+        assert torch.equal(out.sequences, expected)
+    head = EagleHead(LlamaConfig(vocab_size=96, hidden_size=64, num_attention_heads=4))
+    message = (
+        f"cannot have a draft head .*: its output projection takes vectors of size {size}, but"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        EagleFSD(model, head, small_tree()).generate(ids, max_new_tokens=4)
+    assert str(error.value).isprintable()
+
+
+def test_head_needs_a_target_whose_logits_are_a_projection() -> None:
+    """Plain decoding does not."""
+    model, ids = tiny_target(), prompt(5)
+
+    def cube(_module: nn.Module, _inputs: object, output: object) -> object:
+        output.logits = output.logits**3
+        return output
+
+    model.register_forward_hook(cube)
+    pair = EagleFSD(model, untrained_head(model), small_tree())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="LlamaForCausalLM cannot have a draft head"):
+            pair.generate(ids, max_new_tokens=4)
+    plain = pair.generate(ids, max_new_tokens=4, method="ar")
+    assert torch.equal(plain.sequences, greedy_reference(model, ids, new=4))
+
+
+def test_exception_in_a_pass_is_reported_in_one_line() -> None:
+    model = tiny_target()
+
+    def fail(*_: object) -> Tensor:
+        raise KeyError("no such\nlayer")
+
+    model.lm_head.register_forward_hook(fail)
+    _reject(model, r"fails \(KeyError: 'no such")
+
+
+def test_target_is_checked_once() -> None:
+    """Also when another object wraps the same model."""
+    pair = new_random_pair()
+    passes: list[int] = []
+    pair.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+    out = pair.generate(prompt(5), max_new_tokens=4, method="ar")
+    first = len(passes)
+    assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(5), new=4))
+    passes.clear()
+    EagleFSD(pair.model, None).generate(prompt(5), max_new_tokens=4, method="ar")
+    assert first == len(passes) + 3 == 5 + 3

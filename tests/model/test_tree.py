@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from eagle_fsd.model.config import TreeConfig
-from eagle_fsd.model.tree import DraftTree, TreeBuilder, ancestor_matrix, single_node
+from eagle_fsd.model.tree import DraftTree, TreeBuilder
 
 Path = tuple[int, ...]
 
@@ -174,10 +173,7 @@ vocab_sizes, batches, seeds = st.integers(1, 10), st.integers(1, 3), st.integers
 def test_tree_keeps_the_best_candidates(
     total: int, depth: int, top_k: int, vocab_size: int, batch: int, seed: int
 ) -> None:
-    """Exactly the best ``total - 1`` candidates of each row, with the right distributions.
-
-    Sizes include a vocabulary smaller than ``top_k`` and a pool smaller than ``total``.
-    """
+    """Exactly the best ``total - 1`` candidates of each row, with the right distributions."""
     head = FakeHead(seed, vocab_size)
     tree, order = _grow(head, batch, total, depth, top_k)
     _check_valid(tree, batch, total, depth, top_k, vocab_size)
@@ -210,103 +206,3 @@ def test_tree_is_valid_with_ties_and_broken_heads(
                 assert order[row][index] == path
                 found = tree.draft_log_probs[row, index].numpy()
                 np.testing.assert_array_equal(found, head(row, path))
-
-
-# -- a tree built by hand --------------------------------------------------------------------------
-#
-# Probabilities, tokens a to d, two children each, two expansions; kept nodes numbered:
-#
-#   root --a .60 [1]--c .50 [3]--b .80 [6]      acb .2400      aca .0300 dropped
-#     |        +------d .25                     ad  .1500 dropped
-#     +----b .35 [2]--a .90 [4]--d .50 [5]      bad .1575      bac .0945 dropped
-#              +------d .05                     bd  .0175 dropped
-#
-# On the third level b-a (.315) is chosen before a-c (.300), so its child comes first.
-A, B, C, D = range(4)
-PROBABILITIES = {
-    (): [0.60, 0.35, 0.04, 0.01],
-    (A,): [0.15, 0.10, 0.50, 0.25],
-    (B,): [0.90, 0.01, 0.04, 0.05],
-    (B, A): [0.15, 0.05, 0.30, 0.50],
-    (A, C): [0.10, 0.80, 0.06, 0.04],
-}
-MASK = [
-    [1, 0, 0, 0, 0, 0, 0],
-    [1, 1, 0, 0, 0, 0, 0],
-    [1, 0, 1, 0, 0, 0, 0],
-    [1, 1, 0, 1, 0, 0, 0],
-    [1, 0, 1, 0, 1, 0, 0],
-    [1, 0, 1, 0, 1, 1, 0],
-    [1, 1, 0, 1, 0, 0, 1],
-]
-
-
-def _log_probs(path: Path) -> Tensor:
-    return torch.tensor(PROBABILITIES[path]).log()
-
-
-def test_builder_gives_the_tree_built_by_hand() -> None:
-    config = TreeConfig(total_tokens=7, depth=2, top_k=2)
-    builder = TreeBuilder(config, len(PROBABILITIES[()]), "cpu")
-    builder.start(_log_probs(())[None])
-    tokens, slots = builder.choose()
-    assert tokens.tolist() == [[A, B]]
-    assert slots.tolist() == [[0, 0]]
-    builder.extend(torch.stack([_log_probs((A,)), _log_probs((B,))])[None])
-    tokens, slots = builder.choose()
-    assert tokens.tolist() == [[A, C]]
-    assert slots.tolist() == [[1, 0]]  # below b, below a
-    builder.extend(torch.stack([_log_probs((B, A)), _log_probs((A, C))])[None])
-    tree = builder.finish(torch.tensor([9]))
-    assert tree.tokens.tolist() == [[9, A, B, C, A, D, B]]
-    assert tree.parents.tolist() == [[0, 0, 0, 1, 2, 4, 3]]
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3, 3]]
-    assert tree.draft_rows.tolist() == [[0, 1, 2, 4, 3, -1, -1]]
-    assert tree.ancestors.long().tolist() == [MASK]
-    assert tree.has_children().tolist() == [[True, True, True, True, True, False, False]]
-    for row, path in enumerate(PROBABILITIES):
-        assert torch.equal(tree.draft_log_probs[0, row], _log_probs(path))
-
-
-def test_ancestor_matrix() -> None:
-    """Of a chain, a star, a single node, and chains of many depths."""
-    for parents, depth, matrix in (
-        ([0, 0, 1, 2], 3, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
-        ([0, 0, 0, 0], 1, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),
-        ([0], 0, [[1]]),
-    ):
-        for bound in range(depth, depth + 6):
-            assert ancestor_matrix(torch.tensor([parents]), bound)[0].long().tolist() == matrix
-    for depth in range(1, 20):
-        chain = torch.arange(-1, depth).clamp_min(0)[None]
-        expected = torch.ones(depth + 1, depth + 1, dtype=torch.bool).tril()
-        assert torch.equal(ancestor_matrix(chain, depth)[0], expected)
-
-
-def test_single_node_is_a_root_without_draft_distribution() -> None:
-    tree = single_node(torch.tensor([5, 7]))
-    assert tree.size == 1
-    assert tree.max_depth == 0
-    assert tree.tokens.tolist() == [[5], [7]]
-    assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
-    assert tree.draft_rows.tolist() == [[-1], [-1]]
-    assert tree.ancestors.tolist() == [[[True]], [[True]]]
-    assert tree.has_children().tolist() == [[False], [False]]
-    assert tree.draft_log_probs.numel() == 0
-
-
-def test_one_token_tree_is_a_root_with_draft_distribution() -> None:
-    tree, _ = _grow(FakeHead(0, 5), 2, total_tokens=1, depth=2, top_k=3)
-    assert tree.size == 1
-    assert tree.draft_rows.tolist() == [[0], [0]]
-    assert not tree.has_children().any()
-
-
-def test_default_tree_keeps_the_best_candidates() -> None:
-    """EAGLE-2's tree of 60 nodes over a larger vocabulary."""
-    head = FakeHead(1, 300)
-    tree, _ = _grow(head, 1, total_tokens=60, depth=6, top_k=10)
-    _check_valid(tree, 1, 60, 6, 10, 300)
-    kept, _, tied = _brute_force(head, 0, total_tokens=60, depth=6, top_k=10)
-    assert not tied
-    assert set(_paths(tree, 0)[1:]) == kept

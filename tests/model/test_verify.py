@@ -26,6 +26,7 @@ from trees import (
 )
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
+from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.model.tree import single_node
 from eagle_fsd.model.verify import (
     Origin,
@@ -58,9 +59,6 @@ def _inputs(
     table = [(p or {}).get(node, P) for node in range(len(PARENTS))]
     q = {node: table[node] if node in open_nodes else DISTANT for node in INNER}
     return make_inputs(make_tree(PARENTS, TOKENS, q), table, sampled, drawn, masked)
-
-
-# -- exact edges -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("selection", ["longest", "target", "sample"])
@@ -100,9 +98,6 @@ def test_single_node_emits_its_sample() -> None:
         assert outcome(kept, 1) == ([D], [TARGET], [0])
 
 
-# -- the gate and its guards ----------------------------------------------------------------------
-
-
 def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
     """Two leaves of depth 2 below open nodes: ``p(A) p(C|A)`` against ``p(B) p(D|B)``."""
     for p1, p2, tokens in (
@@ -123,13 +118,6 @@ def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
         kept = verify(make_inputs(tree, p, sampled), FSD)
         node = 1 if tokens[0] == A else 2
         assert outcome(kept) == ([*tokens, E], [FUZZY, EXACT, TARGET], [0, node, node + 2])
-
-
-def test_node_without_a_draft_distribution_is_never_open() -> None:
-    """Its divergence is ``+inf``, which is below no threshold, not even ``inf``."""
-    tree = make_tree([0, 0], [E, A], q={})
-    kept = verify(make_inputs(tree, [P, P], [B, B]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([B], [TARGET], [0])
 
 
 def test_divergence_is_finite_only_at_expanded_nodes_with_children() -> None:
@@ -169,37 +157,6 @@ def test_divergence_on_warped_compares_the_warped_distributions() -> None:
         verify(replace(inputs, warped_draft=None), rule)
 
 
-def test_masked_token_on_the_longest_path_is_not_emitted() -> None:
-    """Every node is open and C leads to the deepest leaf, but a processor masks C after A.
-
-    D is kept instead: the only child left (``longest``), or the target's own sample, also where
-    the draft drew C (``sample``).
-    """
-    inputs = _inputs(
-        [A, D, A, B, E, E, E],
-        INNER,
-        p={1: [0.1, 0.1, 0.2, 0.5, 0.1]},
-        drawn=[A, C, A, B, E, E, E],
-        masked=[(1, C)],
-    )
-    for fallback, selection in itertools.product(
-        ("exact", "stop"), ("longest", "target", "sample")
-    ):
-        kept = verify(inputs, FuzzyRule(ALWAYS), fallback, selection)
-        assert outcome(kept) == ([A, D, E], [EXACT, EXACT, TARGET], [0, 1, 4])
-        assert not kept.accepted[0, 3]
-
-
-def test_token_outside_the_warped_support_is_masked() -> None:
-    inputs = _inputs([B, A, A, A, E, D, E], INNER)
-    warped = inputs.processed.dense()
-    warped[0, 0, [A, C, D, E]] = -torch.inf
-    kept = verify(replace(inputs, warped=Distributions.of(warped)), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([B, A, D], [EXACT, EXACT, TARGET], [0, 2, 5])
-
-
-# -- selections and fallbacks ----------------------------------------------------------------------
-
 #: Samples of the target, open nodes, and what is kept.
 LONGEST: list[tuple[list[int], Sequence[int], list[int], list[Origin], list[int]]] = [
     # The root is open and its sample B is a child, but the path below A is longer.
@@ -229,80 +186,19 @@ def test_longest_path_of_accepted_edges_is_kept() -> None:
             assert outcome(kept) == tuple(expected), (sampled, open_nodes)
 
 
-def test_infinite_threshold_keeps_the_deepest_path() -> None:
-    """Every inner node is open, however far the draft; no sample is in the tree.
-
-    A masked token blocks the whole branch below it.
-    """
-    kept = verify(_inputs([E, E, E, E, E, E, D]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([A, C, B, D], [FUZZY, FUZZY, FUZZY, TARGET], [0, 1, 3, 6])
-    assert kept.accepted.all()
-    kept = verify(_inputs([C, C, A, B, E, D, E], INNER, masked=[(0, A)]), FuzzyRule(ALWAYS))
-    assert outcome(kept) == ([B, A, D], [FUZZY, EXACT, TARGET], [0, 2, 5])
-
-
-def test_min_ratio_limits_fuzzy_tokens_only() -> None:
-    """A fuzzy token needs ``p(x) >= r max p``; a sampled token does not."""
-    inputs = _inputs([B, E, E, E, E, E, E], INNER)
-    for ratio, tokens, origins in (
-        (0.19, [A, C, B, E], [FUZZY, FUZZY, FUZZY, TARGET]),  # C has .1 / .5 of the peak
-        (0.21, [B, A, E], [EXACT, FUZZY, TARGET]),  # A leads nowhere, so B, A is deeper
-        (0.61, [B, A, E], [EXACT, FUZZY, TARGET]),  # B (.3) is the sample: no floor applies
-        (1.0, [B, A, E], [EXACT, FUZZY, TARGET]),  # A is the peak itself
-    ):
-        kept = verify(inputs, FuzzyRule(ALWAYS, min_ratio=ratio))
-        assert outcome(kept)[:2] == (tokens, origins)
-    # With the peak A masked, C is the largest that is left and passes a floor of 0.9.
-    inputs = _inputs([A, E, E, E, E, E, E], open_nodes=[1], masked=[(1, A), (1, B)])
-    kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9))
-    assert outcome(kept) == ([A, C, E], [EXACT, FUZZY, TARGET], [0, 1, 3])
-
-
-def test_target_selection_follows_the_sampled_child_or_the_likeliest() -> None:
-    # The root's sample is B, whose branch is the shorter one.
-    inputs = _inputs([B, C, E, B, E, D, E], INNER)
-    kept = verify(inputs, FSD, selection="target")
-    assert outcome(kept) == ([B, A, D], [EXACT, FUZZY, TARGET], [0, 2, 5])
-    assert outcome(verify(inputs, FSD))[0] == [A, C, B, E]
-    # At node 1 the sample E is not a child; D is likelier than C, which leads deeper.
-    sampled = [A, E, E, B, C, D, E]
-    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.2, 0.2, 0.3, 0.1]})
-    kept = verify(inputs, FSD, selection="target")
-    assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-    # D is likeliest but masked, so C is kept; with C below the floor the path ends: the peak of
-    # what is left is E (.28), and C (.12) is below 0.9 of it.
-    inputs = _inputs(sampled, INNER, p={1: [0.2, 0.1, 0.12, 0.3, 0.28]}, masked=[(1, D)])
-    kept = verify(inputs, FSD, selection="target")
-    assert outcome(kept) == ([A, C, B, E], [EXACT, FUZZY, EXACT, TARGET], [0, 1, 3, 6])
-    kept = verify(inputs, FuzzyRule(0.1, min_ratio=0.9), selection="target")
-    assert outcome(kept) == ([A, E], [EXACT, TARGET], [0, 1])
-
-
-def test_sample_selection_follows_the_draft_at_open_nodes() -> None:
-    sampled, rest = [A, C, E, B, E, D, E], [D, D, D, D]
-    # The draft draws B at the root and A after it; the target's samples differ.
-    kept = verify(_inputs(sampled, INNER, drawn=[B, D, A, *rest]), FSD, selection="sample")
-    assert outcome(kept) == ([B, A, D], [FUZZY, FUZZY, TARGET], [0, 2, 5])
-    # At node 1 the draft draws B, which is not a child: the path ends.
-    kept = verify(_inputs(sampled, INNER, drawn=[A, B, A, *rest]), FSD, selection="sample")
-    assert outcome(kept) == ([A, B], [EXACT, FUZZY], [0, 1])
-    # The root is closed, so the draft's draw B is not used there; node 1 is open.
-    inputs = _inputs([A, C, E, B, C, D, E], open_nodes=[1], drawn=[B, D, A, *rest])
-    kept = verify(inputs, FSD, selection="sample")
-    assert outcome(kept) == ([A, D, C], [EXACT, FUZZY, TARGET], [0, 1, 4])
-    assert outcome(verify(inputs, FSD, "stop", "sample")) == ([A], [TARGET], [0])
-    # The draft draws C at node 1, which is masked or below the floor: the sample replaces it.
-    for rule, masked in ((FSD, [(1, C)]), (FuzzyRule(0.1, min_ratio=0.5), [])):
-        inputs = _inputs([A, D, E, B, C, D, E], INNER, drawn=[A, C, A, B, D, D, D], masked=masked)
-        kept = verify(inputs, rule, selection="sample")
-        assert outcome(kept) == ([A, D, C], [EXACT, EXACT, TARGET], [0, 1, 4])
-    with pytest.raises(ValueError, match="needs a draw from the draft"):
-        verify(_inputs(sampled, INNER), FSD, selection="sample")
-
-
-def test_sample_selection_takes_the_bonus_token_from_the_target() -> None:
-    """An expanded leaf has a ``q``, but no children and so no divergence."""
-    tree = make_tree([0, 0], [E, A], {0: P, 1: P})
-    inputs = make_inputs(tree, [P, P], sampled=[B, C], drawn=[A, D])
-    kept = verify(inputs, FuzzyRule(ALWAYS), selection="sample")
-    assert outcome(kept) == ([A, C], [FUZZY, TARGET], [0, 1])
+def test_reached_nodes_with_children_are_recorded() -> None:
+    """The target samples B, then E, which is not below B: the root and node 1 are recorded."""
+    # 0 -> (1: B, 2: C), 1 -> (3: D), 2 -> (4: E); nodes 0, 1 and 2 are expanded.
+    q = {0: UNIFORM, 1: [0.6, 0.1, 0.1, 0.1, 0.1], 2: UNIFORM}
+    tree = make_tree([0, 0, 0, 1, 2], [A, B, C, D, E], q)
+    inputs = make_inputs(tree, [UNIFORM] * 5, sampled=[B, E, E, A, A])
+    probe = DivergenceProbe(["js", "tv"])
+    probe.gate(make_inputs(make_tree([0], [A]), [UNIFORM], sampled=[B]))
+    kept = verify(inputs, probe)
+    (record,) = probe.records
+    assert record.depths.tolist() == [0, 1]
+    assert record.drafted.tolist() == [True, False]
+    assert record.divergences["tv"].tolist() == pytest.approx([0.0, 0.4], abs=1e-6)
+    expected = FuzzyRule(ALWAYS).divergences(inputs)[0, [0, 1]]
+    assert torch.equal(record.divergences["js"], expected)
+    assert torch.equal(kept.tokens, verify(inputs, ExactRule()).tokens)

@@ -259,10 +259,7 @@ def test_verification_agrees_with_slow_reference(
     distribution: str,
     price: float,
 ) -> None:
-    """Tokens, origins and nodes of every row, for every option; so rows are independent too.
-
-    Every emitted token, bonus tokens included, has warped probability above zero.
-    """
+    """Tokens, origins and nodes of every row, for every option; rows are independent, too."""
     rule, inputs = FuzzyRule(threshold, "js", ratio, distribution), case.inputs
     kept = verify(inputs, rule, fallback, selection, price)
     warped = inputs.warped.dense()
@@ -280,10 +277,7 @@ def test_verification_agrees_with_slow_reference(
 def test_accepted_length_is_monotonic_in_the_threshold(
     case: Case, levels: list[float], ratio: float, fallback: str
 ) -> None:
-    """On fixed logits and samples a larger ``T`` only adds accepted edges.
-
-    Above all divergences and without a floor, the deepest supported path is kept.
-    """
+    """On fixed logits and samples a larger ``T`` only adds accepted edges."""
     tree, before = case.tree, None
     for threshold in [0.0, *sorted(levels), ALWAYS]:
         kept = verify(case.inputs, FuzzyRule(threshold, min_ratio=ratio), fallback)
@@ -321,9 +315,6 @@ def test_bonus_token_is_the_target_sample_and_not_an_accepted_child(
         if fallback == "exact":
             carried = [tree.tokens[row, child].item() for child in children if child]
             assert tokens[-1] not in carried
-
-
-# -- other rules -----------------------------------------------------------------------------------
 
 
 def _for_rule(case: Case, rule: AcceptanceRule, greedy: bool) -> VerificationInputs:
@@ -369,10 +360,7 @@ def test_rules_emit_nothing_outside_the_support(
 def test_disabled_rules_are_exact(
     case: Case, rule: AcceptanceRule, greedy: bool, selection: str
 ) -> None:
-    """They emit the target's samples.
-
-    Rules that always accept the target's most likely token are exact in greedy decoding.
-    """
+    """They emit the target's samples."""
     inputs = _for_rule(case, rule, greedy or isinstance(rule, TopKRule))
     if rule.judges_paths and selection not in WHOLE_PATHS:
         selection = "longest"
@@ -431,10 +419,7 @@ def test_broken_logits_give_valid_indices(
     fallback: str,
     selection: str,
 ) -> None:
-    """NaN and infinities in either model's logits.
-
-    The engine raises afterwards, but on a GPU an index out of range would have ended the process.
-    """
+    """NaN and infinities in either model's logits."""
     random = np.random.default_rng(case.seed)
 
     def damaged(clean: Tensor) -> Tensor:

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairs import NEEDS_COMPILER, forget_compiled, random_pair
+from pairs import (
+    NEEDS_COMPILER,
+    forget_compiled,
+    random_pair,
+)
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
-from eagle_fsd.model import compilation, vocabulary
-from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, TypicalRule, rule_for, thresholds
-from eagle_fsd.model.compilation import compile_graph
+from eagle_fsd.model import vocabulary
+from eagle_fsd.model.acceptance import FuzzyRule, rule_for, thresholds
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.tree import DraftTree, TreeBuilder
-from eagle_fsd.model.verify import AcceptanceRule, Verification, verify
+from eagle_fsd.model.tree import DraftTree, TreeBuilder, single_node
+from eagle_fsd.model.verify import verify
 from eagle_fsd.model.vocabulary import Distributions, Warp, arg_max, draw, exp, top_k
 
 #: Vocabulary sizes: of several blocks, with small blocks, and without a common divisor with them.
@@ -43,9 +44,6 @@ def _random(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process one row at a time, a few, and all."""
     monkeypatch.setattr(vocabulary, "CHUNK", request.param)
-
-
-# -- distributions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -77,14 +75,6 @@ def test_log_total_of_broken_logits_is_nan() -> None:
         assert ((tokens >= 0) & (tokens < 40)).all()
 
 
-def test_exp_is_zero_instead_of_denormal() -> None:
-    values = torch.tensor([0.0, -1.0, -80.0, -90.0, -1e4, -torch.inf, torch.nan])
-    found = exp(values)
-    torch.testing.assert_close(found[:3], values[:3].exp())
-    assert found[3:6].tolist() == [0.0, 0.0, 0.0]
-    assert found[6].isnan()
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_largest_values_are_found(size: int) -> None:
     """``arg_max`` returns the first of the largest, ``top_k`` any of them."""
@@ -101,16 +91,9 @@ def test_largest_values_are_found(size: int) -> None:
         assert (index.sort(-1).values.diff(dim=-1) > 0).all()
 
 
-# -- sampling --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_inverts_the_cumulative_distribution(size: int) -> None:
-    """10,000 random numbers; between two of them lies at most one token's boundary per token.
-
-    A token without weight is never returned, also at the ends of the interval, where rounding
-    could.
-    """
+    """For 10,000 numbers; a token without weight is never returned."""
     weights = exp(_random(1, size))
     weights[:, ::3] = 0.0
     uniform = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
@@ -167,17 +150,7 @@ def test_warp_has_the_support_of_hugging_faces_warpers(size: int) -> None:
         assert (found.gather(1, tokens.T) > -torch.inf).all()
 
 
-def test_nucleus_includes_all_or_none_of_equally_likely_tokens() -> None:
-    """Four tokens of .1 would cross the mass after two of them, or after all that are likelier."""
-    probs = torch.tensor([0.1, 0.3, 0.1, 0.1, 0.3, 0.1])
-    uniform = torch.zeros(1, 1, dtype=torch.float64)
-    for top_p, kept in ((0.75, 6), (0.61, 6), (0.59, 2), (0.29, 2)):
-        law, _ = Warp(top_p=top_p)(probs.log().view(1, 1, -1), uniform)
-        assert int((law.dense() > -torch.inf).sum()) == kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("scale", [0.05, 4.0])
 def test_nucleus_of_a_large_vocabulary_is_the_sorted_one(scale: float) -> None:
     """128,256 tokens; the smallest kept probability is that of sorting in float64."""
     logits = _random(1, 8, 128_256, scale=scale)
@@ -191,9 +164,6 @@ def test_nucleus_of_a_large_vocabulary_is_the_sorted_one(scale: float) -> None:
     near = ((probs.log() - cut.log()).abs() < 4e-6).sum(-1)
     assert (kept >= count).all()
     assert (kept - count <= near).all()
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 class PeakMemory(TorchDispatchMode):
@@ -246,10 +216,7 @@ def _tree(size: int, tokens: int = 60, rows: int = 1) -> DraftTree:
 def test_verification_needs_little_memory_beyond_the_logits(
     name: str, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 24 chunks of float32, where one ``[N, V]`` tensor has 60; no noise tensor.
-
-    The logits and the draft's distributions are made before.
-    """
+    """At most 24 chunks of float32, where one ``[N, V]`` tensor has 60; no noise tensor."""
     size = 4096
     monkeypatch.setattr(vocabulary, "CHUNK", size)
     tree, logits = _tree(size), _random(1, 60, size)
@@ -258,42 +225,6 @@ def test_verification_needs_little_memory_beyond_the_logits(
         verify(Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 1)), rule)
     # A chunk of masses, their bins and a copy of them take 8 bytes per value.
     assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4
-
-
-# -- tracing ---------------------------------------------------------------------------------------
-
-
-def _cases() -> Iterator[tuple[AcceptanceRule, SamplingConfig]]:
-    options = {"temperature": 0.7, "top_k": 300, "top_p": 0.9, "min_p": 1e-6}
-    for sampling in (SamplingConfig(), SamplingConfig(**options)):
-        yield ExactRule(), sampling
-        yield FuzzyRule(0.3, min_ratio=0.1), sampling
-        yield FuzzyRule(0.3, divergence_on="warped"), sampling
-        yield TypicalRule(), sampling
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "sampling"), list(_cases()), ids=str)
-def test_sampling_and_verification_are_traced_without_graph_breaks(
-    rule: AcceptanceRule, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The result is that of the same code run eagerly."""
-    tree, logits = _tree(1024, rows=2), _random(2, 60, 1024, seed=9)
-    random = RandomNumbers.seeded(5, 2)
-    sampler = Sampler(sampling, warp_draft=rule.needs_warped_draft)
-
-    def step(logits: Tensor, keys: Tensor) -> Verification:
-        return verify(sampler(tree, logits, RandomNumbers(keys, random.positions)), rule)
-
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    torch._dynamo.reset()
-    counters.clear()
-    with torch.inference_mode():
-        expected = step(logits, random.keys)
-        found = torch.compile(step, fullgraph=True, backend="eager")(logits, random.keys)
-    assert counters["stats"]["unique_graphs"] == 1
-    for name in ("tokens", "origins", "count", "path", "accepted"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +244,7 @@ def test_divergences_of_chunks_are_those_of_whole_tensors(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", ["js", "kl", "tv", "js_reference"])
+@pytest.mark.parametrize("name", ["js", "js_reference"])
 def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
     tree, logits = _tree(1000, rows=2), _random(2, 60, 1000, seed=4)
@@ -330,22 +261,29 @@ def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.Mo
     assert max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes) < 1000
 
 
-def test_failed_compilation_falls_back_to_eager_divergences(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("no compiler")
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"top_p": 0.6},
+    {"top_k": 7},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 0.7, "min_p": 0.3},  # min-p applies after temperature
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+]
 
-    inputs, rule = Sampler()(_tree(100), _random(1, 60, 100)), FuzzyRule(0.1)
-    expected = rule.divergences(inputs)
-    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
-    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=fail))
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    forget_compiled()
-    for _ in range(2):
-        with thresholds.fused_divergences(True):
-            assert torch.equal(rule.divergences(inputs), expected)
-    forget_compiled()
-    warned = [item.getMessage() for item in caplog.records if item.levelname == "WARNING"]
-    assert len(warned) == 1
-    assert "no compiler" in warned[0]
+
+def test_distribution_equals_that_of_hugging_faces_warpers() -> None:
+    """The same support and values, for 400 random rows of logits."""
+    model = random_pair().model
+    logits = 3 * torch.randn(400, 1, 96, generator=torch.Generator().manual_seed(0))
+    tree = single_node(torch.zeros(400, dtype=torch.long))
+    for options in OPTIONS:
+        sampling = SamplingConfig(**{"temperature": 1.0, **options})
+        found = Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 400)).warped.dense()[:, 0]
+        config = GenerationConfig(do_sample=True, **options)
+        scores = logits[:, 0].log_softmax(-1)
+        for warper in model._get_logits_processor(config, input_ids_seq_length=1):
+            scores = warper(None, scores)
+        assert torch.equal(found == -torch.inf, scores == -torch.inf)
+        torch.testing.assert_close(found, scores.log_softmax(-1))
+        assert (options == {"temperature": 0.7}) != bool((found == -torch.inf).any())

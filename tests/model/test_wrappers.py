@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +33,6 @@ from torch import nn
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.wrappers import unwrap_model
 
-#: Where ``make slow`` installs torchao: transformers imports it wherever it finds it.
-TORCHAO = Path(sys.prefix) / "torchao"
-
 
 @pytest.fixture(autouse=True)
 def _compilation_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +51,6 @@ def _check_decoding(pair: EagleFSD, wrapped: Any, expected: torch.Tensor) -> Non
     generate = pair.custom_generate
     found = greedy_reference(wrapped, ids, mask, new=NEW_TOKENS, custom_generate=generate)
     assert torch.equal(found, expected)
-
-
-# -- PEFT -----------------------------------------------------------------------------------------
 
 
 def _with_lora(*modules: str, mixed: bool = False) -> PeftModel | PeftMixedModel:
@@ -123,9 +113,6 @@ def test_adapter_outside_the_model_raises_one_line() -> None:
             assert str(error.value).isprintable()
 
 
-# -- torch.compile --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compiler() -> Iterator[None]:
     """Forget compiled code before and after."""
@@ -156,9 +143,6 @@ def test_model_compiled_in_place_decodes_like_the_original(backend: str) -> None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-# -- other models ---------------------------------------------------------------------------------
-
-
 def test_model_that_is_not_from_hugging_face_raises() -> None:
     message = r"^the target must be a Hugging Face model; got Linear$"
     with pytest.raises(TypeError, match=message):
@@ -167,30 +151,3 @@ def test_model_that_is_not_from_hugging_face_raises() -> None:
         EagleFSD.from_pretrained(nn.Linear(2, 2), untrained_head(tiny_target()))
     with pytest.raises(TypeError, match=r"got OptimizedModule around Linear$"):
         unwrap_model(torch.compile(nn.Linear(2, 2)))
-
-
-def decode_int8_weights() -> None:
-    """Decode with int8 weights; called in a process that can import torchao."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    for dtype in (torch.float32, torch.bfloat16):
-        model = copy.deepcopy(aligned_pair().model).to(dtype)
-        quantize_(model, Int8WeightOnlyConfig())
-        pair = EagleFSD(model, copy.deepcopy(aligned_pair().drafter).to(dtype), small_tree())
-        assert "Int8" in type(pair.model.lm_head.weight).__name__
-        ids, mask = batch()
-        expected = greedy_reference(model, ids, mask, new=NEW_TOKENS)
-        _check_decoding(pair, model, expected)
-        assert pair.generate(ids, mask, NEW_TOKENS, threshold=0.5).stats.tau > 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not TORCHAO.exists(), reason="torchao is not installed")
-def test_int8_weights_decode_like_their_own_generate() -> None:
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (TORCHAO, here, here.parent))),
-    }
-    command = "from test_wrappers import decode_int8_weights; decode_int8_weights()"
-    subprocess.run([sys.executable, "-c", command], env=environment, check=True, timeout=600)
