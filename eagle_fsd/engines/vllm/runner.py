@@ -31,7 +31,7 @@ def extend_runner() -> None:
             return sample(self, logits, spec_decode_metadata)
         spent = _prepare(self, sampler, spec_decode_metadata)
         output = sample(self, logits, spec_decode_metadata)
-        if spent is not None:
+        if spent is not None and sampler.state is not None:
             spent.keep(sampler.state[:, -1])
         return output
 

@@ -102,6 +102,12 @@ class RelaxedSampler(RejectionSampler):
     """
 
     rule: AcceptanceRule
+    counter: Counter
+    #: Set before a step: the rule's state ``[B, W]`` and the draft's raw logits ``[T, V]``.
+    state: Tensor | None
+    draft_logits: Tensor | None
+    #: Between the rule and the kernels: what was verified, and the tokens that the rule accepted.
+    step: tuple[VerificationInputs, Tensor] | None
 
     @classmethod
     def take(cls, sampler: RejectionSampler, rule: AcceptanceRule) -> None:
