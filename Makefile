@@ -7,6 +7,7 @@ DEEPSPEED := $(VENV)/.deepspeed
 TORCHAO := $(VENV)/torchao
 LM_EVAL := $(VENV)/lm-eval
 SMOLLM2 := $(VENV)/.smollm2
+VLLM := $(VENV)/vllm
 INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
@@ -19,7 +20,7 @@ QUESTION := Why is the sky blue?
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo smollm2 test slow quality bundled clean
+.PHONY: demo smollm2 test slow engines quality bundled clean
 
 demo: $(INSTALLED)
 	@echo "running the demo"
@@ -75,6 +76,22 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 	@$(RUN)/python -m pip install --no-deps --upgrade --target $@ -r $< \
 		> $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
+
+# vLLM has an environment of its own, because it requires other versions of packages. Those that do
+# not match its build of torch for processors are removed.
+$(VLLM): requirements-engines.txt $(INSTALLED)
+	@echo "installing vLLM, which takes some minutes and 3.5 GB"
+	@{ $(PYTHON) -m venv $(VENV)/vllm && \
+		$@/bin/python -m pip install -r $< && \
+		$@/bin/python -m pip uninstall -y torchvision torchaudio torchcodec && \
+		$@/bin/python -m pip install --no-deps --editable . ; \
+	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
+	@touch $@
+
+# The plugin for vLLM, on batches made by hand and in whole engines.
+engines: $(VLLM)
+	VLLM_USE_V2_MODEL_RUNNER=0 $(VLLM)/bin/python -m pytest --noconftest tests/engines/vllm
+	VLLM_PYTHON=$(VLLM)/bin/python $(RUN)/python -m pytest tests/engines/test_vllm.py
 
 # Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)

@@ -24,6 +24,7 @@ EAGLE_ACCEPTANCE: dict[str, Any] = {
     "fallback": "exact",
     "selection": "longest",
     "max_fuzzy_nats": None,
+    "exact_first": 0,
 }
 
 
@@ -83,7 +84,8 @@ class Method:
             phase = {"phase": list(self.phase)} if self.phase else {}
             rule = self.rule or RULES[acceptance.rule]
             others = acceptance.model_dump(
-                include={"fallback", "selection", "price", "max_fuzzy_nats"}, exclude_defaults=True
+                include={"fallback", "selection", "price", "max_fuzzy_nats", "exact_first"},
+                exclude_defaults=True,
             )
             return {"method": repr(rule), **phase, **shape, **others}
         if acceptance == acceptance.overridden(EAGLE_ACCEPTANCE):

@@ -234,7 +234,8 @@ _CSV_COLUMNS: dict[str, tuple[str, ...]] = {
     "rule": ("settings", "method"),
     **{name: ("settings", name) for name in ("threshold", "divergence", "min_ratio")},
     **{name: ("settings", name) for name in ("fallback", "selection", "divergence_on")},
-    **{name: ("settings", name) for name in ("price", "max_fuzzy_nats", "total_tokens", "depth")},
+    **{name: ("settings", name) for name in ("price", "max_fuzzy_nats", "exact_first")},
+    **{name: ("settings", name) for name in ("total_tokens", "depth")},
     "top_k": ("settings", "tree_top_k"),
     "tokens_per_second": ("tokens_per_second",),
     "speedup_over_plain": ("speedup",),
@@ -341,6 +342,7 @@ def footnote(report: dict[str, Any]) -> str:
         names = ["divergence", "threshold", "min_ratio", "fallback", "selection", "divergence_on"]
         names += ["price"] if fsd["selection"] == "priced" else []
         names += ["max_fuzzy_nats"] if fsd["max_fuzzy_nats"] is not None else []
+        names += ["exact_first"] if "exact_first" in fsd else []
         sentences.append(f"fsd: {', '.join(f'{name} {fsd[name]}' for name in names)}.")
     elif fsd is not None and fsd["method"] == "exact":
         sentences.append("fsd: the threshold is 0, which is exact decoding.")

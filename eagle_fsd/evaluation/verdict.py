@@ -166,6 +166,8 @@ def method_text(row: Row) -> str:
             parts.append(f"selection {settings['selection']}")
         if settings["max_fuzzy_nats"] is not None:
             parts.append(f"at most {settings['max_fuzzy_nats']:g} nats")
+        if "exact_first" in settings:
+            parts.append(f"first {settings['exact_first']} exact")
     elif row["method"] == FSD.name and settings.get("method") not in (None, "exact"):
         parts.append(settings["method"])
     if tree := tree_text(row):

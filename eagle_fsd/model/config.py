@@ -168,6 +168,11 @@ class AcceptanceConfig(Options):
         description="Budget of an answer: log-probability that its fuzzy tokens may give up in all;"
         " default: no limit.",
     )
+    exact_first: int = Field(
+        default=0,
+        ge=0,
+        description="Number of tokens at the beginning of an answer that are decoded exactly.",
+    )
     rule: RuleName = Field(
         default="fsd",
         description="Acceptance rule: FSD's, or one from the literature, which takes the place of"
@@ -175,11 +180,12 @@ class AcceptanceConfig(Options):
     )
 
     @model_serializer(mode="wrap")
-    def _omit_fsd(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the rule out of files and reports if it is FSD's."""
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave ``rule`` and ``exact_first`` out of files and reports unless they say something."""
         values: dict[str, Any] = serialize(self)
-        if values.get("rule") == "fsd":
-            del values["rule"]
+        for name, default in (("rule", "fsd"), ("exact_first", 0)):
+            if values.get(name) == default:
+                del values[name]
         return values
 
     @model_validator(mode="after")

@@ -60,6 +60,7 @@ def custom_generate(
     divergence_on: str | None = None,
     price: float | None = None,
     max_fuzzy_nats: float | None = None,
+    exact_first: int | None = None,
     method: str = "fsd",
     seed: int | None = None,
     **model_kwargs: Any,
@@ -87,6 +88,7 @@ def custom_generate(
         divergence_on: Overrides this field of :attr:`EagleFSD.acceptance`.
         price: Overrides this field of :attr:`EagleFSD.acceptance`.
         max_fuzzy_nats: Overrides this field of :attr:`EagleFSD.acceptance`.
+        exact_first: Overrides this field of :attr:`EagleFSD.acceptance`.
         method: ``"fsd"`` or ``"ar"``.
         seed: Seed that makes sampling reproducible.
         **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
@@ -153,6 +155,7 @@ def custom_generate(
             divergence_on=divergence_on,
             price=price,
             max_fuzzy_nats=max_fuzzy_nats,
+            exact_first=exact_first,
         ),
         method=method,
         seed=seed,

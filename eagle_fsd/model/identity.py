@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_fsd.model.config import ModelIdentity
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.weights import plain_tensors
+from eagle_fsd.model.weights import plain_tensors, read_tensors, tensor_files
 
+#: Key of an exported head's ``config.json`` with the original's fingerprint in each data type.
+EXPORTED_KEY = "eagle_fsd_fingerprints"
 #: Approximate number of elements per tensor that a fingerprint hashes.
 FINGERPRINT_ELEMENTS = 256
 
@@ -42,13 +47,51 @@ def fingerprint(model: nn.Module | Drafter) -> str:
     network = model.network if isinstance(model, Drafter) else model
     if network is None:
         return hashlib.sha256(repr(model).encode()).hexdigest()[:16]
+    return _hash(network.state_dict())
+
+
+def fingerprints(network: nn.Module) -> dict[str, str]:
+    """Compute the fingerprint that a network has after a conversion to each data type, by name."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    state = network.state_dict()
+    return {str(dtype).removeprefix("torch."): _hash(state, dtype) for dtype in types}
+
+
+def fingerprint_of_files(folder: str | Path, dtype: torch.dtype) -> str | None:
+    """Compute the fingerprint that a causal LM in a folder has in a data type, without loading it.
+
+    Returns None if its files hold other tensors than its modules do in transformers.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    files = tensor_files(lambda name: str(path) if (path := Path(folder, name)).exists() else None)
+    parameters = dict(model.named_parameters())
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # Tied weights are stored once, under the first of their names.
+        stored = next((key for key in (name, *parameters) if parameters.get(key) is tensor), name)
+        source = name if name in files else stored
+        if source not in files:
+            return None
+        # The file is mapped into memory: only what is hashed is read.
+        found = read_tensors(str(Path(folder, files[source])), [source])[source]
+        if found.shape != tensor.shape:
+            return None
+        tensors[name] = found
+    return _hash(tensors, dtype)
+
+
+def _hash(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """Hash tensors, after a conversion to a data type if one is given."""
     digest = hashlib.sha256()
-    for name, tensor in network.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    for name, tensor in tensors.items():
+        to = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        digest.update(f"{name} {tuple(tensor.shape)} {to}".encode())
         if tensor.device.type == "meta":
             continue
         for part in filter(torch.numel, plain_tensors(tensor.detach())):
             flat = part.flatten()
-            sample = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)].cpu().contiguous()
+            sample = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)].to(to).cpu().contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -25,6 +25,7 @@ Sources: EAGLE's ``cnets.py``, ``cnets1.py`` and ``configs.py``; SGLang's ``mode
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -45,6 +46,7 @@ from eagle_fsd.model.checkpoint import (
     transformers4_fields,
     write_head,
 )
+from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.eagle3_checkpoint import (
     HeadLayout,
     declared_rule,
@@ -52,6 +54,7 @@ from eagle_fsd.model.eagle3_checkpoint import (
     load_eagle3,
     save_eagle3,
 )
+from eagle_fsd.model.identity import EXPORTED_KEY, fingerprints
 from eagle_fsd.model.loading import LoadError, load_embeddings, load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat, ExportRequest
@@ -92,7 +95,7 @@ def convert_head(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; choose another folder")
     if is_eagle3(read_config(head), tensor_names(head)):
-        _convert_eagle3(head, target, out, export_format)
+        _record_origin(out, _convert_eagle3(head, target, out, export_format))
         return out
     if export_format == "speculators":
         raise ValueError(
@@ -116,12 +119,21 @@ def convert_head(
             "the head was trained with a bias in fc, which vLLM ignores; train it with --no-bias"
         )
     write_head(out, config, state, loaded.dtype, binary=export_format == "eagle")
+    _record_origin(out, loaded)
     return out
+
+
+def _record_origin(out: Path, head: Drafter) -> None:
+    """Record the fingerprints of the head that was exported, by which settings are checked."""
+    assert head.network is not None
+    file = out / "config.json"
+    config = {**json.loads(file.read_text()), EXPORTED_KEY: fingerprints(head.network)}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _convert_eagle3(
     head: str | Path, target: Target, out: Path, export_format: ExportFormat
-) -> None:
+) -> Drafter:
     """Convert an EAGLE-3 head; warn of what EAGLE's own code or the layout cannot express."""
     loaded, rule = load_eagle3(head, target, dtype=_stored_dtype(head)), declared_rule(head)
     if export_format == "eagle":
@@ -144,6 +156,7 @@ def _convert_eagle3(
         target_name=None if Path(name).exists() else name,
         rule=rule,
     )
+    return loaded
 
 
 def _eagle_fields(config: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Any]:

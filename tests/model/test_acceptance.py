@@ -15,6 +15,7 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
 from eagle_fsd.model.acceptance import (
     BudgetRule,
     CascadeRule,
+    DelayedRule,
     DeferredRule,
     ExactRule,
     FuzzyRule,
@@ -381,8 +382,12 @@ def _spent(pair: EagleFSD, prompt: Tensor, answer: Tensor, origins: Tensor) -> f
 
 @pytest.mark.parametrize(
     "rule",
-    [LimitedRule(RegretRule(1.0), 6.0), PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 6.0), 5, 9)],
-    ids=["limited", "phase"],
+    [
+        LimitedRule(RegretRule(1.0), 6.0),
+        PhaseRule(LimitedRule(FuzzyRule(ALWAYS), 6.0), 5, 9),
+        LimitedRule(DelayedRule(FuzzyRule(ALWAYS), 7), 6.0),
+    ],
+    ids=["limited", "phase", "delayed"],
 )
 def test_state_follows_its_row(rule: AcceptanceRule) -> None:
     """A batch gives the same answers as its rows by themselves."""
@@ -399,6 +404,33 @@ def test_state_follows_its_row(rule: AcceptanceRule) -> None:
         assert torch.equal(new[row, :count], alone.sequences[0, int(real.sum()) :])
         assert torch.equal(together.origins[row, :count], alone.origins[0])
     assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"selection": "target"}, {"rule": "mixture 0.5"}])
+def test_the_first_tokens_are_exact(options: dict[str, str]) -> None:
+    """As many as ``exact_first`` says, and not one more."""
+    pair = random_pair()
+    ids, mask = batch()
+    rule = {} if "rule" in options else {"threshold": ALWAYS}
+
+    def answers(**acceptance: object) -> tuple[Tensor, Tensor]:
+        out = pair.generate(
+            ids,
+            mask,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=[],
+            acceptance=AcceptanceConfig.from_dict(acceptance),
+        )
+        return out.sequences[:, ids.shape[1] :], out.origins
+
+    exact, _ = answers()
+    for count in (1, 4, NEW_TOKENS):
+        tokens, origins = answers(**options, **rule, exact_first=count)
+        assert torch.equal(tokens[:, :count], exact[:, :count])
+        assert not (origins[:, :count] == Origin.FUZZY).any()
+        assert count == NEW_TOKENS or not torch.equal(tokens, exact)
+    if not options:
+        assert (answers(**rule, exact_first=4)[1][:, 4] == Origin.FUZZY).any()
 
 
 def test_fuzzy_tokens_of_an_answer_stay_within_the_limit() -> None:

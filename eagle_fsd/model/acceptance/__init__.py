@@ -25,8 +25,9 @@ if ``x = s`` or if
                              save (approximate speculative decoding)
 ===========================  ====================================================================
 
-:class:`LimitedRule` and :class:`PhaseRule` restrict another rule: to a budget of log-probability
-per answer, and to positions between two markers.
+:class:`LimitedRule`, :class:`DelayedRule` and :class:`PhaseRule` restrict another rule: to a budget
+of log-probability per answer, to what follows its first tokens, and to positions between two
+markers.
 
 Rules that sample raise the probabilities of drafted tokens and reuse the random number behind
 ``s``, so a rule that raises nothing accepts only ``s``. At temperature 0 they accept a token if its
@@ -45,7 +46,7 @@ from eagle_fsd.model.acceptance.thresholds import (
     TopKRule,
     TypicalRule,
 )
-from eagle_fsd.model.acceptance.wrappers import LimitedRule, PhaseRule, WrappedRule
+from eagle_fsd.model.acceptance.wrappers import DelayedRule, LimitedRule, PhaseRule, WrappedRule
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.verify import AcceptanceRule
 
@@ -54,6 +55,7 @@ __all__ = [
     "BudgetRule",
     "CascadeRule",
     "DeferredRule",
+    "DelayedRule",
     "DrawnRule",
     "ExactRule",
     "FuzzyRule",
@@ -109,5 +111,7 @@ def rule_for(acceptance: AcceptanceConfig) -> AcceptanceRule:
         acceptance.min_ratio,
         acceptance.divergence_on,
     )
+    if acceptance.exact_first:
+        rule = DelayedRule(rule, acceptance.exact_first)
     limit = acceptance.max_fuzzy_nats
     return rule if limit is None else LimitedRule(rule, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,8 +110,46 @@ class LimitedRule(WrappedRule):
         return self.with_own(inputs, kept, self.own_state(inputs) + cost)
 
 
+class PartialRule(WrappedRule, ABC):
+    """Base class of rules that apply another rule to a part of the answer; the rest is exact."""
+
+    @abstractmethod
+    def inside(self, inputs: VerificationInputs) -> Tensor:
+        """Return ``[B, N]`` bool: whether the rule applies to the token after each node."""
+
+    def choose(self, inputs: VerificationInputs) -> Tensor:
+        return torch.where(self.inside(inputs), self.rule.choose(inputs), inputs.sampled)
+
+    def gate(self, inputs: VerificationInputs) -> Tensor:
+        return self.rule.gate(inputs) | ~self.inside(inputs)
+
+    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
+        admitted = self.rule.admits(inputs, nodes, tokens)
+        return admitted & self.inside(inputs).gather(1, nodes)
+
+
 @dataclass(frozen=True)
-class PhaseRule(WrappedRule):
+class DelayedRule(PartialRule):
+    """Apply a rule after the first tokens of an answer.
+
+    They decide how an instruction is understood, and in which language and format the answer goes
+    on.
+
+    Attributes:
+        exact_first: Number of tokens of every answer that are decoded exactly.
+    """
+
+    exact_first: int
+
+    def inside(self, inputs: VerificationInputs) -> Tensor:
+        return self.own_state(inputs)[:, None] + inputs.tree.depths >= self.exact_first
+
+    def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
+        return self.with_own(inputs, kept, self.own_state(inputs) + kept.count)
+
+
+@dataclass(frozen=True)
+class PhaseRule(PartialRule):
     """Apply a rule between two markers only, for instance ``<think>`` and ``</think>``.
 
     vLLM's and TensorRT-LLM's relaxed acceptance is restricted in this way. Elsewhere decoding is
@@ -141,16 +180,6 @@ class PhaseRule(WrappedRule):
         above = tree.ancestors & (tree.depths > 0)[:, None, :]  # the root is part of the state
         begin, end = self._last(tree.tokens[:, None], tree.depths[:, None], above)
         return (begin > end) | ((begin == end) & (self.own_state(inputs) > 0.0)[:, None])
-
-    def choose(self, inputs: VerificationInputs) -> Tensor:
-        return torch.where(self.inside(inputs), self.rule.choose(inputs), inputs.sampled)
-
-    def gate(self, inputs: VerificationInputs) -> Tensor:
-        return self.rule.gate(inputs) | ~self.inside(inputs)
-
-    def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        admitted = self.rule.admits(inputs, nodes, tokens)
-        return admitted & self.inside(inputs).gather(1, nodes)
 
     def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
         step = torch.arange(1, kept.tokens.shape[1] + 1, device=kept.tokens.device)

@@ -1,0 +1,118 @@
+"""Give the rejection sampler what vLLM's first model runner knows and does not pass to it.
+
+Rules with a state need to know which requests a batch holds and how long their answers are. Rules
+that compare distributions need the draft's raw logits, which vLLM does not keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler, Spent, innermost, reads_draft
+from eagle_fsd.model.acceptance import DelayedRule, LimitedRule
+
+
+def extend_runner() -> None:
+    """Extend model runner and proposer; a second call changes nothing."""
+    if getattr(GPUModelRunner, "_eagle_fsd", False):
+        return
+    GPUModelRunner._eagle_fsd = True
+    sample, propose = GPUModelRunner._sample, GPUModelRunner.propose_draft_token_ids
+    draft = SpecDecodeBaseProposer._sample_draft_tokens
+
+    def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        sampler = getattr(self, "rejection_sampler", None)
+        if spec_decode_metadata is None or not isinstance(sampler, RelaxedSampler):
+            return sample(self, logits, spec_decode_metadata)
+        spent = _prepare(self, sampler, spec_decode_metadata)
+        output = sample(self, logits, spec_decode_metadata)
+        if spent is not None and sampler.state is not None:
+            spent.keep(sampler.state[:, -1])
+        return output
+
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "drafter"):
+            self.drafter._eagle_fsd_logits = []
+        found = propose(self, *args, **kwargs)
+        self._eagle_fsd_requests = list(self.input_batch.req_ids)
+        return found
+
+    def _sample_draft_tokens(self: Any, hidden_states: Tensor, sampling_metadata: Any) -> Any:
+        if not hasattr(self, "_eagle_fsd_logits"):
+            return draft(self, hidden_states, sampling_metadata)
+        compute = self.model.compute_logits
+
+        def computed(states: Tensor) -> Tensor:
+            logits = compute(states)
+            self._eagle_fsd_logits.append(logits.float().clone())
+            return logits
+
+        self.model.compute_logits = computed
+        try:
+            return draft(self, hidden_states, sampling_metadata)
+        finally:
+            del self.model.compute_logits
+
+    GPUModelRunner._sample = _sample
+    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+    SpecDecodeBaseProposer._sample_draft_tokens = _sample_draft_tokens
+
+
+def _prepare(runner: Any, sampler: RelaxedSampler, metadata: Any) -> Spent | None:
+    """Pass the rule's state and the draft's logits of a step to the sampler.
+
+    Returns where the budget that each request has spent is to be kept after the step, if the rule
+    has one.
+    """
+    rule, requests = sampler.rule, runner.input_batch.req_ids
+    columns, spent = [], None
+    delayed = rule.rule if isinstance(rule, LimitedRule) else rule
+    if isinstance(delayed, DelayedRule):
+        columns.append(_emitted_before(runner, metadata))
+    if isinstance(rule, LimitedRule):
+        if not hasattr(runner, "_eagle_fsd_spent"):
+            runner._eagle_fsd_spent = Spent(runner.device)
+        spent = runner._eagle_fsd_spent
+        columns.append(spent.of(requests, runner.requests.keys()))
+    state = torch.stack(columns, 1) if columns else None
+    logits = _draft_logits(runner, metadata) if reads_draft(innermost(rule)) else None
+    sampler.prepare(state, logits)
+    return spent
+
+
+def _emitted_before(runner: Any, metadata: Any) -> Tensor:
+    """Return ``[B]`` float32: the number of tokens of each request's answer before this step.
+
+    The first row of a request's logits belongs to the last token that it emitted.
+    """
+    counts = metadata.cu_num_sampled_tokens
+    firsts = torch.cat([counts.new_zeros(1), counts[:-1]]).long()
+    places = runner.positions[metadata.logits_indices.long()[firsts]]
+    prompts = torch.from_numpy(runner.input_batch.num_prompt_tokens[: len(counts)].copy())
+    return (places + 1 - prompts.to(places.device, non_blocking=True)).float()
+
+
+def _draft_logits(runner: Any, metadata: Any) -> Tensor | None:
+    """Return ``[T, V]``: the draft's raw logits at the tokens of a step.
+
+    None if nothing was drafted for it: without room in the drafter, vLLM schedules placeholders.
+    """
+    drafted = getattr(runner.drafter, "_eagle_fsd_logits", [])
+    runner.drafter._eagle_fsd_logits = []
+    counts = metadata.num_draft_tokens
+    if not drafted or not sum(counts):
+        return None
+    steps = torch.stack(drafted, 1)  # [requests of the step before, K, V]
+    rows = {name: row for row, name in enumerate(runner._eagle_fsd_requests)}
+    index = [
+        rows[name] * steps.shape[1] + step
+        for name, count in zip(runner.input_batch.req_ids, counts, strict=False)
+        for step in range(count)
+    ]
+    flat = steps.flatten(0, 1)
+    return flat[torch.tensor(index).to(flat.device, non_blocking=True)]

@@ -1,0 +1,163 @@
+"""The library's rules on ragged chains: the tokens that an engine must accept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eagle_fsd import AcceptanceConfig, AcceptanceRule, Origin
+from eagle_fsd.engines.chains import Layout, acceptance, emitted, raise_probability
+from eagle_fsd.engines.settings import UNSUPPORTED
+from eagle_fsd.model.acceptance import RULES, BudgetRule, DelayedRule, rule_for
+from eagle_fsd.model.config import SamplingConfig
+from eagle_fsd.model.sampling import Sampler
+from eagle_fsd.model.tree import DraftTree, ancestor_matrix
+from eagle_fsd.model.verify import VerificationInputs, verify
+from eagle_fsd.model.vocabulary import Distributions
+
+VOCABULARY = 24
+CONFIGS = [
+    AcceptanceConfig(threshold=0.3, min_ratio=0.1, divergence="js"),
+    AcceptanceConfig(threshold=0.4, divergence="tv", exact_first=3),
+    AcceptanceConfig(threshold=1.0, divergence="top_k_kl", max_fuzzy_nats=2.0),
+    *(AcceptanceConfig(rule=name) for name in RULES if name.split()[0] not in UNSUPPORTED),
+]
+
+
+def chain(tokens: Tensor, draft: Tensor) -> DraftTree:
+    """One request's chain ``[K]`` as the library builds it, with ``[K, V]`` log-probabilities."""
+    nodes = torch.arange(len(tokens) + 1)[None]
+    parents = (nodes - 1).clamp_min(0)
+    return DraftTree(
+        tokens=torch.cat([torch.zeros(1, dtype=torch.long), tokens])[None],
+        parents=parents,
+        depths=nodes,
+        ancestors=ancestor_matrix(parents, len(tokens)),
+        draft_rows=torch.where(nodes < len(tokens), nodes, -1),
+        draft_log_probs=draft[None],
+        max_depth=len(tokens),
+    )
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    config=st.sampled_from(CONFIGS),
+    seed=st.integers(0, 2**20),
+)
+def test_greedy_requests_accept_what_the_library_accepts(
+    counts: list[int], config: AcceptanceConfig, seed: int
+) -> None:
+    """For ragged batches, all rules, and rules with a state."""
+    rule, random = rule_for(config), torch.Generator().manual_seed(seed)
+    total, longest = sum(counts), max(counts)
+    logits = torch.randn(total, VOCABULARY, generator=random)
+    draft = (logits + 0.5 * torch.randn(total, VOCABULARY, generator=random)).log_softmax(-1)
+    top = logits.topk(3).indices
+    tokens = top.gather(1, torch.randint(3, (total, 1), generator=random))[:, 0]
+    state = torch.rand(len(counts), rule.state_size, generator=random).mul(3).round()
+    states = state if rule.state_size else None
+
+    layout = Layout.of(torch.tensor(counts).cumsum(0), total, longest)
+    laws = Distributions.of(logits[layout.index])
+    greedy = torch.ones(len(counts), dtype=torch.bool)
+    inputs, least = acceptance(rule, layout.tree(tokens, draft), laws, laws, laws, greedy, states)
+    changed = logits.clone()
+    raise_probability(changed, tokens, least[layout.rows, layout.places])
+    choice = changed.argmax(-1)
+
+    start = 0
+    produced = torch.full((len(counts), longest + 1), -1)
+    for row, count in enumerate(counts):
+        part = slice(start, start + count)
+        start += count
+        produced[row, 0] = 7  # the sample of a request without drafted tokens
+        if not count:
+            continue
+        # The library verifies the chain alone; the target's distribution after it does not matter.
+        own = chain(tokens[part], draft[part])
+        alone = Sampler(SamplingConfig(temperature=0.0))(
+            own, torch.cat([logits[part], logits[part][-1:]])[None]
+        )
+        alone.state = None if states is None else states[row : row + 1]
+        kept = verify(alone, rule)
+        run = int((choice[part] == tokens[part]).long().cumprod(0).sum())
+        assert run == int(kept.count) - 1
+        produced[row, :run] = tokens[part][:run]
+        produced[row, run] = choice[part][run] if run < count else int(alone.sampled[0, -1])
+        found = emitted(_row(inputs, row), produced[row : row + 1], (least > 0.0)[row : row + 1])
+        length = int(kept.count)
+        assert found.origins[0, :length].tolist() == kept.origins[0, :length].tolist()
+        if states is not None:
+            assert torch.allclose(
+                rule.advance(_row(inputs, row), found), rule.advance(alone, kept), atol=1e-5
+            )
+
+
+def _row(inputs: VerificationInputs, row: int) -> VerificationInputs:
+    """The verification of one request of a batch."""
+
+    def cut(law: Distributions) -> Distributions:
+        part = slice(row, row + 1)
+        return replace(
+            law, logits=law.logits[part], peak=law.peak[part], log_total=law.log_total[part]
+        )
+
+    return replace(
+        inputs,
+        tree=inputs.tree.of_rows(torch.tensor([row])),
+        raw=cut(inputs.raw),
+        processed=cut(inputs.processed),
+        warped=cut(inputs.warped),
+        sampled=inputs.sampled[row : row + 1],
+        state=None if inputs.state is None else inputs.state[row : row + 1],
+    )
+
+
+def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:
+    """Only what the rule accepts is certain; a rule that accepts at random raises probabilities."""
+    logits = torch.tensor([[2.0, 1.9, -5.0], [2.0, 1.9, -5.0], [2.0, 1.9, -5.0]])
+    tokens, layout = torch.tensor([0, 1, 2]), Layout.of(torch.tensor([1, 2, 3]), 3, 1)
+    laws = Distributions.of(logits[layout.index])
+    sampled = torch.zeros(3, dtype=torch.bool)
+
+    def certain(rule: AcceptanceRule, state: Tensor | None = None) -> list[float]:
+        least = acceptance(rule, layout.tree(tokens), laws, laws, laws, sampled, state)[1]
+        return least[:, 1].tolist()
+
+    assert certain(rule_for(AcceptanceConfig())) == [0.0, 0.0, 0.0]
+    assert certain(RULES["top-ratio"]) == [1.0, 1.0, 0.0]
+    budget = BudgetRule(0.02)
+    expected = budget.raised(logits[0].softmax(-1)).tolist()
+    assert torch.tensor(certain(budget)).allclose(torch.tensor(expected))
+    late = torch.tensor([[0.0], [5.0], [5.0]])
+    assert certain(DelayedRule(RULES["top-ratio"], 4), late) == [0.0, 1.0, 0.0]
+
+
+def test_raised_probabilities() -> None:
+    """The token gets the probability if that is larger, and the others keep their ratios."""
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before, tokens = logits.softmax(-1), torch.tensor([0, 1, 2, 3])
+    least = torch.tensor([0.0, 0.01, 0.9, 1.0])
+    raise_probability(logits, tokens, least)
+    after = logits.softmax(-1)
+    assert torch.equal(after[0], before[0])
+    assert torch.allclose(after.gather(1, tokens[:, None])[:, 0], least.maximum(before.diagonal()))
+    assert torch.allclose(after[2, 3:] / after[2, 4], before[2, 3:] / before[2, 4])
+    assert after[3].tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_origins_of_a_sampled_request() -> None:
+    """Tokens that the rule accepted are fuzzy, and the last one is the target's."""
+    layout = Layout.of(torch.tensor([2]), 2, 2)
+    laws = Distributions.of(torch.zeros(2, 3)[layout.index])
+    tree, row = layout.tree(torch.tensor([1, 2])), torch.zeros(1, dtype=torch.bool)
+    inputs, _ = acceptance(rule_for(AcceptanceConfig()), tree, laws, laws, laws, row, None)
+    by_rule = torch.tensor([[False, True, False]])
+    found = emitted(inputs, torch.tensor([[1, 2, 0]]), by_rule)
+    assert found.origins.tolist() == [[Origin.FUZZY, Origin.EXACT, Origin.TARGET]]
+    assert found.count.tolist() == [3]

