@@ -139,7 +139,7 @@ def test_cycles_are_found() -> None:
     """Also through the ``__init__`` of a package."""
     for module, source in (
         ("eagle_fsd.model.tree", "from eagle_fsd.model import pipeline"),
-        ("eagle_fsd.evaluation", "from eagle_fsd.cli.child import main"),
+        ("eagle_fsd.evaluation", "from eagle_fsd.cli.app import main"),
     ):
         graph = import_graph()
         graph[module] |= set(imported_modules(module, source))

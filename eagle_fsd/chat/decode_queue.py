@@ -14,9 +14,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["ended", "cancelled", "failed"]
+Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
 Work = Callable[[Callable[[], bool]], Any]
 
@@ -45,77 +45,46 @@ class DecodingError(RuntimeError):
 class DecodeObserver:
     """Receive the events of a queue; the methods do nothing and may be overridden.
 
-    They are called by the decoding thread. For requests that were cancelled while they waited, the
-    event loop may call :meth:`request_finished`.
+    They are called by the decoding thread, :meth:`request_finished` also by the event loop.
     """
 
     def request_started(self, waited: float) -> None:
-        """Called when a request is taken from the queue.
-
-        Args:
-            waited: Seconds it spent in the queue.
-        """
+        """Called when a request is taken from the queue, after so many seconds."""
 
     def answer_began(self, seconds: float) -> None:
-        """Called when the first tokens of an answer have been decoded.
-
-        Args:
-            seconds: Seconds since the request was submitted.
-        """
+        """Called at the first tokens of an answer, so many seconds after its submission."""
 
     def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        """Called when a decoding step is complete.
-
-        Args:
-            seconds: Duration of the step.
-            rows: Number of requests that it decoded.
-            tokens: Number of tokens that it emitted, over all rows.
-        """
+        """Called after a decoding step, with its rows and the tokens that it emitted in all."""
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
     ) -> None:
-        """Called when a request ends, is cancelled or fails.
+        """Called when a request ends, is cancelled, fails or is refused.
 
-        Args:
-            outcome: ``"ended"``, ``"cancelled"`` or ``"failed"``.
-            stats: The answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it ended,
-                its usage. Empty if the request failed or never started.
-            seconds_per_token: Seconds per token after the first step of an answer that ended; None
-                if it took only one step.
+        ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
+        ended, its usage; empty if it failed or never started. ``seconds_per_token`` counts from the
+        end of the first step; None if there were no others.
         """
 
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """The increment of a streamed answer.
+    """The increment of a streamed answer; ``finish_reason`` is None but in the last one."""
 
-    Attributes:
-        text: The whole text so far.
-        pieces: The new pieces.
-        usage: Token counts in OpenAI's format.
-        finish_reason: ``"stop"`` or ``"length"`` in the last update, else None.
-        stats: The answer's statistics so far.
-    """
-
-    text: str
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     usage: dict[str, int]
     finish_reason: str | None
     stats: dict[str, Any]
 
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(piece.text for piece in self.pieces)
+
 
 class Job:
-    """A request that is waiting or being decoded.
-
-    Args:
-        request: The request.
-        loop: The event loop that reads the updates.
-
-    Attributes:
-        cancelled: Whether the job was cancelled.
-        submitted: Time of submission, from ``time.monotonic()``.
-    """
+    """A request that is waiting or being decoded, and the event loop that reads its updates."""
 
     def __init__(self, request: AnswerRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self._loop = request, loop
@@ -137,13 +106,8 @@ class Job:
     ) -> AsyncGenerator[JobUpdate | None, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
-        Args:
-            heartbeat: Yield None whenever no update arrives for this many seconds; default: never.
-
-        Raises:
-            DecodingError: Decoding failed.
+        Yields None whenever no update arrives for ``heartbeat`` seconds; raises DecodingError.
         """
-        text = self.request.echo
         try:
             while True:
                 try:
@@ -155,18 +119,12 @@ class Job:
                     return
                 if isinstance(update, Exception):
                     raise update
-                text += "".join(piece.text for piece in update.pieces)
-                yield replace(update, text=text)
+                yield update
         finally:
             self.cancel()
 
     def publish(self, update: JobUpdate | Exception | None) -> None:
-        """Send an update from the decoding thread to the event loop.
-
-        Args:
-            update: An update, an error, or None at the end. An update's text is left empty, because
-                :meth:`updates` adds it: otherwise a slow reader would accumulate a copy per step.
-        """
+        """Send an update, an error, or None at the end, from the decoding thread."""
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
         except RuntimeError:  # the loop is closed
@@ -175,12 +133,7 @@ class Job:
 
 @dataclass(eq=False)
 class Call:
-    """Other work that needs the model and waits in the same queue.
-
-    Attributes:
-        work: The function to run.
-        result: The future of its result.
-    """
+    """Other work that needs the model and waits in the same queue."""
 
     work: Work
     result: Future[Any] = field(default_factory=Future)
@@ -197,14 +150,7 @@ class Call:
 
 @dataclass
 class _Row:
-    """A job that is being decoded.
-
-    Attributes:
-        job: The job.
-        answer: Its answer.
-        began: When its first tokens had been decoded, from ``time.monotonic()``.
-        first_tokens: Number of these tokens.
-    """
+    """A job that is being decoded, and when its first tokens had been decoded."""
 
     job: Job
     answer: ChatAnswer
@@ -221,13 +167,8 @@ class DecodeQueue:
     """A queue of requests, and the thread that decodes them.
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
-    whose last request started first; and to that client's requests in order of arrival.
-
-    Args:
-        model: The pair that decodes.
-        max_waiting: Maximum number of waiting requests, not counting those being decoded.
-        max_batch: Maximum number of requests that are decoded at once.
-        observer: Receives the queue's events; default: events are ignored.
+    whose last request started first; and to that client's requests in order of arrival. At most
+    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded.
     """
 
     def __init__(
@@ -268,14 +209,7 @@ class DecodeQueue:
         return self._thread.is_alive() and not self._closed
 
     def submit(self, request: AnswerRequest) -> Job:
-        """Add a request; call this from the event loop that will read its updates.
-
-        Args:
-            request: The request.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
-        """
+        """Add a request, in the event loop that will read its updates; raises QueueFullError."""
         job = Job(request, asyncio.get_running_loop())
         with self._changed:
             self._admit()
@@ -283,19 +217,16 @@ class DecodeQueue:
             self._changed.notify()
         return job
 
-    async def call(self, work: Work) -> Any:
+    async def call(self, work: Work, admitted: bool = False) -> Any:
         """Do other work in the decoding thread between two steps, and return its result.
 
-        Args:
-            work: The function to run. Its argument is a function that returns whether the call was
-                cancelled.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
+        The argument of ``work`` returns whether the call was cancelled. Raises QueueFullError,
+        unless the work is ``admitted`` because it continues a request.
         """
         call = Call(work)
         with self._changed:
-            self._admit()
+            if self._closed or not admitted:
+                self._admit()
             self._calls.append(call)
             self._changed.notify()
         try:
@@ -304,11 +235,7 @@ class DecodeQueue:
             call.cancel()
 
     def check_room(self) -> None:
-        """Check that the queue has room for one more request.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
-        """
+        """Raise QueueFullError if the queue is closed or has no room for one more request."""
         with self._changed:
             if self._closed:
                 raise QueueFullError("the server is shutting down")
@@ -317,11 +244,7 @@ class DecodeQueue:
                 raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop serving; requests being decoded are cancelled after the current step.
-
-        Args:
-            timeout: Seconds to wait for that step.
-        """
+        """Cancel all requests, and wait some seconds for the current step to end."""
         with self._changed:
             self._closed = True
             for item in (*self._waiting, *self._calls, *self._active):
@@ -458,7 +381,7 @@ class DecodeQueue:
             self._remove(decoded)
             self._release(job)  # first, so that a client that sees the end can submit again
             self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
-        job.publish(JobUpdate("", pieces, usage, answer.finish_reason, stats))
+        job.publish(JobUpdate(pieces, usage, answer.finish_reason, stats))
         if answer.finish_reason is not None:
             job.publish(None)
 

@@ -17,44 +17,25 @@ from eagle_fsd.model.sampling import AnswerProcessor
 
 @dataclass(frozen=True)
 class RepetitionPenalty(LogitsProcessor):
-    """Hugging Face's repetition penalty, of the tokens of prompt and answer.
-
-    Attributes:
-        penalty: Divides positive logits and multiplies negative ones.
-    """
+    """Hugging Face's repetition penalty, of the tokens of prompt and answer."""
 
     penalty: float
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the penalized logits.
-
-        Args:
-            input_ids: ``[B, S]`` tokens so far.
-            scores: ``[B, V]`` logits.
-        """
+        """Return the penalized logits."""
         penalized: Tensor = RepetitionPenaltyLogitsProcessor(self.penalty)(input_ids, scores)
         return penalized
 
 
 @dataclass(frozen=True)
 class AnswerPenalty(AnswerProcessor):
-    """OpenAI's presence and frequency penalties.
-
-    Attributes:
-        presence: Subtracted from the logits of tokens that occurred in the answer.
-        frequency: Subtracted for each occurrence.
-    """
+    """OpenAI's presence and frequency penalties."""
 
     presence: float
     frequency: float
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the penalized logits.
-
-        Args:
-            input_ids: ``[B, S]`` tokens of the answer so far.
-            scores: ``[B, V]`` logits.
-        """
+        """Return the penalized logits."""
         counts = torch.zeros_like(scores).scatter_add_(
             1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
         )
@@ -63,23 +44,13 @@ class AnswerPenalty(AnswerProcessor):
 
 @dataclass(frozen=True)
 class MinTokens(AnswerProcessor):
-    """Mask the tokens that end an answer until it has a minimum length.
-
-    Attributes:
-        count: Minimum number of tokens before one of them.
-        end_tokens: The tokens that end the answer.
-    """
+    """Mask the tokens that end an answer until it has a minimum length."""
 
     count: int
     end_tokens: tuple[int, ...]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the masked logits.
-
-        Args:
-            input_ids: ``[B, S]`` tokens of the answer so far.
-            scores: ``[B, V]`` logits.
-        """
+        """Return the masked logits."""
         if input_ids.shape[1] >= self.count:
             return scores
         ends = torch.tensor(self.end_tokens, device=scores.device)

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import TypedDict
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
-from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate
@@ -29,16 +29,19 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class WorkerParams(AnswerOptions):
-    """Parameters of a worker request: those that FastChat's servers send, and further ones.
+class ChatTurn(TypedDict):
+    """A message of a chat."""
 
-    Unknown parameters are rejected.
-    """
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class RequestParams(AnswerOptions):
+    """Parameters of a request for an answer, by FastChat's names; unknown ones are rejected."""
 
     model: str = Field(default="", description="Name of the model; any is accepted.")
-    prompt: str | None = Field(
-        default=None, description="A raw prompt, or an encoded chat (see wire_format)."
-    )
+    messages: list[ChatTurn] | None = Field(default=None, description="A chat.")
+    prompt: str | None = Field(default=None, description="A raw prompt, instead of a chat.")
     prompt_token_ids: list[int] | None = Field(
         default=None, description="A raw prompt as token ids, instead of ``prompt``."
     )
@@ -66,9 +69,6 @@ class WorkerParams(AnswerOptions):
     echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
-    )
-    client: str = Field(
-        default="", max_length=256, description="Identifies the client that rows are shared with."
     )
     best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
     use_beam_search: Literal[False] = Field(
@@ -109,45 +109,34 @@ class WorkerParams(AnswerOptions):
         return _without_nulls(fsd)
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> WorkerParams:
-        if not self.prompt and not self.prompt_token_ids:
+    def _check_combinations(self) -> RequestParams:
+        prompts = [self.messages, self.prompt, self.prompt_token_ids]
+        if not any(prompts):
             raise ValueError(
                 "prompt must be a non-empty string, or prompt_token_ids a non-empty list of token"
                 " ids"
             )
-        if self.prompt is not None and self.prompt_token_ids is not None:
-            raise ValueError("prompt and prompt_token_ids exclude each other")
-        if self.echo and self.chat is not None:
+        if sum(item is not None for item in prompts) > 1:
+            raise ValueError("messages, prompt and prompt_token_ids exclude each other")
+        if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
             raise ValueError("max_new_tokens must be at least 1 unless echo is true; got 0")
         return self
 
-    @property
-    def chat(self) -> list[dict[str, str]] | None:
-        """The messages of an encoded chat; None for a raw prompt."""
-        return None if self.prompt is None else decode_chat(self.prompt)
-
 
 def read_request(
     params: Mapping[str, Any], model: EagleFSD, chat_template: ChatTemplate, limits: Limits
 ) -> AnswerRequest:
-    """Validate the parameters of a worker request and tokenize its prompt.
+    """Validate the fields of :class:`RequestParams` and tokenize the prompt.
 
-    Args:
-        params: The ``prompt`` and the fields of :class:`WorkerParams`; null is the same as absent.
-        model: The pair; its acceptance options are the defaults.
-        chat_template: How a chat encoded in the prompt is formatted.
-        limits: The server's limits.
-
-    Raises:
-        RequestError: A parameter is missing, of the wrong type or out of bounds, or the prompt does
-            not fit the context.
+    Null is the same as absent; the model's acceptance options are the defaults. Raises
+    RequestError.
     """
     given = _without_nulls(params)
     given.setdefault("max_new_tokens", limits.max_new_tokens)
     try:
-        parsed = WorkerParams.from_dict(given)
+        parsed = RequestParams.from_dict(given)
     except OptionsError as error:
         raise RequestError(str(error)) from error
     acceptance = _acceptance(parsed.fsd, model.acceptance, limits)
@@ -164,11 +153,11 @@ def read_request(
     echo_texts: list[str] = []
     dropped = 0
     try:
-        if parsed.chat is None:
+        if parsed.messages is None:
             tokens, echo_texts = _encode_raw(parsed, model)
             ids = torch.tensor([tokens], dtype=torch.long)
         else:
-            ids, dropped = fit_chat(model, chat_template, parsed.chat)
+            ids, dropped = fit_chat(model, chat_template, parsed.messages)
             if not parsed.ignore_eos:
                 stop += chat_template.stop
                 stop_token_ids += chat_template.stop_token_ids
@@ -191,7 +180,6 @@ def read_request(
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,
         dropped=dropped,
-        client=parsed.client,
     )
 
 
@@ -214,11 +202,10 @@ def _acceptance(
     return acceptance
 
 
-def _encode_raw(params: WorkerParams, model: EagleFSD) -> tuple[list[int], list[str]]:
-    """Tokenize a raw prompt, which must leave room for the first new token.
+def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list[str]]:
+    """Return a raw prompt's token ids and the text of each; the texts add up to the prompt.
 
-    Returns:
-        Token ids, and the text of each; the texts add up to the prompt.
+    Raises ContextLengthError if no room is left for the first new token.
     """
     context, prompt = model.target.context_length, params.prompt
     if prompt is None:

@@ -59,18 +59,7 @@ COMMANDS = {_command(name): ("acceptance", name) for name in AcceptanceConfig.mo
 
 @dataclass
 class ChatSession:
-    """A pair and the state of one chat with it.
-
-    Attributes:
-        model: The pair. Commands change its tree and acceptance options.
-        chat_template: How the chat is formatted.
-        options: How answers are sampled.
-        name: The model's name for the chat's opening line.
-        show_origins: Whether to color tokens by their origin.
-        notes: Console for output that is not part of the chat.
-        prefix_cache: The KV caches kept between turns.
-        answer: The last answer.
-    """
+    """A pair, whose options commands change, and the state of one chat with it."""
 
     model: EagleFSD
     chat_template: ChatTemplate
@@ -84,16 +73,10 @@ class ChatSession:
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
     ) -> Iterator[dict[str, Any]]:
-        """Generate an answer; FastChat's loop calls this.
+        """Yield FastChat's outputs of an answer, with the new pieces as ``pieces``.
 
-        Args:
-            prompt: A chat encoded by :mod:`~eagle_fsd.chat.wire_format`, or a prompt formatted by
-                another FastChat template that a loaded file names.
-            stop: Stop strings of that other template.
-            stop_token_ids: Stop tokens of that other template.
-
-        Yields:
-            FastChat's outputs, with the new pieces as ``pieces``.
+        The prompt is an encoded chat (:mod:`~eagle_fsd.chat.wire_format`), or formatted by another
+        FastChat template that a loaded file names, which has the stop strings and tokens.
         """
         chat = decode_chat(prompt)
         stop = [stop] if isinstance(stop, str) else stop or ()
@@ -128,14 +111,9 @@ class ChatSession:
         return ids
 
     def set_option(self, command: str, value: str) -> str | None:
-        """Set or show an option of the tree or of acceptance.
+        """Set an option by a command such as ``!!min-ratio``, or show it if the value is empty.
 
-        Args:
-            command: A command such as ``!!min-ratio``. Underscores are read as hyphens.
-            value: The new value; empty to show the current one.
-
-        Returns:
-            The message to print; None if there is no such command.
+        Returns the message to print; None if there is no such command.
         """
         command = command.replace("_", "-")
         if command not in COMMANDS:
@@ -156,11 +134,7 @@ class ChatSession:
         return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 
     def note(self, text: str | Text) -> None:
-        """Print a line that is not part of the chat.
-
-        Args:
-            text: The line.
-        """
+        """Print a line that is not part of the chat."""
         self.notes.print(text, style="dim", markup=False, soft_wrap=True)
 
     def print_opening(self) -> None:
@@ -217,12 +191,7 @@ class _CommandInput:
 
 
 class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
-    """FastChat's simple style, which prints tokens as they are accepted.
-
-    Args:
-        session: The chat.
-        multiline: Whether a message may have several lines.
-    """
+    """FastChat's simple style, which prints tokens as they are accepted."""
 
     def __init__(self, session: ChatSession, multiline: bool) -> None:
         super().__init__(multiline)
@@ -245,13 +214,7 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
 
 
 class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
-    """FastChat's rich style: Markdown, or colored text if origins are shown.
-
-    Args:
-        session: The chat.
-        multiline: Whether a message may have several lines.
-        mouse: Whether the mouse places the cursor.
-    """
+    """FastChat's rich style: Markdown, or colored text if origins are shown."""
 
     def __init__(self, session: ChatSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
@@ -306,11 +269,7 @@ class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
 
 
 class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
-    """FastChat's programmatic style; notes and statistics go to standard error.
-
-    Args:
-        session: The chat.
-    """
+    """FastChat's programmatic style; notes and statistics go to standard error."""
 
     def __init__(self, session: ChatSession) -> None:
         super().__init__()
@@ -331,19 +290,7 @@ def run_chat(
     multiline: bool = False,
     mouse: bool = False,
 ) -> None:
-    """Run FastChat's chat loop until the user leaves it.
-
-    Args:
-        session: The chat.
-        style: One of :data:`STYLES`.
-        system: The system message.
-        history: Whether the model sees earlier turns.
-        multiline: Whether a message may have several lines.
-        mouse: Whether the mouse places the cursor (rich style).
-
-    Raises:
-        ValueError: The style is unknown.
-    """
+    """Run FastChat's chat loop until the user leaves it."""
     register_template()
     for file in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks

@@ -16,11 +16,7 @@ from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 class Piece:
     """One token of an answer and the text that it completes, which may be empty.
 
-    Attributes:
-        text: The text.
-        token: The token id.
-        origin: The token's origin, as determined by verification.
-        detail: Log-probability, divergence and alternatives, if requested.
+    ``detail`` is None unless log-probabilities are requested.
     """
 
     text: str
@@ -33,17 +29,9 @@ class TextStream:
     """Convert tokens to pieces of text, up to the first stop string.
 
     A stop string may begin in one token and end in a later one, so text that could be the beginning
-    of a stop string is held back until the following tokens decide.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        stop: Strings that end the text. Empty strings are ignored.
-
-    Attributes:
-        stopped: Whether a stop string was found. The string and everything after it are dropped.
-
-    Raises:
-        ValueError: The tokenizer is not a fast tokenizer.
+    of a stop string is held back until the following tokens decide. Once ``stopped``, the string
+    and what follows it are dropped; empty strings are ignored. Raises ValueError unless the
+    tokenizer is a fast one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -58,16 +46,7 @@ class TextStream:
         origins: Iterable[int],
         details: Sequence[TokenDetail] | None = None,
     ) -> list[Piece]:
-        """Add the tokens of one step.
-
-        Args:
-            tokens: Token ids.
-            origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
-            details: The details of each; None if they were not requested.
-
-        Returns:
-            The pieces that can no longer be part of a stop string, in order.
-        """
+        """Add tokens, and return the pieces that can no longer be part of a stop string."""
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             text = self._detokenizer.step(token)
             detail = None if details is None else details[index]

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.cli.demo import BUNDLED_NAME
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import check_single_process
+from eagle_fsd.cli.serve import BUNDLED_NAME
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 AnswerFields = Annotated[AnswerOptions, options("Answers")]

@@ -1,20 +1,16 @@
-"""``eagle-fsd serve all`` with the current OpenAI client."""
+"""The server with the current OpenAI client."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import Any
 
 import openai
 import pytest
 import torch
-from processes import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, Servers, seconds_until
 from prompts import reference, tokenize
+from serving import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
 
 from eagle_fsd import EagleFSD
-
-pytestmark = pytest.mark.xdist_group("servers")
 
 
 def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
@@ -24,17 +20,6 @@ def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
 
 def expected(model: EagleFSD, messages: Any = HELLO, **options: Any) -> str:
     return reference(model, messages, max_new_tokens=128, **options)
-
-
-def test_printed_command_works(servers: Servers, client: openai.OpenAI) -> None:
-    assert f"http://127.0.0.1:{servers.api}/v1" in "".join(servers.lines)
-    assert [item.id for item in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).id == NAME
-    with pytest.raises(openai.NotFoundError, match="the model other does not exist"):
-        client.models.retrieve("other")
-    command = servers.lines[-1]
-    output = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
-    assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_greedy_text_equals_hugging_face(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -224,61 +209,49 @@ def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
     assert response.usage.prompt_tokens > 2
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"model": "other"}, openai.NotFoundError, "other"),
-        ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be greater than or equal"),
-        ({"n": 999}, openai.BadRequestError, "n must be less than or equal to 128; got 999"),
-        ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
-        ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
-        ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
-        ({"messages": []}, openai.BadRequestError, "at least 1 item"),
-        (
-            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-            openai.BadRequestError,
-            "messages.0.role must be",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "Hello! " * 9000}]},
-            openai.BadRequestError,
-            "tokens",
-        ),
-        ({"stop": [str(number) for number in range(99)]}, openai.BadRequestError, "stop must be"),
-    ],
+#: Options of a request, and the error that they raise.
+INVALID: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"model": "other"}, openai.NotFoundError, "other"),
+    ({"temperature": 9}, openai.BadRequestError, "temperature"),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be greater than or equal"),
+    ({"n": 999}, openai.BadRequestError, "n must be less than or equal to 128; got 999"),
+    ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
+    ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
+    ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
+    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+    ({"messages": []}, openai.BadRequestError, "at least 1 item"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        openai.BadRequestError,
+        "messages.0.role must be",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "Hello! " * 9000}]},
+        openai.BadRequestError,
+        "tokens",
+    ),
+    ({"stop": [str(number) for number in range(99)]}, openai.BadRequestError, "stop must be"),
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_have_their_status(
-    options: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    stream: bool,
-    client: openai.OpenAI,
-) -> None:
+
+
+def test_errors_have_their_status(client: openai.OpenAI) -> None:
     """Also if the response would be a stream: it has not started when it is rejected."""
-    request = {"model": NAME, "messages": HELLO, "extra_body": EXACT, "stream": stream, **options}
-    with pytest.raises(error, match=message) as raised:
-        client.chat.completions.create(**request)
-    assert "Traceback" not in str(raised.value)
+    for options, error, message in INVALID:
+        request = {"model": NAME, "messages": HELLO, "extra_body": EXACT, **options}
+        for stream in (False, True):
+            with pytest.raises(error, match=message) as raised:
+                client.chat.completions.create(**{**request, "stream": stream})
+            assert "Traceback" not in str(raised.value)
 
 
-def test_disconnects_cancel_requests(servers: Servers, client: openai.OpenAI) -> None:
+def test_disconnects_cancel_requests(server: APIThread, client: openai.OpenAI) -> None:
     endless = {**ENDLESS, "max_tokens": 1900}
     with ask(client, stream=True, **endless) as stream:
         next(iter(stream))
-        assert servers.queue_length() == 1
+        assert server.queue_length() == 1
         next(iter(stream))
     impatient = client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         ask(impatient, n=16, **endless)
-    assert seconds_until(lambda: servers.queue_length() == 0) < TIMEOUT
+    assert seconds_until(lambda: server.queue_length() == 0) < TIMEOUT
     assert ask(client).choices[0].finish_reason == "stop"
-
-
-def test_taken_port_is_reported_in_one_line(servers: Servers, run: Any) -> None:
-    status, _, errors = run("serve", "all", "--port", servers.api)
-    assert status == 1
-    assert len(errors.splitlines()) == 1
-    assert f"cannot listen on 127.0.0.1:{servers.api}" in errors

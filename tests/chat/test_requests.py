@@ -31,8 +31,8 @@ from eagle_fsd.utils.chat_templates import (
 )
 
 
-def long_chat(count: int) -> str:
-    return encode_chat([{"role": "user", "content": "Hello! " * count}])
+def long_chat(count: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hello! " * count}]}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,10 @@ def long_chat(count: int) -> str:
         ({"prompt": None}, "prompt must be a non-empty string, or prompt_token_ids"),
         ({"prompt": ""}, "prompt must be a non-empty string"),
         ({"prompt": ["a"]}, r"prompt must be a string; got \['a'\]"),
-        ({"prompt_token_ids": [7]}, "prompt and prompt_token_ids exclude each other"),
+        (
+            {"prompt": "a", "prompt_token_ids": [7]},
+            "prompt and prompt_token_ids exclude each other",
+        ),
         ({"prompt": None, "prompt_token_ids": []}, "prompt_token_ids a non-empty list"),
         (
             {"prompt": None, "prompt_token_ids": [7, 1024]},
@@ -67,6 +70,8 @@ def long_chat(count: int) -> str:
         ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
         ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
         ({"images": ["x"]}, "unknown option images"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be"),
+        ({"client": "x"}, "unknown option client"),
         ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
         ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
         ({"echo": True}, "echo requires a raw prompt; got a chat"),
@@ -88,8 +93,8 @@ def long_chat(count: int) -> str:
         ({"stop_token_ids": [True]}, "stop_token_ids.0 must be a valid integer; got True"),
         ({"prompt": "Hello! " * 5000}, "tokens fill the context of"),
         ({"prompt": "Hello! " * 50_000}, "has 350000 characters, more than"),
-        ({"prompt": long_chat(50_000)}, "350000 characters leave no room for an answer"),
-        ({"prompt": long_chat(5000)}, "tokens leave no room for an answer"),
+        (long_chat(50_000), "350000 characters leave no room for an answer"),
+        (long_chat(5000), "tokens leave no room for an answer"),
     ],
 )
 def test_invalid_parameters_are_rejected(

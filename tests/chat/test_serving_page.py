@@ -14,13 +14,13 @@ import yaml
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from eagle_fsd.chat.serve.api.schemas import (
+from eagle_fsd.chat.serve.metrics import ServerMetrics
+from eagle_fsd.chat.serve.openai_format import (
     Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
 )
-from eagle_fsd.chat.serve.metrics import WorkerMetrics
 from eagle_fsd.cli.app import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def test_configuration_files() -> None:
 
 
 def test_metrics_exist() -> None:
-    metrics = WorkerMetrics()
+    metrics = ServerMetrics()
     metrics.requests.labels("failed").inc()
     metrics.tokens.labels("exact").inc()
     exposed = metrics.page(0, 0, 1).decode()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from fastchat.serve import inference
-from processes import QUESTION
 from prompts import reference
 from rich.console import Console
+from serving import QUESTION
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, TreeConfig
 from eagle_fsd.chat import terminal

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import TIMEOUT
+from serving import TIMEOUT
 
 pexpect = pytest.importorskip("pexpect")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +11,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving import ServerThread
 from test_web_page import ScriptedBackend
 
-from eagle_fsd.chat.serve.guard import ANYONE, Access
+from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard
 
 JSON = {"content-type": "application/json"}
 POST_ROUTES = ("queue/join", "queue/join/", "cancel", "reset", "reset/")
@@ -45,20 +43,12 @@ PATHS = st.lists(
 def running_page(access: Access = ANYONE) -> Iterator[httpx.Client]:
     """Serve the page in this process; yields a client."""
     pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
-    from eagle_fsd.chat.web.app import page_app, page_server
+    from eagle_fsd.chat.web.app import page_app
 
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = page_server(page_app(ScriptedBackend("Hi", "!"), access=access))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-        yield client
-    server.should_exit = True
-    thread.join(10)
+    app = page_app(ScriptedBackend("Hi", "!"))
+    server = ServerThread(Guard(app, access), app.close)
+    yield server.http
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +97,7 @@ def test_junk_in_paths(page: httpx.Client, parts: list[str], method: str) -> Non
 
 def test_page_asks_for_a_key() -> None:
     """As a password, which browsers send with every request to the page."""
-    with running_page(Access(keys=("one", "two"), scheme="Basic")) as client:
+    with running_page(Access(keys=("one", "two"), page=True)) as client:
         for path in ("/", "/config", "/assets/x.js"):
             reply = client.get(path)
             assert reply.status_code == 401

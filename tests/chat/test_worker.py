@@ -15,46 +15,44 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from fastchat.conversation import Conversation, SeparatorStyle
-from fastchat.serve.base_model_worker import BaseModelWorker
-from prompts import ENCODED_HELLO, GREEDY, reference, tokenize
+from prompts import ENCODED_HELLO, OPTIONS, reference, tokenize
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import backend as backend_module
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import Job
-from eagle_fsd.chat.serve import worker as worker_module
-from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.chat.serve.guard import Access, Guard
+from eagle_fsd.chat.serve.worker import FSDWorker, with_key, worker_app
 from eagle_fsd.chat.session import AnswerRequest
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
+GREEDY = {"prompt": ENCODED_HELLO, **OPTIONS}
 ORIGINS = ("exact", "fuzzy", "target")
 
 
 def make_worker(model: EagleFSD, controller: str | None = None) -> FSDWorker:
     limits = Limits(max_batch=2, queue=2, max_body=20_000)
     template = load_chat_template(model.tokenizer)
-    return FSDWorker(model, template, limits, controller, NOWHERE, ["pair"], "test")
+    return FSDWorker(model, template, limits, controller, NOWHERE, ["pair"])
 
 
-@pytest.fixture(autouse=True)
-def no_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FastChat's logger would redirect the standard streams, which are pytest's here."""
-    monkeypatch.setattr("fastchat.serve.base_model_worker.build_logger", lambda *_: None)
+def guarded(worker: FSDWorker, *keys: str) -> Guard:
+    return Guard(worker_app(worker), Access(keys=keys))
 
 
 @pytest.fixture
 def worker(model: EagleFSD) -> Iterator[FSDWorker]:
     worker = make_worker(model)
     yield worker
-    worker.close()
+    worker.backend.close()
 
 
 @pytest.fixture
 def client(worker: FSDWorker) -> Iterator[TestClient]:
-    with TestClient(worker_app(worker), raise_server_exceptions=False) as client:
+    with TestClient(guarded(worker), "http://localhost") as client:
         yield client
 
 
@@ -175,7 +173,7 @@ def test_echoed_prompt_has_the_targets_logprobs(
 def test_echo_without_logprobs_scores_nothing(
     worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "score_prompt", lambda *_: 1 / 0)
+    monkeypatch.setattr(backend_module, "score_prompt", lambda *_: 1 / 0)
     output = generate(client, prompt="Mia has", echo=True, max_new_tokens=3)
     assert output["text"].startswith("Mia has")
     assert output["logprobs"] is None
@@ -198,25 +196,16 @@ def test_scoring_of_a_client_that_left_is_cancelled(
         ended.set()
         return []
 
-    monkeypatch.setattr(worker_module, "score_prompt", score)
+    monkeypatch.setattr(backend_module, "score_prompt", score)
     params = {"prompt": "Mia has", "echo": True, "logprobs": 1, "max_new_tokens": 5}
 
     async def work() -> None:
-        answers = asyncio.create_task(anext(worker.answers(params)))
+        answers = asyncio.create_task(anext(worker.answers(params, "")))
         await asyncio.to_thread(scoring.wait, 60)
         answers.cancel()
         assert await asyncio.to_thread(ended.wait, 60)
 
     asyncio.run(asyncio.wait_for(work(), 120))
-
-
-def test_equal_texts_of_tokens_keep_the_larger_logprob(
-    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "_token_text", lambda token: "x")
-    params = {"prompt": "Mia has 8", "echo": True, "max_new_tokens": 0}
-    best = generate(client, logprobs=1, **params)["logprobs"]["top_logprobs"]
-    assert generate(client, logprobs=5, **params)["logprobs"]["top_logprobs"] == best
 
 
 def test_prompts_as_token_ids(model: EagleFSD, client: TestClient) -> None:
@@ -258,17 +247,13 @@ def test_invalid_embedding_inputs_are_rejected(texts: Any, client: TestClient) -
     assert "input must" in response.json()["text"]
 
 
-def test_cancelled_embeddings_are_skipped(worker: FSDWorker) -> None:
-    assert worker.embed(["a", "b"], cancelled=lambda: True)["embedding"] == []
-
-
 def test_errors_are_outputs(
     worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rejected,) = stream(client, temperature=-1)
     assert rejected["error_code"] == 40302
     assert "temperature" in rejected["text"]
-    check_target(worker.model.target)
+    check_target(worker.backend.model.target)
     monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
     failed = generate(client)
     assert failed["error_code"] == 50001
@@ -299,8 +284,8 @@ def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.Monk
         return output
 
     async def work() -> list[dict[str, Any]]:
-        transport = httpx.ASGITransport(worker_app(worker))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+        transport = httpx.ASGITransport(guarded(worker))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await asyncio.gather(*(post(client) for _ in range(7)))
 
     outputs = asyncio.run(asyncio.wait_for(work(), 120))
@@ -311,10 +296,10 @@ def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.Monk
     assert worker.get_queue_length() == 0
 
 
-def test_clients_are_told_apart_by_their_addresses(
-    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
+def test_clients_are_told_apart_by_their_keys(
+    worker: FSDWorker, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers in front of the worker name their clients instead."""
+    """FastChat's servers send the key as the password of the address that was registered."""
     submit, found = worker.queue.submit, []
 
     def record(request: AnswerRequest) -> Job:
@@ -322,10 +307,12 @@ def test_clients_are_told_apart_by_their_addresses(
         return submit(request)
 
     monkeypatch.setattr(worker.queue, "submit", record)
-    stream(client, max_new_tokens=1)
-    generate(client, max_new_tokens=1)
-    client.post("/worker_generate", json={**GREEDY, "client": "somebody"})
-    assert found == ["testclient", "testclient", "somebody"]
+    for app in (guarded(worker), guarded(worker, "one/two", "three")):
+        for url in ("http://localhost", with_key("http://localhost", "one/two")):
+            with TestClient(app, url) as client:
+                reply = client.post("/worker_generate", json={**GREEDY, "max_new_tokens": 1})
+                found.append(str(reply.status_code))
+    assert found == ["testclient", "200", "testclient", "200", "401", "one/two", "200"]
 
 
 def test_slow_tokenization_does_not_block_other_requests(
@@ -340,8 +327,8 @@ def test_slow_tokenization_does_not_block_other_requests(
     monkeypatch.setattr(backend_module, "read_request", blocked)
 
     async def work() -> dict[str, Any]:
-        transport = httpx.ASGITransport(worker_app(worker))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+        transport = httpx.ASGITransport(guarded(worker))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = asyncio.create_task(client.post("/worker_generate", json=GREEDY, timeout=60))
             while not worker.call_ct:
                 await asyncio.sleep(0.001)
@@ -369,19 +356,6 @@ def test_unexpected_errors_are_not_revealed(
     assert response.json()["error_code"] == 50001
 
 
-def test_worker_is_healthy_after_trying_to_register(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BaseModelWorker, "init_heart_beat", lambda self: None)
-    worker = make_worker(model, controller=NOWHERE)
-    with TestClient(worker_app(worker)) as client:
-        assert client.get("/health").status_code == 503
-        assert client.get("/health").json()["status"] == "registering"
-        worker.init_heart_beat()
-        assert client.get("/health").json() == {"status": "ok", "queue": 0}
-    worker.close()
-
-
 def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     answer = stream(client, fsd={"threshold": 0.4})[-1]
     stream(client, temperature=-1)
@@ -398,13 +372,13 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     assert tokens / float(values["eagle_fsd_steps_total"]) == pytest.approx(answer["fsd"]["tau"])
     assert float(values["eagle_fsd_step_seconds_count"]) == answer["fsd"]["steps"]
     assert float(values["eagle_fsd_queue"]) == float(values["eagle_fsd_rows"]) == 0
-    assert float(values["eagle_fsd_max_rows"]) == worker.limits.max_batch
+    assert float(values["eagle_fsd_max_rows"]) == worker.queue.max_batch
     for name in ("first_token", "token"):
         assert float(values[f"eagle_fsd_{name}_seconds_count"]) == 1
         assert float(values[f"eagle_fsd_{name}_seconds_sum"]) > 0
     assert client.get("/health").json() == {"status": "ok", "queue": 0}
     worker.metrics.request_finished("cancelled", {})  # before its turn
     assert 'requests_total{outcome="cancelled"} 1.0' in client.get("/metrics").text
-    worker.close()
+    worker.backend.close()
     assert client.get("/health").status_code == 503
     assert client.post("/model_details", json={}).json()["context_length"] == worker.context_len

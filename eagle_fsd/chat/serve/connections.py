@@ -1,6 +1,6 @@
-"""HTTP connections that silent or slow clients cannot exhaust.
+"""Serve HTTP connections that silent or slow clients cannot exhaust.
 
-:func:`server_config` sets up uvicorn so that a connection without a complete request is closed
+:class:`BoundedServer` sets up uvicorn so that a connection without a complete request is closed
 after a while, or as soon as its place is needed, and so that what clients do cannot fill the log.
 """
 
@@ -11,6 +11,7 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -36,35 +37,67 @@ LISTEN_BACKLOG = 2048
 LOG_RECORDS, LOG_PERIOD = 10, 60.0
 
 
-def server_config(app: Any, host: str, port: int, lifespan: bool = False) -> uvicorn.Config:
-    """Return the configuration of a server.
+def run_server(
+    app: Any,
+    host: str,
+    port: int,
+    on_started: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM; see :class:`BoundedServer`.
 
-    Args:
-        app: The ASGI application.
-        host: Address to listen on.
-        port: Port to listen on.
-        lifespan: Whether the application needs lifespan events.
+    Raises OSError if the address is invalid or the port is in use.
     """
-    own_names()  # cached: it may ask a name server, which must not delay the first request
-    return uvicorn.Config(
-        app,
-        host,
-        port,
-        http=BoundedProtocol,
-        ws="none",
-        loop="asyncio",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=ACCEPT_BATCH,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
-        lifespan="on" if lifespan else "off",
-    )
+    limit_logging()
+    server = BoundedServer(app, host, port, on_started, on_stop)
+    server.run()
+    if not server.started:
+        raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError unless a server can listen on a port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 class BoundedServer(uvicorn.Server):
-    """A server with a configuration of :func:`server_config`."""
+    """A server whose connections, log and open files are bounded.
+
+    ``on_started`` is called once the port is open, ``on_stop`` before open responses get some
+    seconds to finish.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_started: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        own_names()  # cached: it may ask a name server, which must not delay the first request
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=BoundedProtocol,
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=ACCEPT_BATCH,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+            lifespan="auto",
+        )
+        super().__init__(config)
+        self.on_started, self.on_stop = on_started, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
@@ -75,6 +108,15 @@ class BoundedServer(uvicorn.Server):
             for item in server.sockets:
                 with item.dup() as listener:
                     listener.listen(LISTEN_BACKLOG)
+        if self.started:
+            self.on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and wait for open responses; see ``uvicorn.Server``."""
+        self.on_stop()
+        # Cancelling the answers in progress is expected and not worth a log entry.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
 
 
 class BoundedProtocol(H11Protocol):

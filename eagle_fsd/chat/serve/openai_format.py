@@ -1,0 +1,447 @@
+"""OpenAI's formats: request models, response bodies and errors.
+
+Requests have the parameters of OpenAI's API that are supported, and this project's own. Types are
+strict and other parameters are rejected, so that none is ignored silently. Of the parameters that
+are not supported, those are declared that some clients send with a value that has no effect. Null
+is the same as absent.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
+from secrets import token_hex
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi.exceptions import RequestValidationError
+from pydantic import AliasChoices, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from starlette.exceptions import HTTPException
+
+from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
+from eagle_fsd.chat.request_body import RequestError, shorten
+from eagle_fsd.chat.text import Piece
+from eagle_fsd.utils.options import Options
+
+#: Maximum number of choices in a response, for all prompts together.
+MAX_CHOICES = 128
+#: Maximum number of texts in a request for embeddings, as in OpenAI's API.
+MAX_EMBEDDING_INPUTS = 2048
+MAX_TOKENS = 1_048_576
+#: Maximum number of members of an object; none has as many that are supported.
+MAX_MEMBERS = 100
+#: Parameters that are passed on as they are.
+_FORWARDED = {
+    *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("fsd", "echo", "logprobs"),
+}
+
+
+def _to_strings(value: Any) -> list[str]:
+    strings = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) for item in strings):
+        raise ValueError("must be a string or a list of strings")
+    return strings
+
+
+def _to_text(content: Any) -> str:
+    """Join the parts of a message's content."""
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [content]:
+        valid = isinstance(part, dict) and part.keys() == {"type", "text"}
+        if not valid or part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError("must be a string or a list of parts of type text")
+    return "\n".join(part["text"] for part in content)
+
+
+def _to_prompts(value: Any) -> list[str | list[int]]:
+    def is_prompt(item: Any) -> bool:
+        return bool(item) and (isinstance(item, str) or is_ids(item))
+
+    def is_ids(item: Any) -> bool:
+        return isinstance(item, list) and all(type(token) is int for token in item)
+
+    prompts = [value] if isinstance(value, str) or is_ids(value) else value
+    valid = isinstance(prompts, list) and 1 <= len(prompts) <= MAX_CHOICES
+    if not valid or not all(map(is_prompt, prompts)):
+        raise ValueError(
+            f"must be a non-empty string, a list of token ids, or a list of 1 to {MAX_CHOICES} of"
+            " these"
+        )
+    return prompts
+
+
+Strings = Annotated[list[str], PlainValidator(_to_strings, json_schema_input_type=str | list[str])]
+Text = Annotated[str, PlainValidator(_to_text, json_schema_input_type=str | list[dict[str, str]])]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        _to_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
+#: Types of parameters that are not supported.
+EmptyList = Annotated[list[Any], Field(default_factory=list, max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Field(default_factory=dict, max_length=0)]
+
+
+class Body(Options):
+    """A JSON object whose types are strict."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_MEMBERS:  # describing all of them would take seconds
+            raise ValueError(f"must not have more than {MAX_MEMBERS} members")
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+    tool_calls: EmptyList
+    annotations: EmptyList
+
+
+class StreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_usage: bool = Field(default=False, description="End the stream with the usage.")
+    include_obfuscation: Literal[False] = False
+
+
+class TextFormat(Body):
+    """The only supported format of answers."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(AnswerOptions, Body):
+    """Parameters that chats and completions share."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description="Number of choices per prompt.")
+    temperature: float = Field(default=0.7, ge=0, le=2, description="0 is greedy.")
+    top_p: float = Field(default=1.0, ge=0, le=1, description="1 is off; 0 is greedy.")
+    top_k: int = Field(default=-1, ge=-1, description="-1 and 0 are off.")
+    stop: Strings = Field(default=[], description="Strings that end the answer.")
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(
+        default=[], description="Tokens that end the answer."
+    )
+    ignore_eos: bool = Field(default=False, description="Continue after end-of-sequence tokens.")
+    min_tokens: int = Field(default=0, ge=0, description="Number of tokens before any may end it.")
+    fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
+    stream: bool = Field(default=False, description="Send server-sent events.")
+    stream_options: StreamOptions = StreamOptions()
+    user: str = Field(default="", description="Not used.")
+    logit_bias: EmptyObject
+
+    def answer_params(self) -> list[dict[str, Any]]:
+        """Return the parameters of each choice, as ``eagle_fsd.chat.requests`` declares them.
+
+        Choice ``i`` of a prompt has the seed ``seed + i``; otherwise all would be the same.
+        """
+        params = self.model_dump(include=_FORWARDED, exclude_none=True)
+        requests = [{**params, **prompt} for prompt in self._prompts() for _ in range(self.n)]
+        if self.seed is not None:
+            for index, request in enumerate(requests):
+                request["seed"] = (self.seed + index % self.n) % 2**63
+        return requests
+
+    @abstractmethod
+    def _prompts(self) -> list[dict[str, Any]]:
+        """Return the parameters that differ among prompts."""
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    max_new_tokens: int | None = Field(  # type: ignore[assignment]
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
+        description="Maximum number of tokens, also as max_tokens; default: the server's limit.",
+    )
+    logprobs: bool = Field(default=False, description="Report log-probabilities.")
+    top_logprobs: int = Field(default=0, ge=0, le=20, description="Alternatives for each token.")
+    response_format: TextFormat = TextFormat(type="text")
+    tools: EmptyList
+    tool_choice: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = True
+    metadata: EmptyObject
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        names = ("max_tokens", "max_completion_tokens")
+        if isinstance(values, dict) and all(values.get(name) is not None for name in names):
+            raise ValueError("must not set both max_tokens and max_completion_tokens")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if all(message.role in ("system", "developer") for message in self.messages):
+            raise ValueError("must have a user message in messages")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("must set logprobs with top_logprobs")
+        return self
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        # Many chat templates allow one system message, at the beginning.
+        system, chat = [], []
+        for message in self.messages:
+            if message.role in ("system", "developer"):
+                system.append(message.content)
+            else:
+                chat.append({"role": message.role, "content": message.content})
+        if system:
+            chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
+        logprobs = self.top_logprobs if self.logprobs else None
+        return [{"messages": chat, "logprobs": logprobs}]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Prompts
+    max_new_tokens: int = Field(
+        default=16,
+        ge=0,
+        le=MAX_TOKENS,
+        validation_alias="max_tokens",
+        description="Maximum number of tokens; 0 is allowed with echo.",
+    )
+    logprobs: int | None = Field(
+        default=None, description="Report log-probabilities and this many alternatives."
+    )
+    echo: bool = Field(default=False, description="Begin the answer with the prompt.")
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(f"must not have more than {MAX_CHOICES} prompts, multiplied by n")
+        if self.max_new_tokens == 0 and not self.echo:
+            raise ValueError("must set max_tokens to at least 1 unless echo is true")
+        return self
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        return [
+            {"prompt": item} if isinstance(item, str) else {"prompt_token_ids": item}
+            for item in self.prompt
+        ]
+
+
+class EmbeddingRequest(Body):
+    """Body of ``POST /v1/embeddings``."""
+
+    model: str
+    input: Strings = Field(description="Texts; token ids are not supported.")
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str = Field(default="", description="Not used.")
+
+    @model_validator(mode="after")
+    def _check(self) -> EmbeddingRequest:
+        if not 1 <= len(self.input) <= MAX_EMBEDDING_INPUTS or not all(self.input):
+            raise ValueError(f"must have 1 to {MAX_EMBEDDING_INPUTS} non-empty strings as input")
+        return self
+
+
+class ResponseBuilder:
+    """Builds the response to a request from the updates of its choices, whole or in chunks."""
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        choices: int,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self.chat, self.n = isinstance(request, ChatRequest), request.n
+        self.logprobs = request.logprobs is not None and request.logprobs is not False
+        self._token_text = token_text
+        self._fields: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._updates: list[list[JobUpdate]] = [[] for _ in range(choices)]
+        self._offsets = [0] * choices  # characters of each choice so far
+
+    def add(self, index: int, update: JobUpdate) -> list[dict[str, Any]]:
+        """Add an update of a choice, and return its chunks of a streamed response."""
+        chunks = []
+        if self.chat and not self._updates[index]:
+            delta = {"role": "assistant", "content": ""}
+            opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunks.append(self._chunk([opening]))
+        self._updates[index].append(update)
+        text = update.text
+        if text or update.finish_reason or (self.logprobs and update.pieces):
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                content = {"delta": {"content": text} if text else {}}
+            chunks.append(self._chunk([self._choice(index, content, update.pieces, update)]))
+        self._offsets[index] += len(text)
+        return chunks
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a stream, which has no choices."""
+        return self._chunk([], self._usage())
+
+    def response(self) -> dict[str, Any]:
+        """Return the whole response."""
+        choices = []
+        self._offsets = [0] * len(self._offsets)
+        for index, updates in enumerate(self._updates):
+            text = "".join(update.text for update in updates)
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            pieces = [piece for update in updates for piece in update.pieces]
+            choices.append(self._choice(index, content, pieces, updates[-1]))
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._fields, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def _chunk(self, choices: list[Any], usage: Any = None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._fields, "object": kind, "choices": choices, "usage": usage}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], pieces: Sequence[Piece], update: JobUpdate
+    ) -> dict[str, Any]:
+        logprobs: Any = None
+        if self.logprobs and self.chat:
+            entries = chat_logprobs(pieces, self._token_text)
+            logprobs = {"content": entries, "refusal": None}
+        elif self.logprobs:
+            logprobs = completion_logprobs(pieces, self._offsets[index], self._token_text)
+        reason = update.finish_reason
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return token counts, tau, and tokens by origin; a prompt counts once."""
+        last = [updates[-1] for updates in self._updates]
+        prompt = sum(update.usage["prompt_tokens"] for update in last[:: self.n])
+        tokens = sum(update.usage["completion_tokens"] for update in last)
+        names = ("fuzzy_tokens", "exact_tokens", "target_tokens")
+        origins = {name: sum(update.stats[name] for update in last) for name in names}
+        steps = sum(update.stats["steps"] for update in last)
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, **origins}
+        return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
+
+
+def completion_logprobs(
+    pieces: Iterable[Piece], offset: int, token_text: Callable[[int], str]
+) -> dict[str, list[Any]]:
+    """Return log-probabilities in the format of completions; the text begins at ``offset``."""
+    columns: dict[str, list[Any]] = {
+        "text_offset": [],
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+    }
+    for piece in pieces:
+        columns["text_offset"].append(offset)
+        columns["tokens"].append(token_text(piece.token))
+        columns["token_logprobs"].append(piece.detail and piece.detail.log_prob)
+        top: dict[str, float] = {}
+        for other, log_prob in piece.detail.top if piece.detail else ():
+            top.setdefault(token_text(other), log_prob)  # of equal texts the likeliest
+        columns["top_logprobs"].append(top or None)
+        offset += len(piece.text)
+    return columns
+
+
+def chat_logprobs(
+    pieces: Iterable[Piece], token_text: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Return log-probabilities in the format of chats."""
+
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
+        text = token_text(token)
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+    return [
+        {
+            **entry(piece.token, piece.detail.log_prob),
+            "top_logprobs": [entry(*item) for item in piece.detail.top],
+        }
+        for piece in pieces
+        if piece.detail is not None
+    ]
+
+
+def embedding_response(
+    request: EmbeddingRequest, vectors: Sequence[Sequence[float]], tokens: int
+) -> dict[str, Any]:
+    """Return the response to a request for embeddings; base64 holds little-endian float32."""
+    base64 = request.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+            if base64
+            else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": request.model, "usage": usage}
+
+
+class ApiError(HTTPException):
+    """An error response with OpenAI's error code, if any, and the invalid parameter, if any."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(status, shorten(message))
+        self.code, self.param = code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status_code == 429 else kind
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def answer_error(error: Exception) -> ApiError:
+    """Convert an exception of :meth:`~eagle_fsd.chat.backend.LocalBackend.answer`."""
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), 429)
+    if isinstance(error, DecodingError):
+        return ApiError(str(error), 500)
+    too_long = isinstance(error, RequestError) and error.code == RequestError.CONTEXT
+    return ApiError(str(error), code="context_length_exceeded" if too_long else None)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """Describe the first problem of an invalid request in one line."""
+    problem = error.errors()[0]
+    param = ".".join(map(str, problem["loc"][1:]))  # the first item is "body"
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "extra_forbidden" or context.get("max_length") == 0:
+        message = "is not supported"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "value_error":
+        message = str(context["error"])
+    else:
+        message = f"must {problem['msg'].partition(' should ')[2]}; got {problem['input']!r}"
+    return ApiError(f"{param or 'the request'} {message}", param=param or None)
