@@ -29,7 +29,7 @@ from eagle_fsd.chat.decode_queue import (
     QueueFullError,
 )
 from eagle_fsd.chat.request_body import RequestError
-from eagle_fsd.chat.requests import read_request
+from eagle_fsd.chat.requests import default_acceptance, read_acceptance, read_request
 from eagle_fsd.chat.session import (
     AnswerRequest,
     answer_stats,
@@ -37,7 +37,7 @@ from eagle_fsd.chat.session import (
     score_prompt,
     token_usage,
 )
-from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.text import Piece, TokenDecoder
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 
 #: Most likely target tokens that the page shows for each token.
 NUM_ALTERNATIVES = 3
-WARM_UP_TOKENS = 16
 #: Minimum seconds between two updates of the page: rendering every step would slow decoding down.
 UPDATE_INTERVAL = 0.08
 #: Seconds between empty updates while a request waits, so that the page notices disconnects.
@@ -82,7 +81,7 @@ class Update:
     """The increment of an answer on the page; one without tokens and stats is a heartbeat.
 
     ``stats`` are those of the answer so far: ``tau``, ``tokens_per_second``, ``tokens``,
-    ``fuzzy_tokens``, ``dropped`` (messages dropped to fit the context), ...
+    ``fuzzy_tokens``, ``dropped_messages`` (to fit the context), ...
     """
 
     tokens: Sequence[Token] = ()
@@ -118,6 +117,7 @@ def request_params(
 ) -> dict[str, Any]:
     """Build the parameters of a request of the page; defaults are the server's."""
     params: dict[str, Any] = {"messages": list(chat), "logprobs": NUM_ALTERNATIVES}
+    params["truncation"] = "auto"  # the page says how many messages were dropped
     if options is not None:
         params |= options.model_dump(exclude_none=True)
     if acceptance is not None:
@@ -141,9 +141,12 @@ class LocalBackend:
         observer: DecodeObserver | None = None,
     ) -> None:
         self.model, self.chat_template = model, chat_template
-        self.about = About(name, model.acceptance, limits)
-        self.queue = DecodeQueue(model, limits.queue, limits.max_batch, observer)
+        self.about = About(name, default_acceptance(model, limits), limits)
+        self.queue = DecodeQueue(
+            model, limits.queue, limits.max_batch, observer, limits.stall_timeout
+        )
         self.reader = ThreadPoolExecutor(1, "read")
+        self.tokens = TokenDecoder(model.tokenizer)
 
     async def answer(
         self,
@@ -208,7 +211,7 @@ class LocalBackend:
         try:
             answer = self.answer(params, client, method, HEARTBEAT_INTERVAL)
             async with contextlib.aclosing(answer) as updates:
-                async for request, update in updates:
+                async for _, update in updates:
                     if update is None:
                         yield Update()
                         continue
@@ -217,15 +220,15 @@ class LocalBackend:
                     if now - sent < UPDATE_INTERVAL and update.finish_reason is None:
                         continue
                     tokens = [self._token(piece) for piece in pieces]
-                    stats = {
-                        **update.stats,
-                        "tokens": update.usage["completion_tokens"],
-                        "dropped": request.dropped,
-                    }
+                    stats = {**update.stats, "tokens": update.usage["completion_tokens"]}
                     yield Update(tokens, stats, update.finish_reason)
                     pieces, sent = [], now
         except (RequestError, QueueFullError, DecodingError) as error:
             raise BackendError(str(error)) from error
+
+    def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
+        """Return the acceptance options of a request; raises RequestError."""
+        return read_acceptance(fsd, lossless, self.model, self.about.limits)
 
     async def read(self, params: Mapping[str, Any]) -> AnswerRequest:
         """Validate and tokenize a request, one at a time; raises RequestError."""
@@ -259,10 +262,6 @@ class LocalBackend:
         mean = features[0].float().mean(0)
         return torch.nn.functional.normalize(mean, dim=0).cpu().tolist(), ids.shape[1]
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a token on its own."""
-        return str(self.model.tokenizer.decode([token]))
-
     def _token(self, piece: Piece) -> Token:
         token = Token(piece.token, piece.text, piece.origin.name.lower())
         if piece.detail is None:
@@ -271,23 +270,8 @@ class LocalBackend:
             token,
             divergence=piece.detail.divergence,
             probability=math.exp(piece.detail.log_prob),
-            top=[(self.token_text(id_), math.exp(value)) for id_, value in piece.detail.top],
+            top=[(self.tokens.text(id_), math.exp(value)) for id_, value in piece.detail.top],
         )
-
-    def warm_up(self) -> None:
-        """Decode a few tokens with both methods, so that one-time costs slow no answer.
-
-        Must not be called from within an event loop.
-        """
-        options = AnswerOptions(max_new_tokens=WARM_UP_TOKENS)
-        params = request_params([{"role": "user", "content": "Hello"}], options)
-
-        async def decode() -> None:
-            for method in ("fsd", "ar"):
-                async for _ in self.stream(params, method=method):
-                    pass
-
-        asyncio.run(decode())
 
     def close(self) -> None:
         """Stop the decoding thread and the tokenizing thread."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
 from eagle_fsd.model.batch import StreamChunk
@@ -29,6 +31,10 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
+#: After how many failures in a row requests are refused.
+MAX_FAILURES = 3
+#: Why requests are refused.
+STOPPED = "decoding has stopped; the server's log says why"
 Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
 Work = Callable[[Callable[[], bool]], Any]
@@ -38,8 +44,16 @@ class QueueFullError(RuntimeError):
     """The request queue is full or closed."""
 
 
+class ClosedError(QueueFullError):
+    """The server is shutting down, or decoding has stopped."""
+
+
 class DecodingError(RuntimeError):
     """Decoding failed; the message may be shown to the client."""
+
+
+class AbortedError(DecodingError):
+    """The server stopped, or decoding stalled, before the answer was complete."""
 
 
 class DecodeObserver:
@@ -101,6 +115,11 @@ class Job:
         """Cancel the request."""
         self.cancelled = True
 
+    def fail(self, error: DecodingError) -> None:
+        """Cancel the request with an error."""
+        self.publish(error)
+        self.cancel()
+
     async def updates(
         self, heartbeat: float | None = None
     ) -> AsyncGenerator[JobUpdate | None, None]:
@@ -140,12 +159,17 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the call was cancelled."""
-        return self.result.cancelled()
+        """Whether nobody waits for the result."""
+        return self.result.done()
 
     def cancel(self) -> None:
         """Cancel the call."""
         self.result.cancel()
+
+    def fail(self, error: DecodingError) -> None:
+        """Cancel the call with an error."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
 
 
 @dataclass
@@ -168,7 +192,8 @@ class DecodeQueue:
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
     whose last request started first; and to that client's requests in order of arrival. At most
-    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded.
+    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded. A step that takes
+    more than ``stall_timeout`` seconds has stalled.
     """
 
     def __init__(
@@ -177,15 +202,18 @@ class DecodeQueue:
         max_waiting: int,
         max_batch: int,
         observer: DecodeObserver | None = None,
+        stall_timeout: float = 600.0,
     ) -> None:
         self.model, self.max_waiting, self.max_batch = model, max_waiting, max_batch
-        self.observer = observer or DecodeObserver()
+        self.observer, self.stall_timeout = observer or DecodeObserver(), stall_timeout
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._calls: list[Call] = []
         self._active: set[Job | Call] = set()  # taken from these lists and not finished
         self._started: dict[str, float] = {}  # when clients' last requests started
-        self._closed = False
+        self._closed = self._draining = False
+        self._working_since: float | None = None  # when the current step or call began
+        self._failures = 0  # steps in a row that failed
         # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
         # next turn of a chat only adds its own tokens.
         self._batch = model.batch(max_batch)
@@ -205,8 +233,24 @@ class DecodeQueue:
 
     @property
     def alive(self) -> bool:
-        """Whether the decoding thread is running."""
-        return self._thread.is_alive() and not self._closed
+        """Whether requests are being decoded, or would be."""
+        return self._thread.is_alive() and not (self._closed or self.failed or self.stalled)
+
+    @property
+    def ready(self) -> bool:
+        """Whether further requests are accepted, if there is room."""
+        return self.alive and not self._draining
+
+    @property
+    def failed(self) -> bool:
+        """Whether so many steps in a row have failed that others would, too."""
+        return self._failures >= MAX_FAILURES
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the current step takes too long."""
+        began = self._working_since
+        return began is not None and time.monotonic() - began > self.stall_timeout
 
     def submit(self, request: AnswerRequest) -> Job:
         """Add a request, in the event loop that will read its updates; raises QueueFullError."""
@@ -237,11 +281,24 @@ class DecodeQueue:
     def check_room(self) -> None:
         """Raise QueueFullError if the queue is closed or has no room for one more request."""
         with self._changed:
-            if self._closed:
-                raise QueueFullError("the server is shutting down")
+            if self._closed or self._draining:
+                raise ClosedError("the server is shutting down")
+            if self.failed or self.stalled:
+                raise ClosedError(STOPPED)
             # The first requests in the queue are about to start while there are free rows.
             if self._count() >= self.max_waiting + self.max_batch:
                 raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
+
+    def drain(self) -> None:
+        """Accept no further requests."""
+        self._draining = True
+
+    def abort(self, message: str) -> None:
+        """End all requests with an AbortedError."""
+        with self._changed:
+            for item in (*self._waiting, *self._calls, *self._active):
+                if not item.cancelled:
+                    item.fail(AbortedError(message))
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel all requests, and wait some seconds for the current step to end."""
@@ -319,10 +376,12 @@ class DecodeQueue:
                 return
             call = self._calls.pop(0)
             self._active.add(call)
+        self._working_since = time.monotonic()
         try:
-            publish = partial(call.result.set_result, call.work(call.result.cancelled))
+            publish = partial(call.result.set_result, call.work(call.result.done))
         except Exception as error:  # reported to the caller; the queue continues
             publish = partial(call.result.set_exception, error)
+        self._working_since = None
         self._release(call)
         with contextlib.suppress(InvalidStateError):  # the call was cancelled
             publish()  # only now, so that a client that sees the end can submit again
@@ -335,23 +394,33 @@ class DecodeQueue:
             self._rows[answer.join(self._batch)] = _Row(job, answer)
         except Exception as error:  # of any kind: the others go on
             log.exception("a request failed")
+            self._count_failure(error)
             self._fail(job, error)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count an error that the device may repeat, unless it only lacks memory."""
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            self._failures += 1
 
     def _step(self) -> None:
         """Take a step with all rows, and publish what it emitted."""
         if not self._rows:
             return
-        began = time.monotonic()
+        began = self._working_since = time.monotonic()
         try:
             found = self._batch.step()
+            self._failures = 0
         except Exception as error:  # of any kind: the next requests must be served
             log.exception("%d requests failed", len(self._rows))
+            self._count_failure(error)
             self._batch = self.model.batch(self.max_batch)
             jobs = [row.job for row in self._rows.values()]
             self._rows.clear()
             for job in jobs:
                 self._fail(job, error)
             return
+        finally:
+            self._working_since = None
         if found:
             seconds, tokens = time.monotonic() - began, sum(len(chunk.tokens) for _, chunk in found)
             self.observer.step_finished(seconds, len(found), tokens)

@@ -21,6 +21,8 @@ from eagle_fsd.utils.options import OptionsError
 
 #: Maximum number of alternatives per token, as in OpenAI's API.
 MAX_ALTERNATIVES = 20
+#: Maximum number of log-probabilities of a prompt's tokens and their alternatives.
+MAX_PROMPT_LOGPROBS = 262_144
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
@@ -41,6 +43,9 @@ class RequestParams(AnswerOptions):
 
     model: str = Field(default="", description="Name of the model; any is accepted.")
     messages: list[ChatTurn] | None = Field(default=None, description="A chat.")
+    truncation: Literal["auto", "disabled"] = Field(
+        default="disabled", description="auto: drop the oldest messages of a chat that is too long."
+    )
     prompt: str | None = Field(default=None, description="A raw prompt, instead of a chat.")
     prompt_token_ids: list[int] | None = Field(
         default=None, description="A raw prompt as token ids, instead of ``prompt``."
@@ -69,6 +74,9 @@ class RequestParams(AnswerOptions):
     echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
+    )
+    lossless: bool = Field(
+        default=False, description="Decode losslessly, whatever the server's default."
     )
     best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
     use_beam_search: Literal[False] = Field(
@@ -106,7 +114,7 @@ class RequestParams(AnswerOptions):
     def _check_fsd(cls, fsd: Any) -> Any:
         if not isinstance(fsd, dict):
             raise ValueError(f"fsd must be an object; got {fsd!r}")
-        return _without_nulls(fsd)
+        return fsd
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RequestParams:
@@ -118,6 +126,8 @@ class RequestParams(AnswerOptions):
             )
         if sum(item is not None for item in prompts) > 1:
             raise ValueError("messages, prompt and prompt_token_ids exclude each other")
+        if self.lossless and self.fsd:
+            raise ValueError("lossless and fsd exclude each other")
         if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
@@ -139,7 +149,7 @@ def read_request(
         parsed = RequestParams.from_dict(given)
     except OptionsError as error:
         raise RequestError(str(error)) from error
-    acceptance = _acceptance(parsed.fsd, model.acceptance, limits)
+    acceptance = read_acceptance(parsed.fsd, parsed.lossless, model, limits)
     max_new_tokens = min(parsed.max_new_tokens, limits.max_new_tokens)
     if parsed.min_tokens > max_new_tokens:
         raise RequestError(
@@ -157,7 +167,9 @@ def read_request(
             tokens, echo_texts = _encode_raw(parsed, model)
             ids = torch.tensor([tokens], dtype=torch.long)
         else:
-            ids, dropped = fit_chat(model, chat_template, parsed.messages)
+            ids, dropped = fit_chat(
+                model, chat_template, parsed.messages, drop=parsed.truncation == "auto"
+            )
             if not parsed.ignore_eos:
                 stop += chat_template.stop
                 stop_token_ids += chat_template.stop_token_ids
@@ -167,6 +179,13 @@ def read_request(
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
+    if parsed.echo and parsed.logprobs is not None:
+        values = ids.shape[1] * (1 + parsed.logprobs)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
+                f" most {MAX_PROMPT_LOGPROBS}; got {values}"
+            )
     options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
         ids,
@@ -183,14 +202,24 @@ def read_request(
     )
 
 
-def _acceptance(
-    given: Mapping[str, Any], default: AcceptanceConfig, limits: Limits
+def default_acceptance(model: EagleFSD, limits: Limits) -> AcceptanceConfig:
+    """Return the acceptance options of requests that set none."""
+    return AcceptanceConfig() if limits.lossless else model.acceptance
+
+
+def read_acceptance(
+    fsd: Mapping[str, Any], lossless: bool, model: EagleFSD, limits: Limits
 ) -> AcceptanceConfig:
-    """Return the server's acceptance options with those of a request."""
+    """Return the server's acceptance options with those of a request; raises RequestError."""
+    if lossless:
+        return AcceptanceConfig()
+    default = default_acceptance(model, limits)
     try:
-        acceptance = default.overridden(given)
+        acceptance = default.overridden(_without_nulls(fsd))
     except OptionsError as error:
         raise RequestError(f"fsd: {error}") from error
+    if limits.lossless and not acceptance.lossless:
+        raise RequestError(f"fsd: this server is lossless; got {acceptance.label}")
     bound = max(limits.max_threshold, default.threshold)
     if acceptance.threshold > bound:
         raise RequestError(

@@ -46,18 +46,21 @@ def max_chars(tokens: int) -> int:
     return tokens * MAX_CHARS_PER_TOKEN
 
 
-def fit_chat(model: EagleFSD, chat_template: ChatTemplate, chat: Chat) -> tuple[Tensor, int]:
+def fit_chat(
+    model: EagleFSD, chat_template: ChatTemplate, chat: Chat, drop: bool = True
+) -> tuple[Tensor, int]:
     """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
-    A question is dropped together with its answer. System messages and the last question stay.
-    Returns ``[1, S]`` token ids and the number of dropped messages. Raises ContextLengthError if
-    what stays does not fit, and ValueError if the template rejects the chat.
+    A question is dropped together with its answer. System messages and the last question stay,
+    and all messages unless ``drop``. Returns ``[1, S]`` token ids and the number of dropped
+    messages. Raises ContextLengthError if what stays does not fit, and ValueError if the template
+    rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
     context = model.target.context_length
-    room = context - min(MIN_ANSWER_TOKENS, context // 4)
-    cuts = [0, *(at for at in range(1, len(turns)) if turns[at]["role"] == "user")]
+    room = context - (min(MIN_ANSWER_TOKENS, context // 4) if drop else 1)
+    cuts = [0, *(at for at in range(1, len(turns)) if drop and turns[at]["role"] == "user")]
     encoded: dict[int, Tensor] = {}
 
     def chars(messages: Chat) -> int:
@@ -186,7 +189,7 @@ class ChatAnswer:
 
     def stats(self) -> dict[str, Any]:
         """Return decoding statistics: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
-        return answer_stats(self.decoding)
+        return {**answer_stats(self.decoding), "dropped_messages": self._request.dropped}
 
     def usage(self) -> dict[str, int]:
         """Return token counts in OpenAI's format."""

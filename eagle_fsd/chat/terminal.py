@@ -49,12 +49,25 @@ def _command(option: str) -> str:
     return "!!" + option.replace("_", "-")
 
 
-#: Commands, the attribute of the pair and its field that they set. ``!!tree-top-k`` sets the
-#: tree's ``top_k``.
-COMMANDS = {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields} | {
-    _command("tree_top_k" if name == "top_k" else name): ("tree", name)
-    for name in TreeConfig.model_fields
-}
+#: Commands, the attribute of the session or the pair, and its field that they set.
+#: ``!!tree-top-k`` sets the tree's ``top_k``.
+COMMANDS = (
+    {_command(name): ("options", name) for name in AnswerOptions.model_fields}
+    | {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields}
+    | {
+        _command("tree_top_k" if name == "top_k" else name): ("tree", name)
+        for name in TreeConfig.model_fields
+    }
+)
+HELP = """\
+!!exit, Ctrl-D or an empty line   end the chat
+!!reset                           start a new chat
+!!remove                          remove the last message
+!!regen                           generate the last answer again
+!!save FILE, !!load FILE          save or load the chat
+!!threshold 0.3                   set an option; without a value, show it
+Ctrl-C                            stop an answer, and keep what there is of it
+Options: """ + " ".join(command.removeprefix("!!") for command in COMMANDS)
 
 
 @dataclass
@@ -119,7 +132,8 @@ class ChatSession:
         if command not in COMMANDS:
             return None
         part, name = COMMANDS[command]
-        config: Options = getattr(self.model, part)
+        owner: Any = self if part == "options" else self.model
+        config: Options = getattr(owner, part)
         if value:
             try:
                 given = type(config).model_validate({name: value})
@@ -130,7 +144,7 @@ class ChatSession:
                 return validation_message(error, type(config))
             except OptionsError as error:
                 return str(error)
-            setattr(self.model, part, config)
+            setattr(owner, part, config)
         return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 
     def note(self, text: str | Text) -> None:
@@ -140,7 +154,7 @@ class ChatSession:
     def print_opening(self) -> None:
         """Print one line with the model, the threshold, the commands and the tokens' colors."""
         colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
-        commands = " ".join(("!!threshold", *FASTCHAT_COMMANDS))
+        commands = " ".join(("!!help", "!!threshold", *FASTCHAT_COMMANDS))
         name = escape_control_chars(self.name)
         opening = f"{name}, {self.model.acceptance.label}. Commands: {commands}. Colors: "
         self.note(Text(opening).append_text(colors))
@@ -158,9 +172,33 @@ class ChatSession:
 
 
 class _CommandInput:
-    """Mixin for FastChat's styles: additional commands, and roles without markers."""
+    """Mixin for FastChat's styles: additional commands, and roles without markers.
+
+    Styles override :meth:`show`, not ``stream_output``.
+    """
 
     session: ChatSession
+
+    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
+        """Print an answer as it is generated; return it, or what there is of it after Ctrl-C."""
+        text = ""
+
+        def followed() -> Iterator[dict[str, Any]]:
+            nonlocal text
+            for output in output_stream:
+                text = output["text"]
+                yield output
+
+        try:
+            self.show(followed())
+        except KeyboardInterrupt:
+            self.session.note("\nstopped")
+        self.session.print_stats()
+        return text
+
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
+        super().stream_output(output_stream)  # type: ignore[misc]
 
     def prompt_for_input(self, role: str) -> str:
         """Read lines until one is for FastChat's loop, handling our own commands."""
@@ -176,8 +214,10 @@ class _CommandInput:
             line = line.strip()  # FastChat does not recognize commands with surrounding spaces
             command, _, argument = line.partition(" ")
             message = self.session.set_option(command, argument.strip())
-            if message is None and command not in FASTCHAT_COMMANDS:
-                message = f"unknown command {command} (see eagle-fsd chat --help)"
+            if command == "!!help":
+                message = HELP
+            elif message is None and command not in FASTCHAT_COMMANDS:
+                message = f"unknown command {command} (see !!help)"
             if message is None:
                 message = _file_error(command, argument.strip())
             if message is None:
@@ -197,16 +237,12 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
         super().__init__(multiline)
         self.session, self.out = session, Console(highlight=False)
 
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text = ""
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
         for output in output_stream:
             styled = _styled(output["pieces"], self.session.show_origins)
             self.out.print(styled, end="", soft_wrap=True)
-            text = output["text"]
         self.out.print()
-        self.session.print_stats()
-        return text
 
     def print_output(self, text: str) -> None:
         """Print an earlier message; see ``ChatIO``."""
@@ -221,31 +257,23 @@ class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
         self.session = session
         self._completer.words += COMMANDS
 
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text = ""
-
-        def escaped() -> Iterator[dict[str, Any]]:
-            nonlocal text
-            for output in output_stream:
-                text = output["text"]
-                yield {**output, "text": escape_control_chars(text)}
-
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
         if self.session.show_origins:
             styled = Text()
             with Live(styled, console=self._console, refresh_per_second=12) as live:
-                for output in escaped():
+                for output in output_stream:
                     styled.append_text(_styled(output["pieces"], show_origins=True))
                     live.refresh()
             self._console.print()
         else:
-            super().stream_output(escaped())
-        self.session.print_stats()
-        return text
+            super().show(
+                {**output, "text": escape_control_chars(output["text"])} for output in output_stream
+            )
 
     def print_output(self, text: str) -> None:
         """Print an earlier message; see ``ChatIO``."""
-        super().stream_output([{"text": escape_control_chars(text)}])
+        super().show([{"text": escape_control_chars(text)}])
 
 
 class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
@@ -274,12 +302,6 @@ class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
     def __init__(self, session: ChatSession) -> None:
         super().__init__()
         self.session = session
-
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text: str = super().stream_output(output_stream)
-        self.session.print_stats()
-        return text
 
 
 def run_chat(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
+
+MAX_CACHED_TOKENS = 1 << 16
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+#: The characters that byte-level vocabularies write bytes with; printable ones are the same.
+BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + index): byte
+    for index, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,42 @@ class Piece:
     token: int
     origin: Origin
     detail: TokenDetail | None = None
+
+
+class TokenDecoder:
+    """Decodes single tokens.
+
+    A token of a byte-level vocabulary, or of byte fallback, may be a part of a character. Spaces at
+    the beginning of a token are kept, even where a tokenizer drops the first one of a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        self._byte_level = b'"ByteLevel"' in tokenizer.backend_tokenizer.decoder.__getstate__()
+        self.bytes = lru_cache(MAX_CACHED_TOKENS)(self._bytes)
+        self.text = lru_cache(MAX_CACHED_TOKENS)(self._text)
+
+    def _bytes(self, token: int) -> bytes:
+        """Return a token's part of the answer in UTF-8; special tokens have none."""
+        if token in self._added:
+            added = self._added[token]
+            return b"" if added.special else added.content.encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if isinstance(piece, str):
+            if self._byte_level and BYTE_ALPHABET.keys() >= set(piece):
+                return bytes(BYTE_ALPHABET[character] for character in piece)
+            if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+                return bytes.fromhex(match[1])
+            if piece.startswith("\u2581"):  # SentencePiece's space
+                return piece.replace("\u2581", " ").encode()
+        return str(self._tokenizer.decode([token])).encode()
+
+    def _text(self, token: int) -> str:
+        """Return a token as text, in which invalid UTF-8 is U+FFFD."""
+        if token in self._added:
+            return str(self._added[token].content)
+        return self.bytes(token).decode(errors="replace")
 
 
 class TextStream:

@@ -76,6 +76,12 @@ class GuardedServer(Server):
         " name of a reverse proxy.",
     )
 
+    shutdown_timeout: float = Field(
+        10.0,
+        ge=0.0,
+        description="Seconds that requests get to end when the server stops.",
+    )
+
 
 class APIServer(GuardedServer):
     """Where the API listens."""
@@ -154,7 +160,11 @@ def run_api(
             app,
             server.host,
             server.port,
-            on_started=lambda: _print_addresses(local_url(server), names[0], page is not None),
+            backend.queue,
+            server.shutdown_timeout,
+            on_started=lambda: _print_addresses(
+                local_url(server), names[0], backend.about.acceptance, page is not None
+            ),
             on_stop=stop,
         )
     finally:
@@ -200,6 +210,7 @@ def worker(
         server.address or local_url(server),
         server.names or [model_name(pair.target)],
         access,
+        server.shutdown_timeout,
     )
 
 
@@ -238,11 +249,13 @@ def _check_gradio() -> None:
         fail("the web page needs gradio: pip install 'eagle_fsd[web]'", 1)
 
 
-def _print_addresses(url: str, name: str, page: bool) -> None:
-    """Print the addresses of the server, and a curl command to try."""
+def _print_addresses(url: str, name: str, acceptance: AcceptanceConfig, page: bool) -> None:
+    """Print the model, the addresses of the server, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    label = "lossless" if acceptance.lossless else acceptance.label
     lines = [
+        f"model       {name}, {label}",
         *([f"web page    {url}"] if page else []),
         f"API         {url}/v1  (also {url}/metrics, /health and /ready)",
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"

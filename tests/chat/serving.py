@@ -59,14 +59,14 @@ def seconds_until(condition: Callable[[], bool], timeout: float = TIMEOUT) -> fl
 
 
 class ServerThread:
-    """An application served by a thread of this process at a free port."""
+    """An application served by a thread of this process, with options of BoundedServer."""
 
-    def __init__(self, app: Any, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: Any, **options: Any) -> None:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = BoundedServer(app, on_stop=on_stop)
+        self.server = BoundedServer(app, **options)
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
         assert seconds_until(lambda: self.server.started, 30) < 30
@@ -81,12 +81,18 @@ class ServerThread:
 class APIThread(ServerThread):
     """The API over a pair in this process; ``limits`` are options of :class:`Limits`."""
 
-    def __init__(self, model: EagleFSD, access: Access = ANYONE, **limits: Any) -> None:
+    def __init__(
+        self,
+        model: EagleFSD,
+        access: Access = ANYONE,
+        shutdown_timeout: float = 0.0,
+        **limits: Any,
+    ) -> None:
         bounds, metrics = Limits(**limits), ServerMetrics()
         template = load_chat_template(model.tokenizer)
         self.backend = LocalBackend(model, template, bounds, NAME, metrics)
         app = Guard(api_app(self.backend, [NAME], metrics), access, bounds.max_body, api_error)
-        super().__init__(app)
+        super().__init__(app, queue=self.backend.queue, shutdown_timeout=shutdown_timeout)
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(

@@ -13,8 +13,15 @@ import httpx
 import pytest
 from serving import CHAT, COMPLETIONS, EMBEDDINGS, HELLO
 
-from eagle_fsd import Origin
-from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
+from eagle_fsd import AcceptanceConfig, Origin
+from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.decode_queue import (
+    AbortedError,
+    ClosedError,
+    DecodingError,
+    JobUpdate,
+    QueueFullError,
+)
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH, RequestError
 from eagle_fsd.chat.serve.api import MAX_CONCURRENT_CHOICES, api_app, api_error
 from eagle_fsd.chat.serve.asgi import until_disconnected
@@ -46,6 +53,7 @@ def updates(*texts: str, finish_reason: str | None = "stop") -> list[JobUpdate]:
         ]
         usage = {"prompt_tokens": 4, "completion_tokens": count, "total_tokens": 4 + count}
         stats = {"fuzzy_tokens": 0, "exact_tokens": count, "target_tokens": 0, "steps": count / 2}
+        stats["dropped_messages"] = 2
         reason = finish_reason if index == len(texts) - 1 else None
         found.append(JobUpdate(pieces, usage, reason, stats))
     return found
@@ -65,7 +73,12 @@ class StandIn:
         self.delay = 0.0
         self.answers: Any = lambda _: updates("He", "llo")
         self.queue = SimpleNamespace(alive=True, rows=0, max_batch=1)
-        self.token_text = chr
+        self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
+        acceptance = AcceptanceConfig(threshold=0.2)
+        self.about = SimpleNamespace(limits=Limits(), acceptance=acceptance)
+
+    def acceptance(self, fsd: Mapping[str, Any], lossless: bool) -> AcceptanceConfig:
+        return AcceptanceConfig(threshold=0.0 if lossless else 0.2)
 
     async def answer(
         self, params: Mapping[str, Any], client: str
@@ -120,6 +133,8 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
     assert completion.pop("prompt") == "Hello!"
     assert completion.pop("max_new_tokens") == 16  # as in OpenAI's API
     assert completion.pop("echo") is False
+    assert chat.pop("truncation") == "disabled"
+    assert completion["lossless"] is False
     assert completion == {name: value for name, value in chat.items() if value is not None}
     assert (chat["temperature"], chat["top_p"], chat["top_k"]) == (0.7, 1.0, -1)
     assert not {"seed", "max_new_tokens"} & chat.keys()  # the server's
@@ -127,12 +142,14 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5},
         **{"presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 3, "stop": ["a"]},
         **{"stop_token_ids": [5], "ignore_eos": True, "min_tokens": 2, "fsd": {"threshold": 0.1}},
+        "lossless": True,
     }
     given = {**params, "model": "pair", "stop": "a", "user": "somebody"}
     for name in ("max_tokens", "max_completion_tokens"):
         assert backend.call(CHAT, {**CHAT_BODY, **given, name: 9}).status_code == 200
         found = {**backend.received.pop()}
         assert found.pop("logprobs", None) is None
+        assert found.pop("truncation") == "disabled"
         assert found == {**params, "messages": HELLO, "max_new_tokens": 9, "client": "127.0.0.1"}
     body = {**given, "prompt": [1, 2], "echo": True, "logprobs": 2, "max_tokens": 0}
     assert backend.call(COMPLETIONS, body).status_code == 200
@@ -259,8 +276,11 @@ def test_whole_responses(backend: StandIn) -> None:
         "usage": {
             **{"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14},
             **{"fuzzy_tokens": 0, "exact_tokens": 10, "target_tokens": 0, "tau": 2.0},
+            "completion_tokens_details": {"fuzzy_tokens": 0},
         },
     }
+    body = backend.call(CHAT, {**CHAT_BODY, "truncation": "auto"}).json()
+    assert body["usage"]["dropped_messages"] == 2
     body = backend.call(COMPLETIONS, {**BODY, "prompt": ["a", "b", "c"], "n": 2}).json()
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     usage = body["usage"]
@@ -313,7 +333,7 @@ def test_logprobs_of_completions(backend: StandIn) -> None:
     pieces = [Piece("x", 97, Origin.PADDING), Piece("yz", 98, Origin.EXACT, detail)]
     (last,) = updates("ab", finish_reason="length")
     backend.answers = lambda _: [JobUpdate(pieces, last.usage, "length", last.stats)]
-    backend.token_text = lambda _: "t"  # type: ignore[assignment,misc]
+    backend.tokens.text = lambda _: "t"
     body = {**BODY, "echo": True, "logprobs": 1, "max_tokens": 0}
     assert backend.call(COMPLETIONS, body).json()["choices"][0]["logprobs"] == {
         "tokens": ["t", "t"],
@@ -321,6 +341,24 @@ def test_logprobs_of_completions(backend: StandIn) -> None:
         "top_logprobs": [None, {"t": -1.0}],
         "text_offset": [0, 1],
     }
+
+
+def test_log_probabilities_are_bounded(backend: StandIn) -> None:
+    """Unless they are streamed; large ones are whole, and prompts are formatted in parts."""
+    body = {**CHAT_BODY, "logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 1000}
+    response = backend.call(CHAT, body)
+    assert response.status_code == 400
+    assert "must be at most 262144; got 336000: stream the response" in response.text
+    assert not backend.received
+    assert backend.call(CHAT, {**body, "stream": True}).status_code == 200
+    backend.answers = lambda _: updates("ab" * 100, "c" * 1000)
+    for path, valid in ((CHAT, {**body, "n": 2}), (COMPLETIONS, {**BODY, "logprobs": 2})):
+        choice = backend.call(path, valid).json()["choices"][0]
+        *chunks, _ = events(backend.call(path, {**valid, "n": 1, "stream": True}))
+        parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+        name = "content" if path == CHAT else "text_offset"
+        assert len(choice["logprobs"][name]) == 1200
+        assert choice["logprobs"][name] == [item for part in parts for item in part[name]]
 
 
 def test_few_choices_are_decoded_at_a_time(backend: StandIn) -> None:
@@ -354,6 +392,8 @@ def test_errors_have_their_status(backend: StandIn) -> None:
             "invalid_request_error",
             "context_length_exceeded",
         ),
+        (ClosedError("why"), 503, "server_error", None),
+        (AbortedError("why"), 503, "server_error", None),
         (QueueFullError("why"), 429, "rate_limit_error", None),
         (DecodingError("why"), 500, "server_error", None),
     ):
@@ -367,6 +407,16 @@ def test_errors_have_their_status(backend: StandIn) -> None:
         *chunks, last = events(backend.call(CHAT, {**CHAT_BODY, "stream": True}))
         assert len(chunks) == 2
         assert last == expected
+
+
+def test_acceptance_is_declared(backend: StandIn) -> None:
+    """In a header of every reply, whole or streamed, and with the model."""
+    for changes, label in (({}, "threshold 0.2"), ({"lossless": True}, "lossless")):
+        for path, body in ((CHAT, CHAT_BODY), (COMPLETIONS, BODY)):
+            for stream in (False, True):
+                reply = backend.call(path, {**body, **changes, "stream": stream})
+                assert reply.headers["x-eagle-fsd-acceptance"] == label
+    assert backend.get("/v1/models/pair").json()["acceptance"] == "threshold 0.2"
 
 
 def test_models(backend: StandIn) -> None:

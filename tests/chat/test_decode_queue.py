@@ -15,6 +15,8 @@ from prompts import HELLO, reference, request
 
 from eagle_fsd import EagleFSD, Origin
 from eagle_fsd.chat.decode_queue import (
+    AbortedError,
+    ClosedError,
     DecodeObserver,
     DecodeQueue,
     DecodingError,
@@ -431,6 +433,67 @@ def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -
     seen = run(work)
     assert seen[:3] == [None, None, None]
     assert joined(seen) == reference(model)
+
+
+def test_stalled_step_ends_requests_with_an_error(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls as well; decoding goes on if the step ends after all."""
+    queue = DecodeQueue(model, max_waiting=4, max_batch=2, stall_timeout=0.05)
+    release, forward = threading.Event(), Target.forward_tree
+
+    def blocked(*args: Any) -> Any:
+        assert release.wait(60)
+        return forward(*args)
+
+    check_target(model.target)
+    monkeypatch.setattr(Target, "forward_tree", blocked)
+
+    async def work() -> None:
+        job = queue.submit(request(model))
+        while not queue.stalled:
+            await asyncio.sleep(0.01)
+        call = asyncio.create_task(queue.call(lambda _: 1, admitted=True))
+        await asyncio.sleep(0)
+        assert not queue.alive
+        with pytest.raises(ClosedError, match="decoding has stopped"):
+            queue.submit(request(model))
+        queue.abort("decoding has stalled")
+        with pytest.raises(AbortedError, match="stalled"):
+            await collect(job)
+        with pytest.raises(AbortedError, match="stalled"):
+            await call
+        queue.stall_timeout = 60.0
+        release.set()
+        assert await text_of(queue.submit(request(model))) == reference(model)
+        assert queue.ready
+
+    run(work)
+    queue.close()
+
+
+def test_repeated_failures_stop_the_queue(
+    model: EagleFSD, queue: DecodeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error of the device, which fails every step; errors of requests do not count."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def work() -> None:
+        check_target(model.target)
+        for fault, count in ((lambda *_: 1 / 0, 4), (broken, 3)):
+            monkeypatch.setattr(Target, "forward_tree", fault)
+            for _ in range(count):
+                assert queue.ready
+                with pytest.raises(DecodingError, match="decoding failed"):
+                    await collect(queue.submit(request(model)))
+        assert queue.failed
+        with pytest.raises(ClosedError, match="decoding has stopped"):
+            queue.submit(request(model))
+        assert not queue.alive
+
+    run(work)
 
 
 def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -112,6 +114,9 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
     own = log_probs.gather(1, out[0, ids.shape[1] :, None])[:, 0].tolist()
     assert [item.logprob for item in content] == pytest.approx(own, abs=1e-4)
     assert all(len(item.top_logprobs) == 2 for item in content)
+    assert b"".join(bytes(item.bytes) for item in content).decode() == reference(
+        model, max_new_tokens=128
+    )
     streamed = [
         item.logprob
         for chunk in ask(client, logprobs=True, stream=True)
@@ -198,6 +203,33 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
     # Only the most likely token has as much probability as the most likely token.
     sampled = {"temperature": 1.5, "seed": 1}
     assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
+
+
+def test_answers_stream_while_texts_are_embedded(server: APIThread) -> None:
+    """One text between two steps."""
+    backend, embed = server.backend, server.backend._embed
+    steps: list[float] = []
+
+    def record(*args: Any) -> Any:
+        steps.append(answer.steps)
+        return embed(*args)
+
+    async def work() -> None:
+        params = {"messages": HELLO, "max_new_tokens": 1900, **ENDLESS}
+        updates = backend.answer(params)
+        await anext(updates)
+        task = asyncio.create_task(backend.embed(["Hello!"] * 8))
+        while not task.done():
+            _, update = await anext(updates)
+            answer.steps = update.stats["steps"]
+        await updates.aclose()
+
+    answer = SimpleNamespace(steps=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_embed", record)
+        asyncio.run(asyncio.wait_for(work(), TIMEOUT))
+    assert len(steps) == 8
+    assert len(set(steps)) >= 4  # the last steps may not have been published yet
 
 
 def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from prompts import ENCODED_HELLO, GREEDY, request
+from prompts import ENCODED_HELLO, GREEDY, HELLO, request, tokenize
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.chat import session
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH, MAX_NESTING, RequestError, read_json
@@ -121,6 +121,22 @@ def test_parameters_are_limited_and_translated(model: EagleFSD) -> None:
     assert request(model, ignore_eos=None, min_tokens=None).ignore_eos is False
 
 
+def test_lossless_requests_and_servers(model: EagleFSD) -> None:
+    lossy = model.acceptance.updated(threshold=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "acceptance", lossy)
+        assert request(model, fsd={}).acceptance == lossy
+        assert request(model, fsd={}, lossless=True).acceptance == AcceptanceConfig()
+        with pytest.raises(RequestError, match="lossless and fsd exclude each other"):
+            request(model, fsd={"threshold": 0.1}, lossless=True)
+        closed = Limits(lossless=True)
+        assert request(model, closed, fsd={}).acceptance == AcceptanceConfig()
+        assert request(model, closed, fsd={"threshold": 0}).acceptance.lossless
+        for fsd in ({"threshold": 0.01}, {"rule": "margin"}):
+            with pytest.raises(RequestError, match="fsd: this server is lossless; got"):
+                request(model, closed, fsd=fsd)
+
+
 class NoEndTemplate(TokenizerTemplate):
     """A template with its own stop strings and tokens."""
 
@@ -200,6 +216,24 @@ def test_long_chats_lose_their_oldest_turns(
     assert dropped % 2 == 0
     assert not dropped or encode_from(dropped - 2).shape[1] > room
     assert bool(dropped) == (turns > 40)
+
+
+def test_chats_that_are_too_long_are_rejected_unless_messages_may_be_dropped(
+    model: EagleFSD,
+) -> None:
+    """A chat may fill the context up to its last token."""
+    chat = [*HELLO, {"role": "assistant", "content": "Hi! " * 900}, *HELLO] * 3
+    with pytest.raises(RequestError, match="tokens leave no room for an answer; the context") as no:
+        request(model, messages=chat)
+    assert no.value.code == RequestError.CONTEXT
+    read = request(model, messages=chat, truncation="auto")
+    assert read.dropped > 0
+    assert read.ids.shape[1] <= model.target.context_length - MIN_ANSWER_TOKENS
+    room = model.target.context_length - tokenize(model, [{"role": "user", "content": ""}]).shape[1]
+    chats = [[{"role": "user", "content": "7" * count}] for count in (room - 1, room)]
+    assert request(model, messages=chats[0]).ids.shape[1] == model.target.context_length - 1
+    with pytest.raises(RequestError, match="no room"):
+        request(model, messages=chats[1])
 
 
 def test_chats_survive_the_transport() -> None:

@@ -157,7 +157,8 @@ def test_the_server_as_a_process() -> None:
     pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
     options = ("--web", "--max-threshold", "0.1", "--threshold", "0")
     server = ServerProcess("serve", *options, EAGLE_FSD_API_KEYS="one,two", KEY="two")
-    page, api, command = server.log.read_text().splitlines()
+    model, page, api, command = server.log.read_text().splitlines()
+    assert model == f"model       {NAME}, lossless"
     assert page == f"web page    {server.url}"
     assert api.startswith(f"API         {server.url}/v1 ")
     environment = {**os.environ, "KEY": "two"}

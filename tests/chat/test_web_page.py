@@ -633,8 +633,3 @@ class TestLocalBackend:
             raise AssertionError("the closed request is still being decoded")
 
         asyncio.run(run())
-
-    def test_warm_up_leaves_an_empty_queue(self, backend: LocalBackend) -> None:
-        backend.warm_up()
-        assert len(backend.queue) == 0
-        assert self.ask(backend)[1][-1].stats["tau"] > 2

@@ -28,12 +28,15 @@ from eagle_fsd.chat.serve.asgi import ClosingStream, MountedApp, until_disconnec
 from eagle_fsd.chat.serve.guard import RefusedError
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
+    PIECES_PER_PART,
     ApiError,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     ResponseBuilder,
+    acceptance_label,
     answer_error,
+    check_logprobs,
     embedding_response,
     validation_error,
 )
@@ -115,25 +118,42 @@ def api_app(
             raise ApiError(message, 404, "model_not_found", "model")
 
     def card(name: str) -> dict[str, Any]:
-        return {"id": name, "created": created, "object": "model", "owned_by": "eagle-fsd"}
+        return {
+            "id": name,
+            "created": created,
+            "object": "model",
+            "owned_by": "eagle-fsd",
+            "acceptance": acceptance_label(backend.about.acceptance),
+        }
 
     async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
         known = f"model must be one of {', '.join(names)}; got {request.model}"
         check_model(request.model, known)
+        try:
+            acceptance = backend.acceptance(request.fsd, request.lossless)
+        except RequestError as error:
+            metrics.requests.labels("refused").inc()
+            raise answer_error(error) from error
+        headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance)}
         params = request.answer_params()
-        builder = ResponseBuilder(request, len(params), backend.token_text)
+        if not request.stream:
+            check_logprobs(params, backend.about.limits.max_new_tokens)
+        builder = ResponseBuilder(request, len(params), backend.tokens)
         updates = answer_choices(backend, params, client)
         if request.stream:
             events = stream(updates, builder, request.stream_options.include_usage)
             # An error before the first event sets the HTTP status. The last header tells nginx not
             # to buffer the response.
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             first = await anext(events)
             return ClosingStream(events, "text/event-stream", headers, first)
         async with aclosing(updates):
             async for index, update in updates:
-                builder.add(index, update)
-        return JSONResponse(builder.response())
+                if len(update.pieces) <= PIECES_PER_PART:
+                    builder.add(index, update)
+                else:  # a prompt, which takes a while
+                    await asyncio.to_thread(builder.add, index, update)
+        return Response(builder.response(), headers=headers, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -171,10 +191,17 @@ def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetric
     """Add the routes ``/health``, ``/ready`` and ``/metrics``."""
     queue = backend.queue
 
+    def status(good: bool, otherwise: str) -> Response:
+        body = {"status": "ok" if good else otherwise, "queue": len(queue)}
+        return JSONResponse(body, 200 if good else 503)
+
     @app.get("/health")
     async def health() -> Response:
-        status = "ok" if queue.alive else "decoding has stopped"
-        return JSONResponse({"status": status, "queue": len(queue)}, 200 if queue.alive else 503)
+        return status(queue.alive, "decoding has stopped")
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return status(queue.ready, "no requests are accepted")
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -236,7 +263,7 @@ async def stream(
     try:
         async with aclosing(updates):
             async for index, update in updates:
-                for chunk in builder.add(index, update):
+                for chunk in builder.chunks(index, update):
                     yield _event(chunk)
                     started = True
     except ApiError as error:

@@ -18,6 +18,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.serve.guard import own_names
 
 #: Seconds that open responses get to finish when a server stops.
@@ -41,18 +42,22 @@ def run_server(
     app: Any,
     host: str,
     port: int,
+    queue: DecodeQueue | None = None,
+    shutdown_timeout: float = 0.0,
     on_started: Callable[[], None] = lambda: None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an ASGI application until SIGINT or SIGTERM; see :class:`BoundedServer`.
 
-    Raises OSError if the address is invalid or the port is in use.
+    Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """
     limit_logging()
-    server = BoundedServer(app, host, port, on_started, on_stop)
+    server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started, on_stop)
     server.run()
     if not server.started:
         raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
+    if queue is not None and queue.failed:
+        raise OSError("decoding failed several times in a row; see the messages above")
 
 
 def check_port(host: str, port: int) -> None:
@@ -68,8 +73,10 @@ def check_port(host: str, port: int) -> None:
 class BoundedServer(uvicorn.Server):
     """A server whose connections, log and open files are bounded.
 
-    ``on_started`` is called once the port is open, ``on_stop`` before open responses get some
-    seconds to finish.
+    ``on_started`` is called once the port is open. When the server stops, requests in the queue get
+    ``shutdown_timeout`` seconds to end, then they end with an error; after ``on_stop`` is called,
+    open responses get :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding
+    fails repeatedly, and requests end with an error if it stalls.
     """
 
     def __init__(
@@ -77,6 +84,8 @@ class BoundedServer(uvicorn.Server):
         app: Any,
         host: str = "127.0.0.1",
         port: int = 0,
+        queue: DecodeQueue | None = None,
+        shutdown_timeout: float = 0.0,
         on_started: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -97,6 +106,7 @@ class BoundedServer(uvicorn.Server):
             lifespan="auto",
         )
         super().__init__(config)
+        self.queue, self.shutdown_timeout = queue, shutdown_timeout
         self.on_started, self.on_stop = on_started, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -111,8 +121,23 @@ class BoundedServer(uvicorn.Server):
         if self.started:
             self.on_started()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Supervise decoding, several times a second; see ``uvicorn.Server``."""
+        if self.queue is not None:
+            if self.queue.stalled:
+                seconds = self.queue.stall_timeout
+                self.queue.abort(f"decoding has stalled: a step takes more than {seconds:g} s")
+            self.should_exit = self.should_exit or self.queue.failed
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for open responses; see ``uvicorn.Server``."""
+        """Stop; see ``uvicorn.Server``."""
+        if self.queue is not None:
+            self.queue.drain()
+            end = time.monotonic() + self.shutdown_timeout
+            while len(self.queue) and time.monotonic() < end and not self.force_exit:
+                await asyncio.sleep(0.05)
+            self.queue.abort("the server is shutting down")
         self.on_stop()
         # Cancelling the answers in progress is expected and not worth a log entry.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

@@ -8,10 +8,11 @@ is the same as absent.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import abstractmethod
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
@@ -21,9 +22,16 @@ from pydantic import AliasChoices, ConfigDict, FailFast, Field, PlainValidator, 
 from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
+from eagle_fsd.chat.decode_queue import (
+    AbortedError,
+    ClosedError,
+    DecodingError,
+    JobUpdate,
+    QueueFullError,
+)
 from eagle_fsd.chat.request_body import RequestError, shorten
-from eagle_fsd.chat.text import Piece
+from eagle_fsd.chat.text import Piece, TokenDecoder
+from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.options import Options
 
 #: Maximum number of choices in a response, for all prompts together.
@@ -31,12 +39,16 @@ MAX_CHOICES = 128
 #: Maximum number of texts in a request for embeddings, as in OpenAI's API.
 MAX_EMBEDDING_INPUTS = 2048
 MAX_TOKENS = 1_048_576
+#: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
+MAX_LOGPROBS = 262_144
+#: Tokens whose log-probabilities are formatted at once.
+PIECES_PER_PART = 64
 #: Maximum number of members of an object; none has as many that are supported.
 MAX_MEMBERS = 100
 #: Parameters that are passed on as they are.
 _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("fsd", "echo", "logprobs"),
+    *("fsd", "lossless", "echo", "logprobs", "truncation"),
 }
 
 
@@ -140,6 +152,7 @@ class GenerationRequest(AnswerOptions, Body):
     ignore_eos: bool = Field(default=False, description="Continue after end-of-sequence tokens.")
     min_tokens: int = Field(default=0, ge=0, description="Number of tokens before any may end it.")
     fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
+    lossless: bool = Field(default=False, description="Decode losslessly.")
     stream: bool = Field(default=False, description="Send server-sent events.")
     stream_options: StreamOptions = StreamOptions()
     user: str = Field(default="", description="Not used.")
@@ -166,6 +179,9 @@ class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    truncation: Literal["auto", "disabled"] = Field(
+        default="disabled", description="auto: drop the oldest messages if the chat is too long."
+    )
     max_new_tokens: int | None = Field(  # type: ignore[assignment]
         default=None,
         ge=1,
@@ -268,84 +284,118 @@ class ResponseBuilder:
         self,
         request: ChatRequest | CompletionRequest,
         choices: int,
-        token_text: Callable[[int], str],
+        tokens: TokenDecoder,
     ) -> None:
         self.chat, self.n = isinstance(request, ChatRequest), request.n
+        self.truncation = isinstance(request, ChatRequest) and request.truncation == "auto"
         self.logprobs = request.logprobs is not None and request.logprobs is not False
-        self._token_text = token_text
+        self._tokens = tokens
         self._fields: dict[str, Any] = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
             "created": int(time.time()),
             "model": request.model,
         }
-        self._updates: list[list[JobUpdate]] = [[] for _ in range(choices)]
-        self._offsets = [0] * choices  # characters of each choice so far
+        self._last: list[JobUpdate | None] = [None] * choices
+        self._texts = [""] * choices
+        # Log-probabilities are kept as JSON, in small parts: as Python objects they would take many
+        # times the memory, and converting all of them at once would block other responses.
+        self._logprobs: list[dict[str, list[str]]] = [{} for _ in range(choices)]
 
-    def add(self, index: int, update: JobUpdate) -> list[dict[str, Any]]:
-        """Add an update of a choice, and return its chunks of a streamed response."""
-        chunks = []
-        if self.chat and not self._updates[index]:
+    def add(self, index: int, update: JobUpdate) -> None:
+        """Add an update of a choice to the whole response."""
+        for start in range(0, len(update.pieces) if self.logprobs else 0, PIECES_PER_PART):
+            part = update.pieces[start : start + PIECES_PER_PART]
+            offset = len(self._texts[index]) + sum(len(p.text) for p in update.pieces[:start])
+            for name, values in self._format_logprobs(part, offset).items():
+                text = json.dumps(values, separators=(",", ":"))[1:-1]
+                self._logprobs[index].setdefault(name, []).extend([text] if text else [])
+        self._texts[index] += update.text
+        self._last[index] = update
+
+    def chunks(self, index: int, update: JobUpdate) -> list[dict[str, Any]]:
+        """Add an update of a choice, and return the chunks of a streamed response for it."""
+        found = []
+        if self.chat and self._last[index] is None:
             delta = {"role": "assistant", "content": ""}
             opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            chunks.append(self._chunk([opening]))
-        self._updates[index].append(update)
-        text = update.text
+            found.append(self._chunk([opening]))
+        text, logprobs = update.text, None
         if text or update.finish_reason or (self.logprobs and update.pieces):
-            content: dict[str, Any] = {"text": text}
-            if self.chat:
-                content = {"delta": {"content": text} if text else {}}
-            chunks.append(self._chunk([self._choice(index, content, update.pieces, update)]))
-        self._offsets[index] += len(text)
-        return chunks
+            content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+            if self.logprobs:
+                logprobs = self._format_logprobs(update.pieces, len(self._texts[index]))
+                if self.chat:
+                    logprobs["refusal"] = None
+            found.append(self._chunk([self._choice(index, content, logprobs, update)]))
+        self._texts[index] += text
+        self._last[index] = update
+        return found
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, which has no choices."""
         return self._chunk([], self._usage())
 
-    def response(self) -> dict[str, Any]:
-        """Return the whole response."""
+    def response(self) -> bytes:
+        """Return the whole response as JSON."""
         choices = []
-        self._offsets = [0] * len(self._offsets)
-        for index, updates in enumerate(self._updates):
-            text = "".join(update.text for update in updates)
+        for index, (text, update) in enumerate(zip(self._texts, self._last, strict=True)):
+            assert update is not None
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            pieces = [piece for update in updates for piece in update.pieces]
-            choices.append(self._choice(index, content, pieces, updates[-1]))
+            choice = json.dumps(self._choice(index, content, None, update), ensure_ascii=False)
+            if self.logprobs:
+                parts = [
+                    f'"{name}":[{",".join(values)}]'
+                    for name, values in self._logprobs[index].items()
+                ]
+                parts += ['"refusal":null'] if self.chat else []
+                choice = f'{choice[:-1]},"logprobs":{{{",".join(parts)}}}}}'
+            choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._fields, "object": kind, "choices": choices, "usage": self._usage()}
+        fields = json.dumps({**self._fields, "object": kind, "usage": self._usage()})
+        return f'{fields[:-1]},"choices":[{",".join(choices)}]}}'.encode()
 
     def _chunk(self, choices: list[Any], usage: Any = None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._fields, "object": kind, "choices": choices, "usage": usage}
 
     def _choice(
-        self, index: int, content: dict[str, Any], pieces: Sequence[Piece], update: JobUpdate
+        self, index: int, content: dict[str, Any], logprobs: Any, update: JobUpdate
     ) -> dict[str, Any]:
-        logprobs: Any = None
-        if self.logprobs and self.chat:
-            entries = chat_logprobs(pieces, self._token_text)
-            logprobs = {"content": entries, "refusal": None}
-        elif self.logprobs:
-            logprobs = completion_logprobs(pieces, self._offsets[index], self._token_text)
-        reason = update.finish_reason
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        """Return a choice; of a whole response, log-probabilities are added as JSON."""
+        choice = {"index": index, **content, "finish_reason": update.finish_reason}
+        if logprobs is not None or not self.logprobs:
+            choice["logprobs"] = logprobs
+        return choice
+
+    def _format_logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        if self.chat:
+            return {"content": chat_logprobs(pieces, self._tokens)}
+        return completion_logprobs(pieces, offset, self._tokens)
 
     def _usage(self) -> dict[str, Any]:
         """Return token counts, tau, and tokens by origin; a prompt counts once."""
-        last = [updates[-1] for updates in self._updates]
+        last = [update for update in self._last if update is not None]
         prompt = sum(update.usage["prompt_tokens"] for update in last[:: self.n])
         tokens = sum(update.usage["completion_tokens"] for update in last)
         names = ("fuzzy_tokens", "exact_tokens", "target_tokens")
         origins = {name: sum(update.stats[name] for update in last) for name in names}
         steps = sum(update.stats["steps"] for update in last)
         usage = {"prompt_tokens": prompt, "completion_tokens": tokens, **origins}
+        usage["completion_tokens_details"] = {"fuzzy_tokens": origins["fuzzy_tokens"]}
+        if self.truncation:
+            usage["dropped_messages"] = last[0].stats["dropped_messages"]
         return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
 
 
+def acceptance_label(acceptance: AcceptanceConfig) -> str:
+    """Describe how tokens are accepted, for a header."""
+    return "lossless" if acceptance.lossless else acceptance.label
+
+
 def completion_logprobs(
-    pieces: Iterable[Piece], offset: int, token_text: Callable[[int], str]
+    pieces: Iterable[Piece], offset: int, tokens: TokenDecoder
 ) -> dict[str, list[Any]]:
     """Return log-probabilities in the format of completions; the text begins at ``offset``."""
     columns: dict[str, list[Any]] = {
@@ -356,24 +406,22 @@ def completion_logprobs(
     }
     for piece in pieces:
         columns["text_offset"].append(offset)
-        columns["tokens"].append(token_text(piece.token))
+        columns["tokens"].append(tokens.text(piece.token))
         columns["token_logprobs"].append(piece.detail and piece.detail.log_prob)
         top: dict[str, float] = {}
         for other, log_prob in piece.detail.top if piece.detail else ():
-            top.setdefault(token_text(other), log_prob)  # of equal texts the likeliest
+            top.setdefault(tokens.text(other), log_prob)  # of equal texts the likeliest
         columns["top_logprobs"].append(top or None)
         offset += len(piece.text)
     return columns
 
 
-def chat_logprobs(
-    pieces: Iterable[Piece], token_text: Callable[[int], str]
-) -> list[dict[str, Any]]:
+def chat_logprobs(pieces: Iterable[Piece], tokens: TokenDecoder) -> list[dict[str, Any]]:
     """Return log-probabilities in the format of chats."""
 
     def entry(token: int, log_prob: float) -> dict[str, Any]:
-        text = token_text(token)
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+        text, data = tokens.text(token), list(tokens.bytes(token))
+        return {"token": text, "logprob": log_prob, "bytes": data}
 
     return [
         {
@@ -383,6 +431,23 @@ def chat_logprobs(
         for piece in pieces
         if piece.detail is not None
     ]
+
+
+def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
+    """Raise ApiError if a whole response could hold more than :data:`MAX_LOGPROBS` values.
+
+    ``default`` is the maximum number of tokens of an answer.
+    """
+    values = 0
+    for item in params:
+        if item.get("logprobs") is not None:
+            values += min(item.get("max_new_tokens", default), default) * (1 + item["logprobs"])
+    if values > MAX_LOGPROBS:
+        raise ApiError(
+            f"choices, multiplied by their maximum numbers of tokens and log-probabilities for"
+            f" each, must be at most {MAX_LOGPROBS}; got {values}: stream the response, or set"
+            f" max_tokens"
+        )
 
 
 def embedding_response(
@@ -423,6 +488,8 @@ class ApiError(HTTPException):
 
 def answer_error(error: Exception) -> ApiError:
     """Convert an exception of :meth:`~eagle_fsd.chat.backend.LocalBackend.answer`."""
+    if isinstance(error, (ClosedError, AbortedError)):
+        return ApiError(str(error), 503)
     if isinstance(error, QueueFullError):
         return ApiError(str(error), 429)
     if isinstance(error, DecodingError):

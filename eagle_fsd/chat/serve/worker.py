@@ -163,8 +163,8 @@ class FSDWorker(_BaseWorker):  # type: ignore[misc]
                     assert update is not None  # there is no heartbeat
                     logprobs = None
                     if request.details is not None:
-                        token_text = self.backend.token_text
-                        logprobs = completion_logprobs(update.pieces, len(text), token_text)
+                        tokens = self.backend.tokens
+                        logprobs = completion_logprobs(update.pieces, len(text), tokens)
                     text += update.text
                     yield {
                         "text": text,
@@ -303,10 +303,11 @@ def run_worker(
     address: str,
     names: Sequence[str],
     access: Access = ANYONE,
+    shutdown_timeout: float = 0.0,
 ) -> None:
     """Serve a pair as a FastChat worker until SIGINT or SIGTERM; see :class:`FSDWorker`.
 
-    Raises OSError if the address is invalid or the port is in use.
+    Raises OSError as :func:`~eagle_fsd.chat.serve.connections.run_server`.
     """
     if access.keys:
         address = with_key(address, access.keys[0])
@@ -318,7 +319,8 @@ def run_worker(
 
     try:
         app = Guard(worker_app(worker), access, limits.max_body, error_body=worker_error)
-        run_server(app, host, port, register if controller else lambda: None)
+        on_started = register if controller else lambda: None
+        run_server(app, host, port, worker.queue, shutdown_timeout, on_started)
     finally:
         worker.backend.close()
 

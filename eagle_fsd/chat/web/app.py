@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import os
 import warnings
@@ -11,12 +12,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import wraps
 from html import escape
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 # Gradio reads this when it is imported: no telemetry.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 import gradio as gr
 from fastapi import FastAPI
+from gradio import queueing
 
 from eagle_fsd.chat.backend import About, Backend
 from eagle_fsd.chat.config import AnswerOptions
@@ -31,6 +34,8 @@ from eagle_fsd.chat.web.page import (
     max_threshold,
 )
 from eagle_fsd.utils.options import Options
+
+log = logging.getLogger(__name__)
 
 SANS_FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
 MONO_FONTS = ("ui-monospace", "DejaVu Sans Mono", "monospace")
@@ -47,6 +52,11 @@ CONTROLS: dict[str, tuple[str, float | None]] = {
     "max_new_tokens": ("Max new tokens", 1),
 }
 
+#: What descriptions of options leave to their documentation.
+EXPLANATIONS = {
+    "divergence": "js: Jensen-Shannon, kl: Kullback-Leibler, tv: total variation.",
+}
+
 
 def page_app(
     backend: Backend, options: AnswerOptions | None = None, examples: Sequence[str] = ()
@@ -56,6 +66,8 @@ def page_app(
     ``options`` are initial values of the controls, and the values of options without a control;
     ``examples`` are questions that the page suggests.
     """
+    # Gradio would print tracebacks past the limits of the log.
+    queueing.traceback = SimpleNamespace(print_exc=_log_failure)
     # Gradio drops asynchronous generators instead of closing them; that closes them as well.
     warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
     blocks = build_blocks(backend, options or AnswerOptions(), examples)
@@ -85,6 +97,11 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
         block_info_text_color="*neutral_600",
         block_info_text_color_dark="*neutral_300",
         block_title_text_color="*primary_800",
+        # Nor should labels look like buttons.
+        block_title_text_color_dark="*primary_200",
+        block_title_background_fill="none",
+        block_title_background_fill_dark="none",
+        block_title_padding="0",
         body_text_color_subdued="*neutral_600",
         body_text_color_subdued_dark="*neutral_300",
         input_placeholder_color="*neutral_500",
@@ -180,6 +197,10 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
     return blocks
 
 
+def _log_failure() -> None:
+    log.warning("an event of the page failed", exc_info=True)
+
+
 def _client(request: gr.Request) -> str:
     """Return the client that the guard has identified."""
     scope: Any = request.request and request.request.scope
@@ -194,7 +215,7 @@ def _control(name: str, about: About, options: AnswerOptions) -> gr.components.C
     label, step = CONTROLS[name]
     common: dict[str, Any] = {
         "label": label,
-        "info": option.description,
+        "info": f"{option.description} {EXPLANATIONS.get(name, '')}".rstrip(),
         "elem_id": f"fsd-{name.replace('_', '-')}",
         "interactive": about.acceptance.rule == "fsd" or not own,
     }

@@ -7,7 +7,9 @@ are removed.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -16,6 +18,7 @@ from fastapi import FastAPI, Request
 
 from eagle_fsd.chat.request_body import RequestError, read_json
 from eagle_fsd.chat.serve.asgi import Message, Receive, Send, replay_body
+from eagle_fsd.chat.serve.connections import connection_limit
 from eagle_fsd.chat.serve.guard import RefusedError
 
 #: Routes that the page requests; all others answer with status 404.
@@ -26,6 +29,10 @@ GET_ROUTES = re.compile(
 POST_ROUTES = re.compile(r"/gradio_api/(queue/join/?|cancel|reset/?)")
 #: Events of the page are sent to this route.
 JOIN_ROUTE = "/gradio_api/queue/join"
+#: Routes whose responses end when the visitor leaves.
+STREAM_ROUTES = re.compile(r"/gradio_api/(queue/data|heartbeat/.*)")
+#: How many such responses a client may have, and the seconds after which one ends.
+MAX_STREAMS, STREAM_TIMEOUT = 16, 3600.0
 #: Identifies a visitor's page.
 SESSION = re.compile(r"[\w-]{1,64}")
 ROUTES = {"GET": GET_ROUTES, "HEAD": GET_ROUTES, "POST": POST_ROUTES}
@@ -49,14 +56,16 @@ class PageApp:
     """Gradio's application, restricted to the requests of the page.
 
     ``events`` holds the number of inputs of each event by its index; Gradio answers other events
-    with an internal error. ``close`` ends the connections that Gradio keeps open for each page.
-    Requests that are refused raise RefusedError.
+    with an internal error. ``close`` ends the connections that Gradio keeps open for each page, at
+    most :data:`MAX_STREAMS` for each client and half of all connections. Requests that are refused
+    raise RefusedError.
     """
 
     def __init__(
         self, app: FastAPI, events: Mapping[int, int], close: Callable[[], None] = lambda: None
     ) -> None:
         self.app, self.events, self.close = app, events, close
+        self._streams: Counter[str] = Counter()
 
     def lifespan(self, _: Any) -> AbstractAsyncContextManager[Any]:
         """Return a context in which Gradio can handle requests."""
@@ -76,7 +85,25 @@ class PageApp:
                 # The HTML is edited, so it must not be compressed.
                 headers = [item for item in scope["headers"] if item[0] != b"accept-encoding"]
                 scope, send = {**scope, "headers": headers}, _HtmlFilter(send)
+            if STREAM_ROUTES.fullmatch(path):
+                await self._stream(scope, receive, send)
+                return
         await self.app(scope, receive, send)
+
+    async def _stream(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a request whose response may last as long as the visitor stays."""
+        client = scope["state"]["client"]
+        full = self._streams.total() >= connection_limit() // 2
+        if full or self._streams[client] >= MAX_STREAMS:
+            raise RefusedError(429, "too many pages are open")
+        self._streams[client] += 1
+        try:
+            await asyncio.wait_for(self.app(scope, receive, send), STREAM_TIMEOUT)
+        except asyncio.TimeoutError:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._streams[client] -= 1
+            self._streams += Counter()  # forgets clients without any
 
     def _check_body(self, path: str, body: bytes) -> None:
         try:

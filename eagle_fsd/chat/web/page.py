@@ -234,14 +234,18 @@ class Page:
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
-        state.busy, state.stop, turn = True, False, state.turn
+        state.busy, state.stop = True, False
+        state.turn += 1  # ends the baseline of the last answer
+        turn = state.turn
         left, right, error_html = PartialAnswer(exact), PartialAnswer(acceptance), ""
 
         def view() -> View:
             comparison = _comparison_html(left, right, sampled=params["temperature"] > 0)
             state.comparison = question_html + comparison
             busy = left.busy or right.busy
-            return View(comparison=state.comparison + error_html, stoppable=busy)
+            stats = rendering.stats_html(right.stats, {})
+            comparison = state.comparison + error_html
+            return View(comparison=comparison, stats=stats, stoppable=busy)
 
         try:
             yield view()

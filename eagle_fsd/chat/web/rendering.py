@@ -297,7 +297,7 @@ def summarize(stats: Mapping[str, float], acceptance: AcceptanceConfig, status: 
         f"{_fuzzy_share(stats)} fuzzy",
         _rule(acceptance),
     ]
-    if dropped := stats.get("dropped"):
+    if dropped := stats.get("dropped_messages"):
         parts.append(f"{dropped} oldest messages dropped to fit the context")
     if status:
         parts.append(status)

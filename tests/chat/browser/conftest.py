@@ -38,7 +38,7 @@ def server() -> Iterator[tuple[ControlledBackend, str]]:
     pair = LocalBackend(model, load_chat_template(model.tokenizer), limits, BUNDLED_NAME)
     backend = ControlledBackend(pair)
     app = page_app(backend, examples=EXAMPLES)
-    thread = ServerThread(Guard(app, max_body=limits.max_body), app.close)
+    thread = ServerThread(Guard(app, max_body=limits.max_body), on_stop=app.close)
     yield backend, thread.url
     thread.stop()
     pair.close()
