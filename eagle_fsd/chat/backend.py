@@ -43,7 +43,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.stats import DecodeStats
 from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
-from eagle_fsd.utils.chat_templates import Chat, ChatTemplate
+from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +235,29 @@ class LocalBackend:
         return await asyncio.get_running_loop().run_in_executor(
             self.reader, read_request, params, self.model, self.chat_template, self.about.limits
         )
+
+    async def tokenize(self, prompt: str, chat: Chat | None, special: bool) -> list[int]:
+        """Tokenize a raw prompt, with special tokens or without, or a chat; raises RequestError."""
+
+        def encode() -> list[int]:
+            tokenizer = self.model.tokenizer
+            if chat is None:
+                tokens: list[int] = tokenizer(prompt, add_special_tokens=special).input_ids
+                return tokens
+            try:
+                return list(encode_prompt(chat, tokenizer, self.chat_template)[0].tolist())
+            except ValueError as error:  # the template rejects the chat
+                raise RequestError(str(error), RequestError.INVALID) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self.reader, encode)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, special ones included; raises RequestError."""
+        last = self.model.target.vocab_size - 1
+        if not all(0 <= token <= last for token in tokens):
+            raise RequestError(f"tokens must be token ids in [0, {last}]")
+        decode = partial(self.model.tokenizer.decode, list(tokens))
+        return str(await asyncio.get_running_loop().run_in_executor(self.reader, decode))
 
     async def embed(self, texts: Sequence[str]) -> tuple[list[list[float]], int]:
         """Embed texts as the mean of the target's features, scaled to length 1.

@@ -1,4 +1,4 @@
-"""Logits processors of requests: penalties and the minimum length of an answer.
+"""Logits processors of requests: penalties, biases and the minimum length of an answer.
 
 Processors with the same options are equal, so that requests with equal options are verified
 together, see :class:`~eagle_fsd.model.request.Decision`.
@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd.model.sampling import AnswerProcessor
+
+#: The bias that OpenAI's API documents as a ban.
+MASKING_BIAS = -100.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class AnswerPenalty(AnswerProcessor):
             1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
         )
         return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+@dataclass(frozen=True)
+class LogitBias(LogitsProcessor):
+    """OpenAI's bias of single tokens; -100 masks a token, also for fuzzy acceptance."""
+
+    biases: tuple[tuple[int, float], ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the biased logits ``[B, V]``."""
+        tokens, values = zip(*self.biases, strict=True)
+        added = [-torch.inf if value == MASKING_BIAS else value for value in values]
+        index = torch.tensor(tokens, device=scores.device)
+        biases = torch.tensor(added, device=scores.device, dtype=scores.dtype)
+        return scores.index_add(1, index, biases.expand(len(scores), -1))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.request_body import RequestError
@@ -23,6 +23,7 @@ from eagle_fsd.utils.options import OptionsError
 MAX_ALTERNATIVES = 20
 #: Maximum number of log-probabilities of a prompt's tokens and their alternatives.
 MAX_PROMPT_LOGPROBS = 262_144
+MAX_BIAS = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
@@ -36,6 +37,8 @@ class ChatTurn(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class RequestParams(AnswerOptions):
@@ -74,6 +77,13 @@ class RequestParams(AnswerOptions):
     echo: bool = Field(default=False, description="Begin the answer with the raw prompt.")
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
+    )
+    logit_bias: dict[int, float] = Field(
+        default={}, description="Numbers in [-100, 100] to add to the logits of tokens."
+    )
+    strict_length: bool = Field(
+        default=False,
+        description="Reject max_new_tokens beyond the server's limit or the context's room.",
     )
     lossless: bool = Field(
         default=False, description="Decode losslessly, whatever the server's default."
@@ -151,12 +161,20 @@ def read_request(
         raise RequestError(str(error)) from error
     acceptance = read_acceptance(parsed.fsd, parsed.lossless, model, limits)
     max_new_tokens = min(parsed.max_new_tokens, limits.max_new_tokens)
+    strict = parsed.strict_length and params.get("max_new_tokens") is not None
+    if strict and parsed.max_new_tokens > max_new_tokens:
+        raise RequestError(
+            f"max_new_tokens must be at most {max_new_tokens} on this server;"
+            f" got {parsed.max_new_tokens}"
+        )
     if parsed.min_tokens > max_new_tokens:
         raise RequestError(
             f"min_tokens must be at most max_new_tokens, {max_new_tokens}; got {parsed.min_tokens}"
         )
     last_token = model.target.vocab_size - 1
-    for name in ("prompt_token_ids", "stop_token_ids"):
+    if not all(abs(bias) <= MAX_BIAS for bias in parsed.logit_bias.values()):
+        raise RequestError(f"logit_bias must have values in [-{MAX_BIAS}, {MAX_BIAS}]")
+    for name in ("prompt_token_ids", "stop_token_ids", "logit_bias"):
         if not all(0 <= token <= last_token for token in getattr(parsed, name) or ()):
             raise RequestError(f"{name} must be token ids in [0, {last_token}]")
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
@@ -179,6 +197,13 @@ def read_request(
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
+    context = model.target.context_length
+    if strict and ids.shape[1] + max_new_tokens > context:
+        raise RequestError(
+            f"max_new_tokens must be at most {context - ids.shape[1]} after a prompt of"
+            f" {ids.shape[1]} tokens; got {max_new_tokens}: the context has {context} tokens",
+            RequestError.CONTEXT,
+        )
     if parsed.echo and parsed.logprobs is not None:
         values = ids.shape[1] * (1 + parsed.logprobs)
         if values > MAX_PROMPT_LOGPROBS:
@@ -195,6 +220,7 @@ def read_request(
         stop_token_ids,
         ignore_eos=parsed.ignore_eos,
         min_tokens=parsed.min_tokens,
+        logit_bias=parsed.logit_bias,
         details=parsed.logprobs,
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.processors import AnswerPenalty, MinTokens, RepetitionPenalty
+from eagle_fsd.chat.processors import AnswerPenalty, LogitBias, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
@@ -99,6 +99,7 @@ class AnswerRequest:
     stop_token_ids: Sequence[int] = ()  #: beside the target's end-of-sequence tokens
     ignore_eos: bool = False  #: whether those do not end the answer
     min_tokens: int = 0  #: before a token may end the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None
     method: str = "fsd"  #: or ``"ar"``, without the drafter
@@ -204,6 +205,8 @@ class ChatAnswer:
             processors.append(RepetitionPenalty(options.repetition_penalty))
         if options.presence_penalty or options.frequency_penalty:
             processors.append(AnswerPenalty(options.presence_penalty, options.frequency_penalty))
+        if request.logit_bias:
+            processors.append(LogitBias(tuple(sorted(request.logit_bias.items()))))
         if request.min_tokens and ends:
             processors.append(MinTokens(request.min_tokens, tuple(ends)))
         sampling = options.model_dump(include=set(SamplingConfig.model_fields))

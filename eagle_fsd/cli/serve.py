@@ -76,6 +76,10 @@ class GuardedServer(Server):
         " name of a reverse proxy.",
     )
 
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="Other sites whose web pages may send requests, such as https://chat.example.",
+    )
     shutdown_timeout: float = Field(
         10.0,
         ge=0.0,
@@ -238,7 +242,8 @@ def _access(server: GuardedServer, *names: str, page: bool = False) -> Access:
             f"--host {server.host} lets other machines reach this server: set the environment"
             f" variable {API_KEYS_VARIABLE} to the keys that clients may use, separated by commas"
         )
-    return Access((*server.trusted_hosts, server.host, *names), keys, page)
+    hosts = (*server.trusted_hosts, server.host, *names)
+    return Access(hosts, keys, page, server.allowed_origins)
 
 
 def _check_gradio() -> None:

@@ -73,6 +73,7 @@ class StandIn:
         self.delay = 0.0
         self.answers: Any = lambda _: updates("He", "llo")
         self.queue = SimpleNamespace(alive=True, rows=0, max_batch=1)
+        self.model = SimpleNamespace(target=SimpleNamespace(context_length=2048))
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
         acceptance = AcceptanceConfig(threshold=0.2)
         self.about = SimpleNamespace(limits=Limits(), acceptance=acceptance)
@@ -134,7 +135,7 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
     assert completion.pop("max_new_tokens") == 16  # as in OpenAI's API
     assert completion.pop("echo") is False
     assert chat.pop("truncation") == "disabled"
-    assert completion["lossless"] is False
+    assert completion["lossless"] is completion["strict_length"] is False
     assert completion == {name: value for name, value in chat.items() if value is not None}
     assert (chat["temperature"], chat["top_p"], chat["top_k"]) == (0.7, 1.0, -1)
     assert not {"seed", "max_new_tokens"} & chat.keys()  # the server's
@@ -143,8 +144,11 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
         **{"presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 3, "stop": ["a"]},
         **{"stop_token_ids": [5], "ignore_eos": True, "min_tokens": 2, "fsd": {"threshold": 0.1}},
         "lossless": True,
+        "logit_bias": {5: 1.0},
+        "strict_length": True,
     }
-    given = {**params, "model": "pair", "stop": "a", "user": "somebody"}
+    given = {**params, "model": "pair", "stop": "a", "user": "somebody", "logit_bias": {"5": 1}}
+    del given["strict_length"]
     for name in ("max_tokens", "max_completion_tokens"):
         assert backend.call(CHAT, {**CHAT_BODY, **given, name: 9}).status_code == 200
         found = {**backend.received.pop()}
@@ -190,8 +194,8 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"prompt_token_ids": [1]}, "prompt_token_ids is not supported"),
     (CHAT, {"max_new_tokens": 1}, "max_new_tokens is not supported"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools is not supported"),
-    (CHAT, {"logit_bias": {"5": 1}}, "logit_bias is not supported"),
-    (CHAT, {"store": True}, "store must be False; got True"),
+    (CHAT, {"logit_bias": {"5": 101}}, "logit_bias must be an object of at most 300 token ids"),
+    (CHAT, {"store": 1}, "store must be a valid boolean; got 1"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type must be 'text'"),
     (CHAT, {"stream_options": {"x": 1}}, "stream_options.x is not supported"),
     (CHAT, {"temperature": 2.5}, "temperature must be less than or equal to 2; got 2.5"),
@@ -212,13 +216,13 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"messages": []}, "messages must have at least 1 item"),
     (CHAT, {"messages": "Hello!"}, "messages must be a valid list; got 'Hello!'"),
     (CHAT, {"messages": [5]}, "messages.0 must be a valid dictionary"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0 must have content"),
     (
         CHAT,
         {"messages": [{"role": "tool", "content": ""}]},
         "messages.0.role must be 'system', 'developer', 'user' or 'assistant'; got 'tool'",
     ),
-    (CHAT, {"messages": [{**HELLO[0], "name": "Mia"}]}, "messages.0.name is not supported"),
+    (CHAT, {"messages": [{**HELLO[0], "age": 5}]}, "messages.0.age is not supported"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}]},

@@ -139,6 +139,36 @@ def test_browsers_ask_for_the_key_of_a_page() -> None:
         assert call(guard, headers={"authorization": value}).status_code == 401
 
 
+def test_requests_have_an_identifier() -> None:
+    """Their own, unless it is unusable; also if they are refused."""
+    for given, kept in (("abc-1", True), ("x" * 200, False), ("a b", False), ("", False)):
+        for path in ("/", "/fail"):
+            found = call(Guard(echo), path=path, headers={"x-request-id": given}).headers
+            assert (found["x-request-id"] == given) == kept
+    refused = call(Guard(echo, Access(keys=(KEY,))), headers={"x-request-id": "abc"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "abc")
+
+
+def test_pages_of_allowed_origins_may_send_requests() -> None:
+    """Browsers first ask with OPTIONS, without the key."""
+    site = "https://chat.example"
+    guard = Guard(echo, Access(keys=(KEY,), origins=(site,)))
+    asked = call(guard, "OPTIONS", headers={"origin": site})
+    assert asked.status_code == 204
+    assert asked.headers["access-control-allow-origin"] == site
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    key = {"authorization": f"Bearer {KEY}"}
+    assert call(guard, headers={"origin": site}).status_code == 401
+    reply = call(guard, "POST", json={}, headers={**key, "origin": site})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == site
+    for other in ("https://evil.example", "http://chat.example", "null"):
+        for method in ("OPTIONS", "GET"):
+            reply = call(guard, method, headers={**key, "origin": other})
+            assert reply.status_code == 403
+            assert "access-control-allow-origin" not in reply.headers
+
+
 def test_a_client_is_the_owner_of_a_key_or_an_address() -> None:
     """An invented key makes no new client, and neither do several headers."""
     for guard, client in (

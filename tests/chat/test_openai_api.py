@@ -12,6 +12,7 @@ import torch
 from prompts import reference, tokenize
 from serving import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
 
+import eagle_fsd
 from eagle_fsd import EagleFSD
 
 
@@ -193,16 +194,67 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
         response = ask(client, max_tokens=80, logprobs=True, extra_body={**EXACT, **extra})
         return [item.token for item in response.choices[0].logprobs.content]
 
+    def encode(text: str) -> list[int]:
+        ids: list[int] = model.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
     greedy = tokens()
     assert len(greedy) < 70
     assert len(tokens(ignore_eos=True)) == 80
     assert len(tokens(min_tokens=75)) >= 75
-    (stop, *_) = model.tokenizer(greedy[2], add_special_tokens=False).input_ids
+    (stop, *_) = encode(greedy[2])
     assert tokens(stop_token_ids=[stop]) == greedy[:3]
     assert tokens(repetition_penalty=5.0, ignore_eos=True) != tokens(ignore_eos=True)
+    ids = [str(id_) for word in greedy[:3] for id_ in encode(word)]
+    banned = tokens(logit_bias=dict.fromkeys(ids, -100), fsd={"threshold": 0.4, "min_ratio": 0.0})
+    assert not set(greedy[:3]) & set(banned)
+    (forced,) = encode(" apples")
+    assert set(tokens(logit_bias={str(forced): 100})) == {" apples"}
     # Only the most likely token has as much probability as the most likely token.
     sampled = {"temperature": 1.5, "seed": 1}
     assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
+
+
+def test_parameters_without_effect_and_messages_without_content(
+    model: EagleFSD, client: openai.OpenAI
+) -> None:
+    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"}
+    ignored |= {"safety_identifier": "x", "prompt_cache_key": "y"}
+    messages: Any = [{**HELLO[0], "name": "Mia"}, {"role": "assistant", "content": None}, *HELLO]
+    messages[1]["reasoning_content"] = "I think."
+    reply = ask(client, messages, extra_body={**EXACT, **ignored})
+    plain = [*HELLO, {"role": "assistant", "content": ""}, *HELLO]
+    assert reply.choices[0].message.content == expected(model, plain)
+
+
+def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:
+    limit, context = server.backend.about.limits.max_new_tokens, 2048
+    assert client.models.retrieve(NAME).max_model_len == context
+    with pytest.raises(openai.BadRequestError, match=f"max_tokens must be at most {limit} on"):
+        ask(client, max_tokens=limit + 1)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at most") as error:
+        ask(client, max_tokens=context)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_tokens_and_version(model: EagleFSD, server: APIThread) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return server.http.post(path, json=body).json()
+
+    text = "Mia has 8 apples<|end|>"
+    found = post("/tokenize", prompt=text)
+    assert found["tokens"] == model.tokenizer(text).input_ids
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 2048)
+    assert post("/detokenize", tokens=found["tokens"])["prompt"] == text
+    assert post("/tokenize", messages=HELLO)["tokens"] == tokenize(model)[0].tolist()
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        assert server.http.post(path, json=body).status_code == 400
+    assert server.http.get("/version").json() == {"version": eagle_fsd.__version__}
 
 
 def test_answers_stream_while_texts_are_embedded(server: APIThread) -> None:

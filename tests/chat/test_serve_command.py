@@ -107,7 +107,7 @@ def test_urls_and_keys_of_a_worker(
         assert status == 0, errors
         arguments = started.pop()
         assert arguments[5:7] == (controller, address)
-        assert arguments[-1].keys == (KEY,)
+        assert arguments[-2].keys == (KEY,)
     assert worker.with_key("http://c:2", "a/b") == "http://eagle-fsd:a%2Fb@c:2"
 
 

@@ -62,7 +62,7 @@ def test_table_of_parameters(column: int) -> None:
     """It has all parameters of OpenAI's client and all of ours, and says which are accepted."""
     lines = PAGE[PAGE.index("| parameter |") :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    cells = {row[0].strip("`"): row[1 + column] for row in rows}
+    cells = {name: row[1 + column] for row in rows for name in re.findall("`(.+?)`", row[0])}
     model, openais, valid = COLUMNS[column]
     assert {*openais.__annotations__, *parameters(model)} <= cells.keys()
     for name, cell in cells.items():

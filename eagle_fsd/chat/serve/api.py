@@ -32,12 +32,15 @@ from eagle_fsd.chat.serve.openai_format import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     EmbeddingRequest,
     ResponseBuilder,
+    TokenizeRequest,
     acceptance_label,
     answer_error,
     check_logprobs,
     embedding_response,
+    to_chat,
     validation_error,
 )
 
@@ -124,6 +127,7 @@ def api_app(
             "object": "model",
             "owned_by": "eagle-fsd",
             "acceptance": acceptance_label(backend.about.acceptance),
+            "max_model_len": backend.model.target.context_length,
         }
 
     async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
@@ -177,9 +181,30 @@ def api_app(
         check_model(body.model, f"model must be one of {', '.join(names)}; got {body.model}")
         try:
             vectors, tokens = await backend.embed(body.input)
-        except (RequestError, QueueFullError) as error:
+        except (RequestError, QueueFullError, DecodingError) as error:
             raise answer_error(error) from error
         return JSONResponse(embedding_response(body, vectors, tokens))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        chat = to_chat(body.messages) if body.messages else None
+        try:
+            tokens = await backend.tokenize(body.prompt, chat, body.add_special_tokens)
+        except RequestError as error:
+            raise answer_error(error) from error
+        length = backend.model.target.context_length
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        try:
+            return {"prompt": await backend.detokenize(body.tokens)}
+        except RequestError as error:
+            raise answer_error(error) from error
+
+    @app.get("/version")
+    async def package_version() -> dict[str, str]:
+        return {"version": app.version}
 
     add_status_routes(app, backend, metrics)
     if page is not None:

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
+from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from eagle_fsd.chat.request_body import BodyTimeoutError, BodyTooLargeError, read_body
 from eagle_fsd.chat.serve.asgi import App, Message, Receive, Send, replay_body
@@ -40,6 +41,7 @@ OPEN_ROUTES = ("/health", "/ready")
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(:(?P<port>\d{1,5}))?", re.I)
 _UNIQUE_HEADERS = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -55,12 +57,14 @@ class Access:
 
     ``hosts`` are names of the server, beside those of this machine, that requests may have in their
     ``Host`` header. If there are ``keys``, every request must send one of them: as a bearer token,
-    or as the password of any user, for which browsers ask the visitors of a ``page``.
+    or as the password of any user, for which browsers ask the visitors of a ``page``. ``origins``
+    are other sites whose web pages may send requests.
     """
 
     hosts: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     page: bool = False
+    origins: tuple[str, ...] = ()
 
 
 #: Requires no key, and trusts this machine's names.
@@ -103,33 +107,38 @@ class Guard:
             await self.app(scope, receive, send)
         if scope["type"] != "http":
             return  # not accepting a WebSocket closes it
-        started = False
+        started, headers = False, self._response_headers(scope)
 
         async def tracked_send(message: Message) -> None:
             nonlocal started
+            if not started:  # the message with the headers
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             started = True
             await send(message)
 
         try:
             client = self._check(scope)
+            if scope["method"] == "OPTIONS" and self._allows_origin(scope):
+                await Response(status_code=204)(scope, receive, tracked_send)
+                return
             scope = {**scope, "state": {**scope.get("state", {}), "client": client}}
             receive = await self._read(scope, receive)
             await self.app(scope, receive, tracked_send)
         except RefusedError as error:
-            headers = {}
+            challenges = {}
             if error.status == 401:
                 asked = self.access.page and not scope["path"].startswith("/v1/")
                 challenge = f'{"Basic" if asked else "Bearer"} realm="eagle-fsd", charset="UTF-8"'
-                headers = {"WWW-Authenticate": challenge}
+                challenges = {"WWW-Authenticate": challenge}
             body = self.error_body(str(error), error.status)
-            await JSONResponse(body, error.status, headers)(scope, receive, send)
+            await JSONResponse(body, error.status, challenges)(scope, receive, tracked_send)
         except ClientDisconnect:
             pass
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 body = self.error_body("the request failed", 500)
-                await JSONResponse(body, 500)(scope, receive, send)
+                await JSONResponse(body, 500)(scope, receive, tracked_send)
 
     def _check(self, scope: Message) -> str:
         """Return the client; raise RefusedError unless the request's head is acceptable."""
@@ -142,16 +151,38 @@ class Guard:
             message = f"the Host header must name this server; got {host!r}: see --trusted-hosts"
             raise RefusedError(421, message)
         origin = headers.get(b"origin")
-        if origin is not None and not _is_same_site(origin.decode("latin-1"), match):
+        allowed = self._allows_origin(scope)
+        own = origin is None or _is_same_site(origin.decode("latin-1"), match)
+        if not own and not allowed:
             raise RefusedError(403, "requests from other sites' web pages are not allowed")
         key = self._key(headers)
-        if self.access.keys and key is None and scope["path"] not in OPEN_ROUTES:
+        preflight = scope["method"] == "OPTIONS" and allowed  # browsers send it without a key
+        if self.access.keys and key is None and scope["path"] not in OPEN_ROUTES and not preflight:
             raise RefusedError(401, "a valid key is required")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if _has_body(headers) and kind != b"application/json":
             raise RefusedError(415, "the Content-Type must be application/json")
         address = scope.get("client")
         return key or (address[0] if address else "")
+
+    def _allows_origin(self, scope: Message) -> bool:
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        return origin in self.access.origins
+
+    def _response_headers(self, scope: Message) -> list[tuple[bytes, bytes]]:
+        """Return the identifier of a request, its own if it is usable, and what browsers need."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        identifier = given if _REQUEST_ID.fullmatch(given) else token_hex(16).encode()
+        headers = [(b"x-request-id", identifier)]
+        if self._allows_origin(scope):
+            headers += [
+                (b"access-control-allow-origin", dict(scope["headers"])[b"origin"]),
+                (b"access-control-allow-methods", b"GET, POST"),
+                (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+                (b"access-control-expose-headers", b"x-request-id, x-eagle-fsd-acceptance"),
+                (b"vary", b"origin"),
+            ]
+        return headers
 
     def _is_own_name(self, name: str, server: tuple[str, int | None] | None) -> bool:
         name = name.strip("[]").rstrip(".").lower()

@@ -30,6 +30,7 @@ from eagle_fsd.chat.decode_queue import (
     QueueFullError,
 )
 from eagle_fsd.chat.request_body import RequestError, shorten
+from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
 from eagle_fsd.chat.text import Piece, TokenDecoder
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.options import Options
@@ -45,10 +46,11 @@ MAX_LOGPROBS = 262_144
 PIECES_PER_PART = 64
 #: Maximum number of members of an object; none has as many that are supported.
 MAX_MEMBERS = 100
+MAX_BIASES = 300
 #: Parameters that are passed on as they are.
 _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("fsd", "lossless", "echo", "logprobs", "truncation"),
+    *("fsd", "lossless", "logit_bias", "echo", "logprobs", "truncation"),
 }
 
 
@@ -87,6 +89,26 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
     return prompts
 
 
+def _to_biases(value: Any) -> dict[int, float]:
+    def valid(token: Any, bias: Any) -> bool:
+        number = type(bias) in (int, float) and -MAX_BIAS <= bias <= MAX_BIAS
+        return isinstance(token, str) and token.isdecimal() and len(token) < 10 and number
+
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_BIASES
+        or not all(valid(*item) for item in value.items())
+    ):
+        raise ValueError(
+            f"must be an object of at most {MAX_BIASES} token ids with numbers in [-{MAX_BIAS},"
+            f" {MAX_BIAS}]"
+        )
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+Biases = Annotated[
+    dict[int, float], PlainValidator(_to_biases, json_schema_input_type=dict[str, float])
+]
 Strings = Annotated[list[str], PlainValidator(_to_strings, json_schema_input_type=str | list[str])]
 Text = Annotated[str, PlainValidator(_to_text, json_schema_input_type=str | list[dict[str, str]])]
 Prompts = Annotated[
@@ -97,7 +119,6 @@ Prompts = Annotated[
 ]
 #: Types of parameters that are not supported.
 EmptyList = Annotated[list[Any], Field(default_factory=list, max_length=0)]
-EmptyObject = Annotated[dict[str, Any], Field(default_factory=dict, max_length=0)]
 
 
 class Body(Options):
@@ -119,9 +140,33 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: Text = ""
+    name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: EmptyList
     annotations: EmptyList
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_content(cls, values: Any) -> Any:
+        # Assistants' messages may have none.
+        if isinstance(values, dict) and "content" not in values:
+            raise ValueError("must have content")
+        return values
+
+
+def to_chat(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return a chat with one system message, at the beginning: many templates allow no other."""
+    system, chat = [], []
+    for message in messages:
+        if message.role in ("system", "developer"):
+            system.append(message.content)
+        else:
+            extra = message.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
+            chat.append({"role": message.role, "content": message.content, **extra})
+    if system:
+        chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return chat
 
 
 class StreamOptions(Body):
@@ -155,8 +200,8 @@ class GenerationRequest(AnswerOptions, Body):
     lossless: bool = Field(default=False, description="Decode losslessly.")
     stream: bool = Field(default=False, description="Send server-sent events.")
     stream_options: StreamOptions = StreamOptions()
+    logit_bias: Biases = Field(default={}, description="Numbers to add to logits, by token id.")
     user: str = Field(default="", description="Not used.")
-    logit_bias: EmptyObject
 
     def answer_params(self) -> list[dict[str, Any]]:
         """Return the parameters of each choice, as ``eagle_fsd.chat.requests`` declares them.
@@ -164,6 +209,7 @@ class GenerationRequest(AnswerOptions, Body):
         Choice ``i`` of a prompt has the seed ``seed + i``; otherwise all would be the same.
         """
         params = self.model_dump(include=_FORWARDED, exclude_none=True)
+        params["strict_length"] = "max_new_tokens" in self.model_fields_set
         requests = [{**params, **prompt} for prompt in self._prompts() for _ in range(self.n)]
         if self.seed is not None:
             for index, request in enumerate(requests):
@@ -190,14 +236,18 @@ class ChatRequest(GenerationRequest):
         description="Maximum number of tokens, also as max_tokens; default: the server's limit.",
     )
     logprobs: bool = Field(default=False, description="Report log-probabilities.")
-    top_logprobs: int = Field(default=0, ge=0, le=20, description="Alternatives for each token.")
+    top_logprobs: int = Field(
+        default=0, ge=0, le=MAX_ALTERNATIVES, description="Alternatives for each token."
+    )
     response_format: TextFormat = TextFormat(type="text")
     tools: EmptyList
     tool_choice: Literal["none", "auto"] = "none"
     parallel_tool_calls: bool = True
-    metadata: EmptyObject
-    store: Literal[False] = False
-    service_tier: Literal["auto", "default"] = "auto"
+    metadata: dict[str, Any] = Field(default={}, description="Not used.")
+    store: bool = Field(default=False, description="Not used.")
+    service_tier: str = Field(default="auto", description="Not used.")
+    safety_identifier: str = Field(default="", description="Not used.")
+    prompt_cache_key: str = Field(default="", description="Not used.")
 
     @model_validator(mode="before")
     @classmethod
@@ -216,17 +266,8 @@ class ChatRequest(GenerationRequest):
         return self
 
     def _prompts(self) -> list[dict[str, Any]]:
-        # Many chat templates allow one system message, at the beginning.
-        system, chat = [], []
-        for message in self.messages:
-            if message.role in ("system", "developer"):
-                system.append(message.content)
-            else:
-                chat.append({"role": message.role, "content": message.content})
-        if system:
-            chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
         logprobs = self.top_logprobs if self.logprobs else None
-        return [{"messages": chat, "logprobs": logprobs}]
+        return [{"messages": to_chat(self.messages), "logprobs": logprobs}]
 
 
 class CompletionRequest(GenerationRequest):
@@ -241,7 +282,10 @@ class CompletionRequest(GenerationRequest):
         description="Maximum number of tokens; 0 is allowed with echo.",
     )
     logprobs: int | None = Field(
-        default=None, description="Report log-probabilities and this many alternatives."
+        default=None,
+        ge=0,
+        le=MAX_ALTERNATIVES,
+        description="Report log-probabilities and this many alternatives.",
     )
     echo: bool = Field(default=False, description="Begin the answer with the prompt.")
     best_of: Literal[1] = 1
@@ -260,6 +304,29 @@ class CompletionRequest(GenerationRequest):
             {"prompt": item} if isinstance(item, str) else {"prompt_token_ids": item}
             for item in self.prompt
         ]
+
+
+class TokenizeRequest(Body):
+    """Body of ``POST /tokenize``, as in vLLM."""
+
+    model: str = ""
+    prompt: str = ""
+    messages: Annotated[list[Message], FailFast()] = Field(default=[], description="A chat.")
+    add_special_tokens: bool = Field(default=True, description="Of a prompt.")
+    add_generation_prompt: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if bool(self.prompt) == bool(self.messages):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of ``POST /detokenize``, as in vLLM."""
+
+    model: str = ""
+    tokens: Annotated[list[int], FailFast()]
 
 
 class EmbeddingRequest(Body):
@@ -495,7 +562,8 @@ def answer_error(error: Exception) -> ApiError:
     if isinstance(error, DecodingError):
         return ApiError(str(error), 500)
     too_long = isinstance(error, RequestError) and error.code == RequestError.CONTEXT
-    return ApiError(str(error), code="context_length_exceeded" if too_long else None)
+    message = str(error).replace("max_new_tokens", "max_tokens")  # the client's name of it
+    return ApiError(message, code="context_length_exceeded" if too_long else None)
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

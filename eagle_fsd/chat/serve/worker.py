@@ -264,6 +264,8 @@ def worker_app(worker: FSDWorker) -> FastAPI:
             found = await until_disconnected(request.receive, worker.backend.embed(texts))
         except QueueFullError as error:
             return JSONResponse(error_output(str(error), OVERLOADED))
+        except DecodingError as error:
+            return JSONResponse(error_output(str(error), INTERNAL))
         if found is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         vectors: list[Any] = found[0]

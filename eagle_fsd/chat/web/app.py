@@ -67,7 +67,7 @@ def page_app(
     ``examples`` are questions that the page suggests.
     """
     # Gradio would print tracebacks past the limits of the log.
-    queueing.traceback = SimpleNamespace(print_exc=_log_failure)
+    vars(queueing)["traceback"] = SimpleNamespace(print_exc=_log_failure)
     # Gradio drops asynchronous generators instead of closing them; that closes them as well.
     warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
     blocks = build_blocks(backend, options or AnswerOptions(), examples)
