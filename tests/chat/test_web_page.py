@@ -484,6 +484,9 @@ def test_compare_decodes_exactly_and_with_fsd(state: ChatState) -> None:
     # With an empty message box the last question is decoded again.
     assert [turn["content"] for turn in fsd["messages"]] == ["First", "a b", "Second"]
     assert "Generating …" in views[0].comparison
+    assert NONE in views[0].stats  # not those of the answer before
+    assert "100.0" not in views[0].stats
+    assert "100.0" in views[-1].stats
     assert "The answers are identical (2 tokens)." in views[-1].comparison
     assert "sampling alone" in views[-1].comparison
     collect(page.compare(state, "Third", CONTROLS))

@@ -104,24 +104,6 @@ def test_conversation_template_survives_fastchats_server(
     assert count == tokenize(model).shape[1]
 
 
-def test_logprobs_are_the_targets(model: EagleFSD, client: TestClient) -> None:
-    streamed = [output["logprobs"] for output in stream(client, logprobs=2)]
-    whole = generate(client, logprobs=2)
-    columns = whole["logprobs"]
-    values = [value for part in streamed for value in part["token_logprobs"]]
-    assert columns["token_logprobs"] == pytest.approx(values, abs=1e-4)
-    prompt = tokenize(model)
-    out = model.generate(prompt, max_new_tokens=64, threshold=0.0)
-    with torch.no_grad():
-        log_probs = model.model(out.sequences).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
-    own = log_probs.gather(1, out.sequences[0, prompt.shape[1] :, None])[:, 0]
-    assert columns["token_logprobs"] == pytest.approx(own.tolist(), abs=1e-4)
-    assert all(len(top) == 2 for top in columns["top_logprobs"])
-    positions = {whole["text"].index(word) for word in whole["text"].split()[:2]}
-    offsets = columns["text_offset"]
-    assert positions <= {*offsets, *(offset + 1 for offset in offsets)}  # a space may come first
-
-
 ECHOED = "Mia<|end|> has \U0001f600 8 apples"
 
 
@@ -240,11 +222,12 @@ def test_embeddings_are_normalized_and_comparable(client: TestClient) -> None:
     assert single[0] == pytest.approx(vectors[0].tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("texts", [None, [], [""], [1], 5, ["a"] * 65])
-def test_invalid_embedding_inputs_are_rejected(texts: Any, client: TestClient) -> None:
-    response = client.post("/worker_get_embeddings", json={"input": texts})
-    assert response.status_code == 400
-    assert "input must" in response.json()["text"]
+def test_invalid_embedding_inputs_are_rejected(client: TestClient) -> None:
+    inputs: tuple[Any, ...] = (None, [], [""], [1], 5, ["a"] * 65)
+    for texts in inputs:
+        response = client.post("/worker_get_embeddings", json={"input": texts})
+        assert response.status_code == 400
+        assert "input must" in response.json()["text"]
 
 
 def test_errors_are_outputs(
@@ -261,39 +244,6 @@ def test_errors_are_outputs(
     monkeypatch.undo()
     assert stream(client)[-1]["finish_reason"] == "stop"
     assert client.post("/worker_get_status").json()["queue_length"] == 0
-
-
-def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of seven requests are decoded, two wait, three are rejected."""
-    release, forward = threading.Event(), Target.forward_tree
-    rejected: list[dict[str, Any]] = []
-
-    def blocked(*args: Any, **kwargs: Any) -> Any:
-        assert release.wait(60)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(Target, "forward_tree", blocked)
-
-    async def post(client: httpx.AsyncClient) -> dict[str, Any]:
-        response = await client.post("/worker_generate", json=GREEDY, timeout=60)
-        output: dict[str, Any] = response.json()
-        if output["error_code"]:
-            rejected.append(output)
-            if len(rejected) == 3:
-                release.set()
-        return output
-
-    async def work() -> list[dict[str, Any]]:
-        transport = httpx.ASGITransport(guarded(worker))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await asyncio.gather(*(post(client) for _ in range(7)))
-
-    outputs = asyncio.run(asyncio.wait_for(work(), 120))
-    assert {output["error_code"] for output in rejected} == {42903}
-    assert "2 requests are waiting" in rejected[0]["text"]
-    assert len(rejected) == 3
-    assert len({output["text"] for output in outputs if not output["error_code"]}) == 1
-    assert worker.get_queue_length() == 0
 
 
 def test_clients_are_told_apart_by_their_keys(

@@ -234,8 +234,8 @@ class Page:
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
-        state.busy, state.stop = True, False
-        state.turn += 1  # ends the baseline of the last answer
+        state.busy, state.stop, state.baseline_params = True, False, None
+        state.turn += 1  # ends the baseline of the last answer, whose statistics are replaced
         turn = state.turn
         left, right, error_html = PartialAnswer(exact), PartialAnswer(acceptance), ""
 
