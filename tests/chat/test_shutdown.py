@@ -67,14 +67,23 @@ def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> N
     assert replies[0].json()["error"]["message"] == "the server is shutting down"
 
 
-def test_answers_get_time_to_end(model: EagleFSD) -> None:
+def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile further requests are refused, and the server is alive but not ready."""
+    release, forward = threading.Event(), Target.forward_tree
+
+    def gated(*args: Any) -> Any:
+        assert server.backend.queue.ready or release.wait(TIMEOUT)
+        return forward(*args)
+
+    check_target(model.target)
     server = APIThread(model, shutdown_timeout=TIMEOUT)
+    monkeypatch.setattr(Target, "forward_tree", gated)
     stream = Streamed(server.url, max_tokens=400)
     server.server.should_exit = True
     assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
-    statuses = [server.http.get("/ready").status_code, server.http.get("/health").status_code]
+    statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]
     refused = ask(server.url)
+    release.set()
     stream.join(TIMEOUT)
     server.thread.join(TIMEOUT)
     assert statuses == [503, 200]
