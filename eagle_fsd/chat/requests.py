@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, TypedDict
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
@@ -15,7 +17,7 @@ from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatTemplate
+from eagle_fsd.utils.chat_templates import ChatTemplate, TokenizerTemplate
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 from eagle_fsd.utils.options import OptionsError
 
@@ -48,6 +50,9 @@ class RequestParams(AnswerOptions):
     messages: list[ChatTurn] | None = Field(default=None, description="A chat.")
     truncation: Literal["auto", "disabled"] = Field(
         default="disabled", description="auto: drop the oldest messages of a chat that is too long."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Arguments of the tokenizer's chat template."
     )
     prompt: str | None = Field(default=None, description="A raw prompt, instead of a chat.")
     prompt_token_ids: list[int] | None = Field(
@@ -177,6 +182,8 @@ def read_request(
     for name in ("prompt_token_ids", "stop_token_ids", "logit_bias"):
         if not all(0 <= token <= last_token for token in getattr(parsed, name) or ()):
             raise RequestError(f"{name} must be token ids in [0, {last_token}]")
+    if parsed.chat_template_kwargs:
+        chat_template = _with_arguments(chat_template, parsed.chat_template_kwargs)
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
     echo_texts: list[str] = []
     dropped = 0
@@ -255,6 +262,17 @@ def read_acceptance(
         allowed = " or ".join(dict.fromkeys(("fsd", default.rule)))
         raise RequestError(f"fsd: rule must be {allowed} on this server; got {acceptance.rule}")
     return acceptance
+
+
+def _with_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemplate:
+    """Return a chat template with arguments, except those of ``apply_chat_template`` itself."""
+    reserved = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in arguments:
+        if name in reserved:
+            raise RequestError(f"chat_template_kwargs must not set {name}")
+    if not isinstance(template, TokenizerTemplate):
+        raise RequestError("chat_template_kwargs requires the tokenizer's own chat template")
+    return type(template)(template.tokenizer, arguments)
 
 
 def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list[str]]:

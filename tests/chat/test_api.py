@@ -134,7 +134,7 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
     assert completion.pop("prompt") == "Hello!"
     assert completion.pop("max_new_tokens") == 16  # as in OpenAI's API
     assert completion.pop("echo") is False
-    assert chat.pop("truncation") == "disabled"
+    assert (chat.pop("truncation"), chat.pop("chat_template_kwargs")) == ("disabled", {})
     assert completion["lossless"] is completion["strict_length"] is False
     assert completion == {name: value for name, value in chat.items() if value is not None}
     assert (chat["temperature"], chat["top_p"], chat["top_k"]) == (0.7, 1.0, -1)
@@ -147,13 +147,16 @@ def test_parameters_and_their_defaults(backend: StandIn) -> None:
         "logit_bias": {5: 1.0},
         "strict_length": True,
     }
+    kwargs = {"enable_thinking": False}
     given = {**params, "model": "pair", "stop": "a", "user": "somebody", "logit_bias": {"5": 1}}
     del given["strict_length"]
     for name in ("max_tokens", "max_completion_tokens"):
-        assert backend.call(CHAT, {**CHAT_BODY, **given, name: 9}).status_code == 200
+        body = {**CHAT_BODY, **given, name: 9, "chat_template_kwargs": kwargs}
+        assert backend.call(CHAT, body).status_code == 200
         found = {**backend.received.pop()}
         assert found.pop("logprobs", None) is None
         assert found.pop("truncation") == "disabled"
+        assert found.pop("chat_template_kwargs") == kwargs
         assert found == {**params, "messages": HELLO, "max_new_tokens": 9, "client": "127.0.0.1"}
     body = {**given, "prompt": [1, 2], "echo": True, "logprobs": 2, "max_tokens": 0}
     assert backend.call(COMPLETIONS, body).status_code == 200

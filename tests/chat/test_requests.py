@@ -137,6 +137,17 @@ def test_lossless_requests_and_servers(model: EagleFSD) -> None:
                 request(model, closed, fsd=fsd)
 
 
+def test_arguments_of_the_chat_template(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ``apply_chat_template`` cannot be set, such as another template."""
+    text = "{{ messages[0].content }} {{ mood }}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", text)
+    read = request(model, chat_template_kwargs={"mood": "happy"})
+    assert model.tokenizer.decode(read.ids[0]) == "Hello! happy"
+    for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs must not set {name}"):
+            request(model, chat_template_kwargs={name: "{{ 7 * 7 }}"})
+
+
 class NoEndTemplate(TokenizerTemplate):
     """A template with its own stop strings and tokens."""
 

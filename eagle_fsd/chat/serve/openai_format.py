@@ -50,7 +50,8 @@ MAX_BIASES = 300
 #: Parameters that are passed on as they are.
 _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("fsd", "lossless", "logit_bias", "echo", "logprobs", "truncation"),
+    *("fsd", "lossless", "logit_bias", "echo", "logprobs"),
+    *("truncation", "chat_template_kwargs"),
 }
 
 
@@ -225,6 +226,9 @@ class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Arguments of the tokenizer's chat template."
+    )
     truncation: Literal["auto", "disabled"] = Field(
         default="disabled", description="auto: drop the oldest messages if the chat is too long."
     )
