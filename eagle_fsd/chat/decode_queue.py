@@ -14,9 +14,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -95,6 +95,13 @@ class JobUpdate:
     def text(self) -> str:
         """The new text."""
         return "".join(piece.text for piece in self.pieces)
+
+    def parts(self, size: int) -> Iterator[JobUpdate]:
+        """Split an update into some of at most ``size`` pieces; the last has the finish reason."""
+        for start in range(0, max(1, len(self.pieces)), size):
+            end = start + size
+            reason = self.finish_reason if end >= len(self.pieces) else None
+            yield replace(self, pieces=self.pieces[start:end], finish_reason=reason)
 
 
 class Job:

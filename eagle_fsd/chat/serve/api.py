@@ -28,7 +28,6 @@ from eagle_fsd.chat.serve.asgi import ClosingStream, MountedApp, until_disconnec
 from eagle_fsd.chat.serve.guard import RefusedError
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
-    PIECES_PER_PART,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -49,6 +48,8 @@ CLIENT_CLOSED_REQUEST = 499
 #: How many choices of one request are decoded or wait at the same time, so that a request for many
 #: choices does not fill the queue.
 MAX_CONCURRENT_CHOICES = 4
+#: Tokens that are formatted at once.
+PIECES_PER_PART = 64
 
 
 class JsonRequest(Request):
@@ -153,10 +154,7 @@ def api_app(
             return ClosingStream(events, "text/event-stream", headers, first)
         async with aclosing(updates):
             async for index, update in updates:
-                if len(update.pieces) <= PIECES_PER_PART:
-                    builder.add(index, update)
-                else:  # a prompt, which takes a while
-                    await asyncio.to_thread(builder.add, index, update)
+                builder.add(index, update)
         return Response(builder.response(), headers=headers, media_type="application/json")
 
     @app.get("/v1/models")
@@ -239,8 +237,8 @@ async def answer_choices(
 ) -> AsyncGenerator[tuple[int, JobUpdate], None]:
     """Answer several requests, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
 
-    Yields the index of a request and its next update as they arrive. If one fails, the others are
-    cancelled and ApiError is raised.
+    Yields the index of a request and its next update, or a part of it, as they arrive. If one
+    fails, the others are cancelled and ApiError is raised.
     """
     arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]] = asyncio.Queue()
     slots = asyncio.Semaphore(MAX_CONCURRENT_CHOICES)
@@ -249,7 +247,10 @@ async def answer_choices(
         try:
             async with slots, aclosing(backend.answer(params[index], client)) as updates:
                 async for _, update in updates:
-                    arrived.put_nowait((index, update))
+                    assert update is not None  # there is no heartbeat
+                    for part in update.parts(PIECES_PER_PART):
+                        arrived.put_nowait((index, part))
+                        await asyncio.sleep(0)  # formatting a whole prompt would block others
             arrived.put_nowait((index, None))
         except Exception as error:  # raised by the loop below
             arrived.put_nowait((index, error))

@@ -42,8 +42,6 @@ MAX_EMBEDDING_INPUTS = 2048
 MAX_TOKENS = 1_048_576
 #: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
 MAX_LOGPROBS = 262_144
-#: Tokens whose log-probabilities are formatted at once.
-PIECES_PER_PART = 64
 #: Maximum number of members of an object; none has as many that are supported.
 MAX_MEMBERS = 100
 MAX_BIASES = 300
@@ -374,10 +372,9 @@ class ResponseBuilder:
 
     def add(self, index: int, update: JobUpdate) -> None:
         """Add an update of a choice to the whole response."""
-        for start in range(0, len(update.pieces) if self.logprobs else 0, PIECES_PER_PART):
-            part = update.pieces[start : start + PIECES_PER_PART]
-            offset = len(self._texts[index]) + sum(len(p.text) for p in update.pieces[:start])
-            for name, values in self._format_logprobs(part, offset).items():
+        if self.logprobs:
+            columns = self._format_logprobs(update.pieces, len(self._texts[index]))
+            for name, values in columns.items():
                 text = json.dumps(values, separators=(",", ":"))[1:-1]
                 self._logprobs[index].setdefault(name, []).extend([text] if text else [])
         self._texts[index] += update.text
