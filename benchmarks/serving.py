@@ -1,4 +1,4 @@
-"""Measure a worker under 1 to 32 clients, and compare it with an older revision.
+"""Measure the server under 1 to 32 clients, and compare it with an older revision.
 
 ::
 
@@ -6,8 +6,8 @@
 
 Every client sends its next request as soon as it has the answer to the last one. All numbers of
 clients send the same requests: word problems to the bundled pair, answered greedily and losslessly
-with the same tree. The workers run in processes of their own, one thread each, and answer in turn.
-The older revision is unpacked into a temporary folder.
+with the same tree, over OpenAI's API. The servers run in processes of their own, one thread each,
+and answer in turn. The older revision is unpacked into a temporary folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.model.loading import load_tokenizer
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
-#: Seconds for a worker to start, and for an answer.
+NAME = "pair"
+#: Seconds for a server to start, and for an answer.
 TIMEOUT = 300.0
 COLUMNS = {
     "clients": "clients",
@@ -75,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command line; default: that of the process.
     """
-    parser = new_parser("Measure a worker under 1 to 32 clients.")
+    parser = new_parser("Measure the server under 1 to 32 clients.")
     parser.add_argument("--revision", help="also measure this revision")
     parser.add_argument("--count", type=int, default=48, help="requests for each number of clients")
     parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent")
-    parser.add_argument("--max-batch", type=int, help="of the working tree; default: the worker's")
+    parser.add_argument("--max-batch", type=int, help="of the working tree; default: the server's")
     parser.add_argument(
         "--tree", type=parse_tree, default=parse_tree("16/8/2"), help="total_tokens/depth/top_k"
     )
@@ -111,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = ["--max-batch", str(options.max_batch)] if options.max_batch else []
         compiled = "--compile" if options.compile else "--no-compile"
         extra = ["--drafter", str(folder / "head"), "--device", options.device, compiled, *batch]
-        urls = {NEW: stack.enter_context(worker(ROOT, options.tree, extra))}
+        urls = {NEW: stack.enter_context(server(ROOT, options.tree, extra))}
         if options.revision:
             unpack(options.revision, folder / "revision")
             extra = ["--head", str(folder / "head"), "--device", options.device]
-            urls[OLD] = stack.enter_context(worker(folder / "revision", options.tree, extra))
+            urls[OLD] = stack.enter_context(server(folder / "revision", options.tree, extra))
         for url in urls.values():
             asyncio.run(send(url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
         for number in progress(clients, "clients"):
@@ -133,12 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
-    """Return the parameters of requests that all revisions understand.
-
-    Args:
-        count: Number of requests.
-        new_tokens: Maximum number of new tokens.
-    """
+    """Return the bodies of requests for completions that all revisions understand."""
     tokenizer = load_tokenizer(BUNDLED_TARGET)
     return [
         {
@@ -147,31 +143,28 @@ def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
                 add_generation_prompt=True,
                 tokenize=False,
             ),
+            "model": NAME,
             "temperature": 0.0,
-            "max_new_tokens": new_tokens,
+            "max_tokens": new_tokens,
             "fsd": {"threshold": 0.0},
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         for problem in problems("test", count)
     ]
 
 
 @contextmanager
-def worker(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[str]:
-    """Run a worker without a controller; yield its URL once it is ready.
+def server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[str]:
+    """Run the server of the package in a folder; yield its URL once it is ready.
 
-    Args:
-        root: Folder that contains the package.
-        tree: Shape of the draft trees.
-        arguments: Further arguments of the worker.
-
-    Raises:
-        RuntimeError: The worker did not start.
+    Raises RuntimeError if it does not start.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "eagle_fsd.cli", "serve", "worker", "--controller", "none"]
-    command += ["--port", str(port), "--target", str(BUNDLED_TARGET), *arguments]
+    port, *others = free_ports(3)
+    command = [sys.executable, "-m", "eagle_fsd.cli", "serve"]
+    if not (root / "eagle_fsd/chat/serve/api.py").exists():  # it has three servers
+        command += ["all", "--controller-port", str(others[0]), "--worker-port", str(others[1])]
+    command += ["--port", str(port), "--target", str(BUNDLED_TARGET), "--name", NAME, *arguments]
     command += ["--total-tokens", str(tree.total_tokens), "--depth", str(tree.depth)]
     command += ["--tree-top-k", str(tree.top_k)]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
@@ -181,7 +174,7 @@ def worker(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[s
     try:
         while not is_ready(url):
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the worker of {root} did not start; see its error above")
+                raise RuntimeError(f"the server of {root} did not start; see its error above")
             time.sleep(0.1)
         yield url
     finally:
@@ -189,26 +182,25 @@ def worker(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[s
         process.wait()
 
 
-def is_ready(url: str) -> bool:
-    """Return whether a worker answers.
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
 
-    Args:
-        url: Its URL.
-    """
+
+def is_ready(url: str) -> bool:
+    """Return whether a server answers."""
     try:
-        return httpx.get(f"{url}/health", trust_env=False).is_success
+        return NAME in httpx.get(f"{url}/v1/models", trust_env=False).text
     except httpx.HTTPError:
         return False
 
 
 async def send(url: str, requests: Sequence[dict[str, Any]], clients: int) -> list[Measurement]:
-    """Send requests, and return their answers in the same order.
-
-    Args:
-        url: The worker's URL.
-        requests: The requests.
-        clients: Number of clients.
-    """
+    """Send requests from some clients, and return their answers in the same order."""
     answers: dict[int, Measurement] = {}
     remaining = iter(enumerate(requests))
 
@@ -222,27 +214,19 @@ async def send(url: str, requests: Sequence[dict[str, Any]], clients: int) -> li
 
 
 async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> Measurement:
-    """Send a request and read its answer.
-
-    Args:
-        client: A client of the worker.
-        request: The request.
-
-    Raises:
-        RuntimeError: The request failed.
-    """
-    begin, first, rest = time.perf_counter(), 0.0, b""
-    output: dict[str, Any] = {}
-    async with client.stream("POST", "/worker_generate_stream", json=request) as response:
-        async for data in response.aiter_raw():
-            *parts, rest = (rest + data).split(b"\0")
-            if parts:
-                output = json.loads(parts[-1])
-                first = first or time.perf_counter() - begin
-    if output.get("finish_reason") is None:
-        raise RuntimeError(f"a request failed: {output}")
-    tokens = output["usage"]["completion_tokens"]
-    return Measurement(output["text"], tokens, first, time.perf_counter() - begin)
+    """Send a request and read its answer; raises RuntimeError if it fails."""
+    begin, first, text, tokens = time.perf_counter(), 0.0, "", 0
+    async with client.stream("POST", "/v1/completions", json=request) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            first = first or time.perf_counter() - begin
+            text += "".join(choice["text"] for choice in chunk.get("choices", ()))
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+    if not tokens:
+        raise RuntimeError(f"a request failed with status {response.status_code}: {text}")
+    return Measurement(text, tokens, first, time.perf_counter() - begin)
 
 
 def summarize(clients: int, answers: Sequence[Measurement], seconds: float) -> dict[str, Any]:

@@ -57,8 +57,17 @@ class Limits(Options):
     max_new_tokens: int = Field(
         default=4096, ge=1, le=1_048_576, description="Maximum number of tokens in an answer."
     )
+    lossless: bool = Field(
+        default=False,
+        description="Decode losslessly only, and reject requests that ask for anything else.",
+    )
     max_threshold: float = Field(
         default=0.5, ge=0.0, le=1e9, description="Largest threshold that a request may set."
+    )
+    stall_timeout: float = Field(
+        default=600.0,
+        gt=0.0,
+        description="Seconds that a decoding step may take before its requests fail.",
     )
     max_body: int = Field(
         default=1_048_576, ge=1024, le=2**31, description="Maximum size of a request in bytes."

@@ -14,11 +14,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
+
+import torch
 
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
 from eagle_fsd.chat.text import Piece
@@ -29,7 +31,11 @@ from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["ended", "cancelled", "failed"]
+#: After how many failures in a row requests are refused.
+MAX_FAILURES = 3
+#: Why requests are refused.
+STOPPED = "decoding has stopped; the server's log says why"
+Outcome = Literal["ended", "cancelled", "failed", "refused", "queue_full"]
 #: Work for the decoding thread; its argument returns whether the call was cancelled.
 Work = Callable[[Callable[[], bool]], Any]
 
@@ -38,84 +44,68 @@ class QueueFullError(RuntimeError):
     """The request queue is full or closed."""
 
 
+class ClosedError(QueueFullError):
+    """The server is shutting down, or decoding has stopped."""
+
+
 class DecodingError(RuntimeError):
     """Decoding failed; the message may be shown to the client."""
+
+
+class AbortedError(DecodingError):
+    """The server stopped, or decoding stalled, before the answer was complete."""
 
 
 class DecodeObserver:
     """Receive the events of a queue; the methods do nothing and may be overridden.
 
-    They are called by the decoding thread. For requests that were cancelled while they waited, the
-    event loop may call :meth:`request_finished`.
+    They are called by the decoding thread, :meth:`request_finished` also by the event loop.
     """
 
     def request_started(self, waited: float) -> None:
-        """Called when a request is taken from the queue.
-
-        Args:
-            waited: Seconds it spent in the queue.
-        """
+        """Called when a request is taken from the queue, after so many seconds."""
 
     def answer_began(self, seconds: float) -> None:
-        """Called when the first tokens of an answer have been decoded.
-
-        Args:
-            seconds: Seconds since the request was submitted.
-        """
+        """Called at the first tokens of an answer, so many seconds after its submission."""
 
     def step_finished(self, seconds: float, rows: int, tokens: int) -> None:
-        """Called when a decoding step is complete.
-
-        Args:
-            seconds: Duration of the step.
-            rows: Number of requests that it decoded.
-            tokens: Number of tokens that it emitted, over all rows.
-        """
+        """Called after a decoding step, with its rows and the tokens that it emitted in all."""
 
     def request_finished(
         self, outcome: Outcome, stats: Mapping[str, Any], seconds_per_token: float | None = None
     ) -> None:
-        """Called when a request ends, is cancelled or fails.
+        """Called when a request ends, is cancelled, fails or is refused.
 
-        Args:
-            outcome: ``"ended"``, ``"cancelled"`` or ``"failed"``.
-            stats: The answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it ended,
-                its usage. Empty if the request failed or never started.
-            seconds_per_token: Seconds per token after the first step of an answer that ended; None
-                if it took only one step.
+        ``stats`` are the answer's :meth:`~eagle_fsd.chat.session.ChatAnswer.stats` and, if it
+        ended, its usage; empty if it failed or never started. ``seconds_per_token`` counts from the
+        end of the first step; None if there were no others.
         """
 
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """The increment of a streamed answer.
+    """The increment of a streamed answer; ``finish_reason`` is None but in the last one."""
 
-    Attributes:
-        text: The whole text so far.
-        pieces: The new pieces.
-        usage: Token counts in OpenAI's format.
-        finish_reason: ``"stop"`` or ``"length"`` in the last update, else None.
-        stats: The answer's statistics so far.
-    """
-
-    text: str
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     usage: dict[str, int]
     finish_reason: str | None
     stats: dict[str, Any]
 
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(piece.text for piece in self.pieces)
+
+    def parts(self, size: int) -> Iterator[JobUpdate]:
+        """Split an update into some of at most ``size`` pieces; the last has the finish reason."""
+        for start in range(0, max(1, len(self.pieces)), size):
+            end = start + size
+            reason = self.finish_reason if end >= len(self.pieces) else None
+            yield replace(self, pieces=self.pieces[start:end], finish_reason=reason)
+
 
 class Job:
-    """A request that is waiting or being decoded.
-
-    Args:
-        request: The request.
-        loop: The event loop that reads the updates.
-
-    Attributes:
-        cancelled: Whether the job was cancelled.
-        submitted: Time of submission, from ``time.monotonic()``.
-    """
+    """A request that is waiting or being decoded, and the event loop that reads its updates."""
 
     def __init__(self, request: AnswerRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self._loop = request, loop
@@ -132,18 +122,18 @@ class Job:
         """Cancel the request."""
         self.cancelled = True
 
+    def fail(self, error: DecodingError) -> None:
+        """Cancel the request with an error."""
+        self.publish(error)
+        self.cancel()
+
     async def updates(
         self, heartbeat: float | None = None
     ) -> AsyncGenerator[JobUpdate | None, None]:
         """Iterate over the updates of the answer; closing the iterator cancels the job.
 
-        Args:
-            heartbeat: Yield None whenever no update arrives for this many seconds; default: never.
-
-        Raises:
-            DecodingError: Decoding failed.
+        Yields None whenever no update arrives for ``heartbeat`` seconds; raises DecodingError.
         """
-        text = self.request.echo
         try:
             while True:
                 try:
@@ -155,18 +145,12 @@ class Job:
                     return
                 if isinstance(update, Exception):
                     raise update
-                text += "".join(piece.text for piece in update.pieces)
-                yield replace(update, text=text)
+                yield update
         finally:
             self.cancel()
 
     def publish(self, update: JobUpdate | Exception | None) -> None:
-        """Send an update from the decoding thread to the event loop.
-
-        Args:
-            update: An update, an error, or None at the end. An update's text is left empty, because
-                :meth:`updates` adds it: otherwise a slow reader would accumulate a copy per step.
-        """
+        """Send an update, an error, or None at the end, from the decoding thread."""
         try:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
         except RuntimeError:  # the loop is closed
@@ -175,36 +159,29 @@ class Job:
 
 @dataclass(eq=False)
 class Call:
-    """Other work that needs the model and waits in the same queue.
-
-    Attributes:
-        work: The function to run.
-        result: The future of its result.
-    """
+    """Other work that needs the model and waits in the same queue."""
 
     work: Work
     result: Future[Any] = field(default_factory=Future)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the call was cancelled."""
-        return self.result.cancelled()
+        """Whether nobody waits for the result."""
+        return self.result.done()
 
     def cancel(self) -> None:
         """Cancel the call."""
         self.result.cancel()
 
+    def fail(self, error: DecodingError) -> None:
+        """Cancel the call with an error."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
+
 
 @dataclass
 class _Row:
-    """A job that is being decoded.
-
-    Attributes:
-        job: The job.
-        answer: Its answer.
-        began: When its first tokens had been decoded, from ``time.monotonic()``.
-        first_tokens: Number of these tokens.
-    """
+    """A job that is being decoded, and when its first tokens had been decoded."""
 
     job: Job
     answer: ChatAnswer
@@ -221,13 +198,9 @@ class DecodeQueue:
     """A queue of requests, and the thread that decodes them.
 
     A free row of the batch is given to the client that has the fewest rows; among these, to the one
-    whose last request started first; and to that client's requests in order of arrival.
-
-    Args:
-        model: The pair that decodes.
-        max_waiting: Maximum number of waiting requests, not counting those being decoded.
-        max_batch: Maximum number of requests that are decoded at once.
-        observer: Receives the queue's events; default: events are ignored.
+    whose last request started first; and to that client's requests in order of arrival. At most
+    ``max_waiting`` requests wait beside the ``max_batch`` that are being decoded. A step that takes
+    more than ``stall_timeout`` seconds has stalled.
     """
 
     def __init__(
@@ -236,15 +209,18 @@ class DecodeQueue:
         max_waiting: int,
         max_batch: int,
         observer: DecodeObserver | None = None,
+        stall_timeout: float = 600.0,
     ) -> None:
         self.model, self.max_waiting, self.max_batch = model, max_waiting, max_batch
-        self.observer = observer or DecodeObserver()
+        self.observer, self.stall_timeout = observer or DecodeObserver(), stall_timeout
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._calls: list[Call] = []
         self._active: set[Job | Call] = set()  # taken from these lists and not finished
         self._started: dict[str, float] = {}  # when clients' last requests started
-        self._closed = False
+        self._closed = self._draining = False
+        self._working_since: float | None = None  # when the current step or call began
+        self._failures = 0  # steps in a row that failed
         # Only the decoding thread uses these. The batch keeps the caches of answers that ended: the
         # next turn of a chat only adds its own tokens.
         self._batch = model.batch(max_batch)
@@ -264,18 +240,27 @@ class DecodeQueue:
 
     @property
     def alive(self) -> bool:
-        """Whether the decoding thread is running."""
-        return self._thread.is_alive() and not self._closed
+        """Whether requests are being decoded, or would be."""
+        return self._thread.is_alive() and not (self._closed or self.failed or self.stalled)
+
+    @property
+    def ready(self) -> bool:
+        """Whether further requests are accepted, if there is room."""
+        return self.alive and not self._draining
+
+    @property
+    def failed(self) -> bool:
+        """Whether so many steps in a row have failed that others would, too."""
+        return self._failures >= MAX_FAILURES
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the current step takes too long."""
+        began = self._working_since
+        return began is not None and time.monotonic() - began > self.stall_timeout
 
     def submit(self, request: AnswerRequest) -> Job:
-        """Add a request; call this from the event loop that will read its updates.
-
-        Args:
-            request: The request.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
-        """
+        """Add a request, in the event loop that will read its updates; raises QueueFullError."""
         job = Job(request, asyncio.get_running_loop())
         with self._changed:
             self._admit()
@@ -283,19 +268,16 @@ class DecodeQueue:
             self._changed.notify()
         return job
 
-    async def call(self, work: Work) -> Any:
+    async def call(self, work: Work, admitted: bool = False) -> Any:
         """Do other work in the decoding thread between two steps, and return its result.
 
-        Args:
-            work: The function to run. Its argument is a function that returns whether the call was
-                cancelled.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
+        The argument of ``work`` returns whether the call was cancelled. Raises QueueFullError,
+        unless the work is ``admitted`` because it continues a request.
         """
         call = Call(work)
         with self._changed:
-            self._admit()
+            if self._closed or not admitted:
+                self._admit()
             self._calls.append(call)
             self._changed.notify()
         try:
@@ -304,24 +286,29 @@ class DecodeQueue:
             call.cancel()
 
     def check_room(self) -> None:
-        """Check that the queue has room for one more request.
-
-        Raises:
-            QueueFullError: The queue is full or closed.
-        """
+        """Raise QueueFullError if the queue is closed or has no room for one more request."""
         with self._changed:
-            if self._closed:
-                raise QueueFullError("the server is shutting down")
+            if self._closed or self._draining:
+                raise ClosedError("the server is shutting down")
+            if self.failed or self.stalled:
+                raise ClosedError(STOPPED)
             # The first requests in the queue are about to start while there are free rows.
             if self._count() >= self.max_waiting + self.max_batch:
                 raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop serving; requests being decoded are cancelled after the current step.
+    def drain(self) -> None:
+        """Accept no further requests."""
+        self._draining = True
 
-        Args:
-            timeout: Seconds to wait for that step.
-        """
+    def abort(self, message: str) -> None:
+        """End all requests with an AbortedError."""
+        with self._changed:
+            for item in (*self._waiting, *self._calls, *self._active):
+                if not item.cancelled:
+                    item.fail(AbortedError(message))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel all requests, and wait some seconds for the current step to end."""
         with self._changed:
             self._closed = True
             for item in (*self._waiting, *self._calls, *self._active):
@@ -396,10 +383,12 @@ class DecodeQueue:
                 return
             call = self._calls.pop(0)
             self._active.add(call)
+        self._working_since = time.monotonic()
         try:
-            publish = partial(call.result.set_result, call.work(call.result.cancelled))
+            publish = partial(call.result.set_result, call.work(call.result.done))
         except Exception as error:  # reported to the caller; the queue continues
             publish = partial(call.result.set_exception, error)
+        self._working_since = None
         self._release(call)
         with contextlib.suppress(InvalidStateError):  # the call was cancelled
             publish()  # only now, so that a client that sees the end can submit again
@@ -412,23 +401,33 @@ class DecodeQueue:
             self._rows[answer.join(self._batch)] = _Row(job, answer)
         except Exception as error:  # of any kind: the others go on
             log.exception("a request failed")
+            self._count_failure(error)
             self._fail(job, error)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count an error that the device may repeat, unless it only lacks memory."""
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            self._failures += 1
 
     def _step(self) -> None:
         """Take a step with all rows, and publish what it emitted."""
         if not self._rows:
             return
-        began = time.monotonic()
+        began = self._working_since = time.monotonic()
         try:
             found = self._batch.step()
+            self._failures = 0
         except Exception as error:  # of any kind: the next requests must be served
             log.exception("%d requests failed", len(self._rows))
+            self._count_failure(error)
             self._batch = self.model.batch(self.max_batch)
             jobs = [row.job for row in self._rows.values()]
             self._rows.clear()
             for job in jobs:
                 self._fail(job, error)
             return
+        finally:
+            self._working_since = None
         if found:
             seconds, tokens = time.monotonic() - began, sum(len(chunk.tokens) for _, chunk in found)
             self.observer.step_finished(seconds, len(found), tokens)
@@ -458,7 +457,7 @@ class DecodeQueue:
             self._remove(decoded)
             self._release(job)  # first, so that a client that sees the end can submit again
             self.observer.request_finished("ended", {**stats, **usage}, row.seconds_per_token())
-        job.publish(JobUpdate("", pieces, usage, answer.finish_reason, stats))
+        job.publish(JobUpdate(pieces, usage, answer.finish_reason, stats))
         if answer.finish_reason is not None:
             job.publish(None)
 

@@ -1,7 +1,4 @@
-"""Read request bodies within bounds on size, time and nesting.
-
-Imports neither torch nor transformers, so that the API server starts without them.
-"""
+"""Read request bodies within bounds on size, time and nesting."""
 
 from __future__ import annotations
 
@@ -22,12 +19,8 @@ MAX_ERROR_LENGTH = 500
 class RequestError(ValueError):
     """The request is invalid or asks for something unsupported.
 
-    Args:
-        message: The error message, which is truncated by :func:`shorten`.
-        code: :attr:`INVALID`, :attr:`OUT_OF_RANGE` or :attr:`CONTEXT`.
-
-    Attributes:
-        code: The error's code in ``fastchat.constants.ErrorCode``.
+    The message is truncated by :func:`shorten`; ``code`` is one of
+    ``fastchat.constants.ErrorCode``.
     """
 
     INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
@@ -46,28 +39,17 @@ class BodyTimeoutError(RequestError):
 
 
 def shorten(message: str) -> str:
-    """Truncate an error message to :data:`MAX_ERROR_LENGTH` characters.
-
-    Args:
-        message: The message, which may quote a request of any size.
-    """
+    """Truncate an error message, which may quote a request of any size."""
     if len(message) <= MAX_ERROR_LENGTH:
         return message
     return f"{message[: MAX_ERROR_LENGTH - 4]} ..."
 
 
 async def read_body(chunks: AsyncIterable[bytes], content_length: str, limit: int) -> bytes:
-    """Collect a request body.
+    """Collect a request body of at most ``limit`` bytes, within :data:`BODY_TIMEOUT` seconds.
 
-    Args:
-        chunks: The body as it arrives.
-        content_length: The Content-Length header, or an empty string. If it exceeds the limit, the
-            body is not read.
-        limit: Maximum size in bytes.
-
-    Raises:
-        BodyTooLargeError: The body is larger than ``limit``.
-        BodyTimeoutError: The body was not complete after :data:`BODY_TIMEOUT` seconds.
+    Nothing is read if the Content-Length header (or an empty string) exceeds the limit. Raises
+    BodyTooLargeError or BodyTimeoutError.
     """
     too_large = BodyTooLargeError(f"the request body exceeds {limit} bytes")
     if _declares_more(content_length, limit):
@@ -95,16 +77,9 @@ def _declares_more(content_length: str, limit: int) -> bool:
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Parse a request body.
+    """Parse a JSON object with finite numbers, valid Unicode strings and bounded nesting.
 
-    Args:
-        data: The body.
-
-    Returns:
-        A JSON object with finite numbers, valid Unicode strings and bounded nesting.
-
-    Raises:
-        RequestError: The body is not such an object.
+    Raises RequestError.
     """
     try:
         value = json.loads(data, parse_constant=_finite, parse_float=_finite)

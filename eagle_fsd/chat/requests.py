@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import NotRequired, TypedDict
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
-from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.model.pipeline import EagleFSD
-from eagle_fsd.utils.chat_templates import ChatTemplate
+from eagle_fsd.utils.chat_templates import ChatTemplate, TokenizerTemplate
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 from eagle_fsd.utils.options import OptionsError
 
 #: Maximum number of alternatives per token, as in OpenAI's API.
 MAX_ALTERNATIVES = 20
+#: Maximum number of log-probabilities of a prompt's tokens and their alternatives.
+MAX_PROMPT_LOGPROBS = 262_144
+MAX_BIAS = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
@@ -29,16 +34,27 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class WorkerParams(AnswerOptions):
-    """Parameters of a worker request: those that FastChat's servers send, and further ones.
+class ChatTurn(TypedDict):
+    """A message of a chat."""
 
-    Unknown parameters are rejected.
-    """
+    role: Literal["system", "user", "assistant"]
+    content: str
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+class RequestParams(AnswerOptions):
+    """Parameters of a request for an answer, by FastChat's names; unknown ones are rejected."""
 
     model: str = Field(default="", description="Name of the model; any is accepted.")
-    prompt: str | None = Field(
-        default=None, description="A raw prompt, or an encoded chat (see wire_format)."
+    messages: list[ChatTurn] | None = Field(default=None, description="A chat.")
+    truncation: Literal["auto", "disabled"] = Field(
+        default="disabled", description="auto: drop the oldest messages of a chat that is too long."
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Arguments of the tokenizer's chat template."
+    )
+    prompt: str | None = Field(default=None, description="A raw prompt, instead of a chat.")
     prompt_token_ids: list[int] | None = Field(
         default=None, description="A raw prompt as token ids, instead of ``prompt``."
     )
@@ -67,8 +83,15 @@ class WorkerParams(AnswerOptions):
     fsd: dict[str, Any] = Field(
         default={}, description="Acceptance options that override the server's."
     )
-    client: str = Field(
-        default="", max_length=256, description="Identifies the client that rows are shared with."
+    logit_bias: dict[int, float] = Field(
+        default={}, description="Numbers in [-100, 100] to add to the logits of tokens."
+    )
+    strict_length: bool = Field(
+        default=False,
+        description="Reject max_new_tokens beyond the server's limit or the context's room.",
+    )
+    lossless: bool = Field(
+        default=False, description="Decode losslessly, whatever the server's default."
     )
     best_of: Literal[1] = Field(default=1, description="Not supported; FastChat may send 1.")
     use_beam_search: Literal[False] = Field(
@@ -106,69 +129,72 @@ class WorkerParams(AnswerOptions):
     def _check_fsd(cls, fsd: Any) -> Any:
         if not isinstance(fsd, dict):
             raise ValueError(f"fsd must be an object; got {fsd!r}")
-        return _without_nulls(fsd)
+        return fsd
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> WorkerParams:
-        if not self.prompt and not self.prompt_token_ids:
+    def _check_combinations(self) -> RequestParams:
+        prompts = [self.messages, self.prompt, self.prompt_token_ids]
+        if not any(prompts):
             raise ValueError(
                 "prompt must be a non-empty string, or prompt_token_ids a non-empty list of token"
                 " ids"
             )
-        if self.prompt is not None and self.prompt_token_ids is not None:
-            raise ValueError("prompt and prompt_token_ids exclude each other")
-        if self.echo and self.chat is not None:
+        if sum(item is not None for item in prompts) > 1:
+            raise ValueError("messages, prompt and prompt_token_ids exclude each other")
+        if self.lossless and self.fsd:
+            raise ValueError("lossless and fsd exclude each other")
+        if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
             raise ValueError("max_new_tokens must be at least 1 unless echo is true; got 0")
         return self
 
-    @property
-    def chat(self) -> list[dict[str, str]] | None:
-        """The messages of an encoded chat; None for a raw prompt."""
-        return None if self.prompt is None else decode_chat(self.prompt)
-
 
 def read_request(
     params: Mapping[str, Any], model: EagleFSD, chat_template: ChatTemplate, limits: Limits
 ) -> AnswerRequest:
-    """Validate the parameters of a worker request and tokenize its prompt.
+    """Validate the fields of :class:`RequestParams` and tokenize the prompt.
 
-    Args:
-        params: The ``prompt`` and the fields of :class:`WorkerParams`; null is the same as absent.
-        model: The pair; its acceptance options are the defaults.
-        chat_template: How a chat encoded in the prompt is formatted.
-        limits: The server's limits.
-
-    Raises:
-        RequestError: A parameter is missing, of the wrong type or out of bounds, or the prompt does
-            not fit the context.
+    Null is the same as absent; the model's acceptance options are the defaults. Raises
+    RequestError.
     """
     given = _without_nulls(params)
     given.setdefault("max_new_tokens", limits.max_new_tokens)
     try:
-        parsed = WorkerParams.from_dict(given)
+        parsed = RequestParams.from_dict(given)
     except OptionsError as error:
         raise RequestError(str(error)) from error
-    acceptance = _acceptance(parsed.fsd, model.acceptance, limits)
+    acceptance = read_acceptance(parsed.fsd, parsed.lossless, model, limits)
     max_new_tokens = min(parsed.max_new_tokens, limits.max_new_tokens)
+    strict = parsed.strict_length and params.get("max_new_tokens") is not None
+    if strict and parsed.max_new_tokens > max_new_tokens:
+        raise RequestError(
+            f"max_new_tokens must be at most {max_new_tokens} on this server;"
+            f" got {parsed.max_new_tokens}"
+        )
     if parsed.min_tokens > max_new_tokens:
         raise RequestError(
             f"min_tokens must be at most max_new_tokens, {max_new_tokens}; got {parsed.min_tokens}"
         )
     last_token = model.target.vocab_size - 1
-    for name in ("prompt_token_ids", "stop_token_ids"):
+    if not all(abs(bias) <= MAX_BIAS for bias in parsed.logit_bias.values()):
+        raise RequestError(f"logit_bias must have values in [-{MAX_BIAS}, {MAX_BIAS}]")
+    for name in ("prompt_token_ids", "stop_token_ids", "logit_bias"):
         if not all(0 <= token <= last_token for token in getattr(parsed, name) or ()):
             raise RequestError(f"{name} must be token ids in [0, {last_token}]")
+    if parsed.chat_template_kwargs:
+        chat_template = _with_arguments(chat_template, parsed.chat_template_kwargs)
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
     echo_texts: list[str] = []
     dropped = 0
     try:
-        if parsed.chat is None:
+        if parsed.messages is None:
             tokens, echo_texts = _encode_raw(parsed, model)
             ids = torch.tensor([tokens], dtype=torch.long)
         else:
-            ids, dropped = fit_chat(model, chat_template, parsed.chat)
+            ids, dropped = fit_chat(
+                model, chat_template, parsed.messages, drop=parsed.truncation == "auto"
+            )
             if not parsed.ignore_eos:
                 stop += chat_template.stop
                 stop_token_ids += chat_template.stop_token_ids
@@ -178,6 +204,20 @@ def read_request(
         raise RequestError(str(error), RequestError.INVALID) from error
     if not ids.shape[1]:
         raise RequestError("the prompt has no tokens", RequestError.INVALID)
+    context = model.target.context_length
+    if strict and ids.shape[1] + max_new_tokens > context:
+        raise RequestError(
+            f"max_new_tokens must be at most {context - ids.shape[1]} after a prompt of"
+            f" {ids.shape[1]} tokens; got {max_new_tokens}: the context has {context} tokens",
+            RequestError.CONTEXT,
+        )
+    if parsed.echo and parsed.logprobs is not None:
+        values = ids.shape[1] * (1 + parsed.logprobs)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
+                f" most {MAX_PROMPT_LOGPROBS}; got {values}"
+            )
     options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
         ids,
@@ -187,22 +227,32 @@ def read_request(
         stop_token_ids,
         ignore_eos=parsed.ignore_eos,
         min_tokens=parsed.min_tokens,
+        logit_bias=parsed.logit_bias,
         details=parsed.logprobs,
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,
         dropped=dropped,
-        client=parsed.client,
     )
 
 
-def _acceptance(
-    given: Mapping[str, Any], default: AcceptanceConfig, limits: Limits
+def default_acceptance(model: EagleFSD, limits: Limits) -> AcceptanceConfig:
+    """Return the acceptance options of requests that set none."""
+    return AcceptanceConfig() if limits.lossless else model.acceptance
+
+
+def read_acceptance(
+    fsd: Mapping[str, Any], lossless: bool, model: EagleFSD, limits: Limits
 ) -> AcceptanceConfig:
-    """Return the server's acceptance options with those of a request."""
+    """Return the server's acceptance options with those of a request; raises RequestError."""
+    if lossless:
+        return AcceptanceConfig()
+    default = default_acceptance(model, limits)
     try:
-        acceptance = default.overridden(given)
+        acceptance = default.overridden(_without_nulls(fsd))
     except OptionsError as error:
         raise RequestError(f"fsd: {error}") from error
+    if limits.lossless and not acceptance.lossless:
+        raise RequestError(f"fsd: this server is lossless; got {acceptance.label}")
     bound = max(limits.max_threshold, default.threshold)
     if acceptance.threshold > bound:
         raise RequestError(
@@ -214,11 +264,21 @@ def _acceptance(
     return acceptance
 
 
-def _encode_raw(params: WorkerParams, model: EagleFSD) -> tuple[list[int], list[str]]:
-    """Tokenize a raw prompt, which must leave room for the first new token.
+def _with_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> ChatTemplate:
+    """Return a chat template with arguments, except those of ``apply_chat_template`` itself."""
+    reserved = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in arguments:
+        if name in reserved:
+            raise RequestError(f"chat_template_kwargs must not set {name}")
+    if not isinstance(template, TokenizerTemplate):
+        raise RequestError("chat_template_kwargs requires the tokenizer's own chat template")
+    return type(template)(template.tokenizer, arguments)
 
-    Returns:
-        Token ids, and the text of each; the texts add up to the prompt.
+
+def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list[str]]:
+    """Return a raw prompt's token ids and the text of each; the texts add up to the prompt.
+
+    Raises ContextLengthError if no room is left for the first new token.
     """
     context, prompt = model.target.context_length, params.prompt
     if prompt is None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.processors import AnswerPenalty, MinTokens, RepetitionPenalty
+from eagle_fsd.chat.processors import AnswerPenalty, LogitBias, MinTokens, RepetitionPenalty
 from eagle_fsd.chat.text import Piece, TextStream
 from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
@@ -42,36 +42,25 @@ class ContextLengthError(ValueError):
 
 
 def max_chars(tokens: int) -> int:
-    """Return the maximum number of characters worth tokenizing.
-
-    Args:
-        tokens: Maximum number of tokens of the text.
-    """
+    """Return the maximum number of characters worth tokenizing."""
     return tokens * MAX_CHARS_PER_TOKEN
 
 
-def fit_chat(model: EagleFSD, chat_template: ChatTemplate, chat: Chat) -> tuple[Tensor, int]:
+def fit_chat(
+    model: EagleFSD, chat_template: ChatTemplate, chat: Chat, drop: bool = True
+) -> tuple[Tensor, int]:
     """Tokenize a chat, dropping its oldest turns until there is room for an answer.
 
-    A question is dropped together with its answer. System messages and the last question stay.
-
-    Args:
-        model: The pair; its context length is the limit.
-        chat_template: How the chat is formatted.
-        chat: The messages.
-
-    Returns:
-        ``[1, S]`` token ids and the number of dropped messages.
-
-    Raises:
-        ContextLengthError: The system messages and the last question do not fit.
-        ValueError: The template rejects the chat.
+    A question is dropped together with its answer. System messages and the last question stay,
+    and all messages unless ``drop``. Returns ``[1, S]`` token ids and the number of dropped
+    messages. Raises ContextLengthError if what stays does not fit, and ValueError if the template
+    rejects the chat.
     """
     system = [message for message in chat if message["role"] == "system"]
     turns = [message for message in chat if message["role"] != "system"]
     context = model.target.context_length
-    room = context - min(MIN_ANSWER_TOKENS, context // 4)
-    cuts = [0, *(at for at in range(1, len(turns)) if turns[at]["role"] == "user")]
+    room = context - (min(MIN_ANSWER_TOKENS, context // 4) if drop else 1)
+    cuts = [0, *(at for at in range(1, len(turns)) if drop and turns[at]["role"] == "user")]
     encoded: dict[int, Tensor] = {}
 
     def chars(messages: Chat) -> int:
@@ -101,39 +90,23 @@ def fit_chat(model: EagleFSD, chat_template: ChatTemplate, chat: Chat) -> tuple[
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A validated request for one answer.
+    """A validated request for one answer."""
 
-    Attributes:
-        ids: ``[1, S]`` prompt.
-        options: Sampling, penalties and the answer's maximum length.
-        acceptance: Acceptance options; default: the model's.
-        stop: Strings that end the answer; they are not part of it.
-        stop_token_ids: Tokens that end the answer, in addition to the target's end-of-sequence
-            tokens.
-        ignore_eos: Whether the target's end-of-sequence tokens do not end the answer.
-        min_tokens: Minimum number of tokens before such a token may end the answer.
-        details: Number of alternatives to report with each token's log-probability; None: report
-            neither.
-        method: ``"fsd"``, or ``"ar"`` to decode without the drafter.
-        echo_texts: The text of each prompt token, if the answer begins with the prompt, else empty.
-        prompt_only: Whether nothing is generated, so that the answer is the prompt.
-        dropped: Number of messages that were dropped to fit the context.
-        client: Identifies the client that a server shares its rows with.
-    """
-
-    ids: Tensor
+    ids: Tensor  #: ``[1, S]``
     options: AnswerOptions
-    acceptance: AcceptanceConfig | None = None
+    acceptance: AcceptanceConfig | None = None  #: default: the model's
     stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()  #: beside the target's end-of-sequence tokens
+    ignore_eos: bool = False  #: whether those do not end the answer
+    min_tokens: int = 0  #: before a token may end the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None
-    method: str = "fsd"
-    echo_texts: Sequence[str] = ()
-    prompt_only: bool = False
-    dropped: int = 0
-    client: str = ""
+    method: str = "fsd"  #: or ``"ar"``, without the drafter
+    echo_texts: Sequence[str] = ()  #: of each prompt token, if the answer begins with the prompt
+    prompt_only: bool = False  #: whether nothing is generated
+    dropped: int = 0  #: messages that were dropped to fit the context
+    client: str = ""  #: with whom rows are shared
 
     @property
     def echo(self) -> str:
@@ -145,20 +118,8 @@ class ChatAnswer:
     """An answer in progress: its text, usage and statistics.
 
     :meth:`stream` decodes it alone, :meth:`join` in a batch, whose chunks are given to
-    :meth:`push`.
-
-    Args:
-        model: The pair.
-        request: The request.
-
-    Attributes:
-        new_tokens: Number of tokens generated so far.
-        text: The answer so far.
-        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete, else None.
-        decoding: Statistics of its decoding.
-
-    Raises:
-        ContextLengthError: The prompt fills the context.
+    :meth:`push`. ``finish_reason`` is ``"stop"`` or ``"length"`` once it is complete. Raises
+    ContextLengthError if the prompt fills the context.
     """
 
     def __init__(self, model: EagleFSD, request: AnswerRequest) -> None:
@@ -183,17 +144,9 @@ class ChatAnswer:
         return self._request.ids.shape[1]
 
     def stream(self, prefix_cache: PrefixCache | None = None) -> Iterator[list[Piece]]:
-        """Decode the answer step by step.
+        """Decode the answer, and yield the pieces of each step.
 
-        Args:
-            prefix_cache: Keeps the KV caches for the next turn of the chat.
-
-        Yields:
-            The result of :meth:`push` for each step.
-
-        Raises:
-            ValueError: As in :meth:`EagleFSD.stream`; before the iteration.
-            FloatingPointError: As in :meth:`EagleFSD.stream`.
+        The cache serves the next turn of the chat. Raises as :meth:`EagleFSD.stream`.
         """
         ids = self._request.ids.to(self._model.target.device)
         options = self._options()
@@ -211,16 +164,9 @@ class ChatAnswer:
         return pieces()
 
     def join(self, batch: Batch) -> Answer:
-        """Add the request to a batch.
+        """Add the request to a batch, and return what the batch's chunks belong to.
 
-        Args:
-            batch: The batch.
-
-        Returns:
-            What the batch's chunks belong to. Cancel it if a stop string ends the answer.
-
-        Raises:
-            ValueError: As in :meth:`EagleFSD.request`.
+        Cancel that if a stop string ends the answer. Raises as :meth:`EagleFSD.request`.
         """
         ids = self._request.ids[0].to(self._model.target.device)
         answer = batch.add(self._model.request(ids, **self._options()))
@@ -228,14 +174,9 @@ class ChatAnswer:
         return answer
 
     def push(self, chunk: StreamChunk) -> list[Piece]:
-        """Add the tokens of one step.
+        """Add the tokens of one step, and return the pieces that it completes, possibly none.
 
-        Args:
-            chunk: The tokens.
-
-        Returns:
-            The pieces that the step completes, possibly none; the last list includes all that were
-            held back.
+        The last ones include all that were held back.
         """
         self.new_tokens += len(chunk.tokens)
         pieces = self._stream.push(chunk.tokens, chunk.origins, chunk.details)
@@ -249,7 +190,7 @@ class ChatAnswer:
 
     def stats(self) -> dict[str, Any]:
         """Return decoding statistics: ``tau``, ``fuzzy_tokens``, ``tokens_per_second``, ..."""
-        return answer_stats(self.decoding)
+        return {**answer_stats(self.decoding), "dropped_messages": self._request.dropped}
 
     def usage(self) -> dict[str, int]:
         """Return token counts in OpenAI's format."""
@@ -264,6 +205,8 @@ class ChatAnswer:
             processors.append(RepetitionPenalty(options.repetition_penalty))
         if options.presence_penalty or options.frequency_penalty:
             processors.append(AnswerPenalty(options.presence_penalty, options.frequency_penalty))
+        if request.logit_bias:
+            processors.append(LogitBias(tuple(sorted(request.logit_bias.items()))))
         if request.min_tokens and ends:
             processors.append(MinTokens(request.min_tokens, tuple(ends)))
         sampling = options.model_dump(include=set(SamplingConfig.model_fields))
@@ -280,11 +223,7 @@ class ChatAnswer:
 
 
 def answer_stats(stats: DecodeStats) -> dict[str, Any]:
-    """Return the statistics of an answer as JSON values.
-
-    Args:
-        stats: Statistics of a call with one prompt.
-    """
+    """Return the statistics of an answer as JSON values."""
     origins, speed = stats.origins[0], stats.tokens_per_second
     return {
         "tau": stats.tau,
@@ -298,12 +237,7 @@ def answer_stats(stats: DecodeStats) -> dict[str, Any]:
 
 
 def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """Return token counts in OpenAI's format.
-
-    Args:
-        prompt_tokens: Number of tokens in the prompt.
-        new_tokens: Number of tokens generated.
-    """
+    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
@@ -317,17 +251,9 @@ def score_prompt(
 ) -> list[TokenDetail]:
     """Compute the target's log-probabilities of a prompt's tokens, given the tokens before them.
 
-    Args:
-        model: The pair.
-        ids: ``[1, S]`` prompt.
-        count: Number of alternatives to report with each token.
-        cancelled: Returns whether to skip the remaining tokens; called between passes.
-
-    Returns:
-        The details of every token but the first; fewer if cancelled.
-
-    Raises:
-        FloatingPointError: The target produced NaN or infinite logits.
+    ``ids`` are ``[1, S]``. Returns the details of every token but the first, with ``count``
+    alternatives each; fewer if ``cancelled`` returns true between two passes. Raises
+    FloatingPointError if the target's logits are NaN or infinite.
     """
     ids, end = ids.to(model.target.device), ids.shape[1] - 1
     cache = DynamicCache(config=model.model.config)

@@ -49,28 +49,30 @@ def _command(option: str) -> str:
     return "!!" + option.replace("_", "-")
 
 
-#: Commands, the attribute of the pair and its field that they set. ``!!tree-top-k`` sets the
-#: tree's ``top_k``.
-COMMANDS = {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields} | {
-    _command("tree_top_k" if name == "top_k" else name): ("tree", name)
-    for name in TreeConfig.model_fields
-}
+#: Commands, the attribute of the session or the pair, and its field that they set.
+#: ``!!tree-top-k`` sets the tree's ``top_k``.
+COMMANDS = (
+    {_command(name): ("options", name) for name in AnswerOptions.model_fields}
+    | {_command(name): ("acceptance", name) for name in AcceptanceConfig.model_fields}
+    | {
+        _command("tree_top_k" if name == "top_k" else name): ("tree", name)
+        for name in TreeConfig.model_fields
+    }
+)
+HELP = """\
+!!exit, Ctrl-D or an empty line   end the chat
+!!reset                           start a new chat
+!!remove                          remove the last message
+!!regen                           generate the last answer again
+!!save FILE, !!load FILE          save or load the chat
+!!threshold 0.3                   set an option; without a value, show it
+Ctrl-C                            stop an answer, and keep what there is of it
+Options: """ + " ".join(command.removeprefix("!!") for command in COMMANDS)
 
 
 @dataclass
 class ChatSession:
-    """A pair and the state of one chat with it.
-
-    Attributes:
-        model: The pair. Commands change its tree and acceptance options.
-        chat_template: How the chat is formatted.
-        options: How answers are sampled.
-        name: The model's name for the chat's opening line.
-        show_origins: Whether to color tokens by their origin.
-        notes: Console for output that is not part of the chat.
-        prefix_cache: The KV caches kept between turns.
-        answer: The last answer.
-    """
+    """A pair, whose options commands change, and the state of one chat with it."""
 
     model: EagleFSD
     chat_template: ChatTemplate
@@ -84,16 +86,10 @@ class ChatSession:
     def stream(
         self, prompt: str, stop: str | Sequence[str] | None, stop_token_ids: Sequence[int] | None
     ) -> Iterator[dict[str, Any]]:
-        """Generate an answer; FastChat's loop calls this.
+        """Yield FastChat's outputs of an answer, with the new pieces as ``pieces``.
 
-        Args:
-            prompt: A chat encoded by :mod:`~eagle_fsd.chat.wire_format`, or a prompt formatted by
-                another FastChat template that a loaded file names.
-            stop: Stop strings of that other template.
-            stop_token_ids: Stop tokens of that other template.
-
-        Yields:
-            FastChat's outputs, with the new pieces as ``pieces``.
+        The prompt is an encoded chat (:mod:`~eagle_fsd.chat.wire_format`), or formatted by another
+        FastChat template that a loaded file names, which has the stop strings and tokens.
         """
         chat = decode_chat(prompt)
         stop = [stop] if isinstance(stop, str) else stop or ()
@@ -128,20 +124,16 @@ class ChatSession:
         return ids
 
     def set_option(self, command: str, value: str) -> str | None:
-        """Set or show an option of the tree or of acceptance.
+        """Set an option by a command such as ``!!min-ratio``, or show it if the value is empty.
 
-        Args:
-            command: A command such as ``!!min-ratio``. Underscores are read as hyphens.
-            value: The new value; empty to show the current one.
-
-        Returns:
-            The message to print; None if there is no such command.
+        Returns the message to print; None if there is no such command.
         """
         command = command.replace("_", "-")
         if command not in COMMANDS:
             return None
         part, name = COMMANDS[command]
-        config: Options = getattr(self.model, part)
+        owner: Any = self if part == "options" else self.model
+        config: Options = getattr(owner, part)
         if value:
             try:
                 given = type(config).model_validate({name: value})
@@ -152,21 +144,17 @@ class ChatSession:
                 return validation_message(error, type(config))
             except OptionsError as error:
                 return str(error)
-            setattr(self.model, part, config)
+            setattr(owner, part, config)
         return f"{command.removeprefix('!!')} is {getattr(config, name)}"
 
     def note(self, text: str | Text) -> None:
-        """Print a line that is not part of the chat.
-
-        Args:
-            text: The line.
-        """
+        """Print a line that is not part of the chat."""
         self.notes.print(text, style="dim", markup=False, soft_wrap=True)
 
     def print_opening(self) -> None:
         """Print one line with the model, the threshold, the commands and the tokens' colors."""
         colors = origin_legend() if self.show_origins else Text("off (--show-origins)")
-        commands = " ".join(("!!threshold", *FASTCHAT_COMMANDS))
+        commands = " ".join(("!!help", "!!threshold", *FASTCHAT_COMMANDS))
         name = escape_control_chars(self.name)
         opening = f"{name}, {self.model.acceptance.label}. Commands: {commands}. Colors: "
         self.note(Text(opening).append_text(colors))
@@ -184,9 +172,33 @@ class ChatSession:
 
 
 class _CommandInput:
-    """Mixin for FastChat's styles: additional commands, and roles without markers."""
+    """Mixin for FastChat's styles: additional commands, and roles without markers.
+
+    Styles override :meth:`show`, not ``stream_output``.
+    """
 
     session: ChatSession
+
+    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
+        """Print an answer as it is generated; return it, or what there is of it after Ctrl-C."""
+        text = ""
+
+        def followed() -> Iterator[dict[str, Any]]:
+            nonlocal text
+            for output in output_stream:
+                text = output["text"]
+                yield output
+
+        try:
+            self.show(followed())
+        except KeyboardInterrupt:
+            self.session.note("\nstopped")
+        self.session.print_stats()
+        return text
+
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
+        super().stream_output(output_stream)  # type: ignore[misc]
 
     def prompt_for_input(self, role: str) -> str:
         """Read lines until one is for FastChat's loop, handling our own commands."""
@@ -202,8 +214,10 @@ class _CommandInput:
             line = line.strip()  # FastChat does not recognize commands with surrounding spaces
             command, _, argument = line.partition(" ")
             message = self.session.set_option(command, argument.strip())
-            if message is None and command not in FASTCHAT_COMMANDS:
-                message = f"unknown command {command} (see eagle-fsd chat --help)"
+            if command == "!!help":
+                message = HELP
+            elif message is None and command not in FASTCHAT_COMMANDS:
+                message = f"unknown command {command} (see !!help)"
             if message is None:
                 message = _file_error(command, argument.strip())
             if message is None:
@@ -217,27 +231,18 @@ class _CommandInput:
 
 
 class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
-    """FastChat's simple style, which prints tokens as they are accepted.
-
-    Args:
-        session: The chat.
-        multiline: Whether a message may have several lines.
-    """
+    """FastChat's simple style, which prints tokens as they are accepted."""
 
     def __init__(self, session: ChatSession, multiline: bool) -> None:
         super().__init__(multiline)
         self.session, self.out = session, Console(highlight=False)
 
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text = ""
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
         for output in output_stream:
             styled = _styled(output["pieces"], self.session.show_origins)
             self.out.print(styled, end="", soft_wrap=True)
-            text = output["text"]
         self.out.print()
-        self.session.print_stats()
-        return text
 
     def print_output(self, text: str) -> None:
         """Print an earlier message; see ``ChatIO``."""
@@ -245,44 +250,30 @@ class SimpleDisplay(_CommandInput, fastchat_cli.SimpleChatIO):
 
 
 class RichDisplay(_CommandInput, fastchat_cli.RichChatIO):
-    """FastChat's rich style: Markdown, or colored text if origins are shown.
-
-    Args:
-        session: The chat.
-        multiline: Whether a message may have several lines.
-        mouse: Whether the mouse places the cursor.
-    """
+    """FastChat's rich style: Markdown, or colored text if origins are shown."""
 
     def __init__(self, session: ChatSession, multiline: bool, mouse: bool) -> None:
         super().__init__(multiline, mouse)
         self.session = session
         self._completer.words += COMMANDS
 
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text = ""
-
-        def escaped() -> Iterator[dict[str, Any]]:
-            nonlocal text
-            for output in output_stream:
-                text = output["text"]
-                yield {**output, "text": escape_control_chars(text)}
-
+    def show(self, output_stream: Iterable[dict[str, Any]]) -> None:
+        """Print an answer as it is generated."""
         if self.session.show_origins:
             styled = Text()
             with Live(styled, console=self._console, refresh_per_second=12) as live:
-                for output in escaped():
+                for output in output_stream:
                     styled.append_text(_styled(output["pieces"], show_origins=True))
                     live.refresh()
             self._console.print()
         else:
-            super().stream_output(escaped())
-        self.session.print_stats()
-        return text
+            super().show(
+                {**output, "text": escape_control_chars(output["text"])} for output in output_stream
+            )
 
     def print_output(self, text: str) -> None:
         """Print an earlier message; see ``ChatIO``."""
-        super().stream_output([{"text": escape_control_chars(text)}])
+        super().show([{"text": escape_control_chars(text)}])
 
 
 class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
@@ -306,21 +297,11 @@ class _ProgrammaticInput(fastchat_cli.ProgrammaticChatIO):
 
 
 class ProgrammaticDisplay(_CommandInput, _ProgrammaticInput):
-    """FastChat's programmatic style; notes and statistics go to standard error.
-
-    Args:
-        session: The chat.
-    """
+    """FastChat's programmatic style; notes and statistics go to standard error."""
 
     def __init__(self, session: ChatSession) -> None:
         super().__init__()
         self.session = session
-
-    def stream_output(self, output_stream: Iterable[dict[str, Any]]) -> str:
-        """Print an answer as it is generated, and return it; see ``ChatIO``."""
-        text: str = super().stream_output(output_stream)
-        self.session.print_stats()
-        return text
 
 
 def run_chat(
@@ -331,19 +312,7 @@ def run_chat(
     multiline: bool = False,
     mouse: bool = False,
 ) -> None:
-    """Run FastChat's chat loop until the user leaves it.
-
-    Args:
-        session: The chat.
-        style: One of :data:`STYLES`.
-        system: The system message.
-        history: Whether the model sees earlier turns.
-        multiline: Whether a message may have several lines.
-        mouse: Whether the mouse places the cursor (rich style).
-
-    Raises:
-        ValueError: The style is unknown.
-    """
+    """Run FastChat's chat loop until the user leaves it."""
     register_template()
     for file in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(file, io.TextIOWrapper):  # replace characters that its encoding lacks

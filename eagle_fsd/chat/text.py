@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,16 +13,20 @@ from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 
+MAX_CACHED_TOKENS = 1 << 16
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+#: The characters that byte-level vocabularies write bytes with; printable ones are the same.
+BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + index): byte
+    for index, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+
 
 @dataclass(frozen=True)
 class Piece:
     """One token of an answer and the text that it completes, which may be empty.
 
-    Attributes:
-        text: The text.
-        token: The token id.
-        origin: The token's origin, as determined by verification.
-        detail: Log-probability, divergence and alternatives, if requested.
+    ``detail`` is None unless log-probabilities are requested.
     """
 
     text: str
@@ -29,21 +35,49 @@ class Piece:
     detail: TokenDetail | None = None
 
 
+class TokenDecoder:
+    """Decodes single tokens.
+
+    A token of a byte-level vocabulary, or of byte fallback, may be a part of a character. Spaces at
+    the beginning of a token are kept, even where a tokenizer drops the first one of a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        self._byte_level = b'"ByteLevel"' in tokenizer.backend_tokenizer.decoder.__getstate__()
+        self.bytes = lru_cache(MAX_CACHED_TOKENS)(self._bytes)
+        self.text = lru_cache(MAX_CACHED_TOKENS)(self._text)
+
+    def _bytes(self, token: int) -> bytes:
+        """Return a token's part of the answer in UTF-8; special tokens have none."""
+        if token in self._added:
+            added = self._added[token]
+            return b"" if added.special else added.content.encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if isinstance(piece, str):
+            if self._byte_level and BYTE_ALPHABET.keys() >= set(piece):
+                return bytes(BYTE_ALPHABET[character] for character in piece)
+            if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+                return bytes.fromhex(match[1])
+            if piece.startswith("\u2581"):  # SentencePiece's space
+                return piece.replace("\u2581", " ").encode()
+        return str(self._tokenizer.decode([token])).encode()
+
+    def _text(self, token: int) -> str:
+        """Return a token as text, in which invalid UTF-8 is U+FFFD."""
+        if token in self._added:
+            return str(self._added[token].content)
+        return self.bytes(token).decode(errors="replace")
+
+
 class TextStream:
     """Convert tokens to pieces of text, up to the first stop string.
 
     A stop string may begin in one token and end in a later one, so text that could be the beginning
-    of a stop string is held back until the following tokens decide.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        stop: Strings that end the text. Empty strings are ignored.
-
-    Attributes:
-        stopped: Whether a stop string was found. The string and everything after it are dropped.
-
-    Raises:
-        ValueError: The tokenizer is not a fast tokenizer.
+    of a stop string is held back until the following tokens decide. Once ``stopped``, the string
+    and what follows it are dropped; empty strings are ignored. Raises ValueError unless the
+    tokenizer is a fast one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -58,16 +92,7 @@ class TextStream:
         origins: Iterable[int],
         details: Sequence[TokenDetail] | None = None,
     ) -> list[Piece]:
-        """Add the tokens of one step.
-
-        Args:
-            tokens: Token ids.
-            origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
-            details: The details of each; None if they were not requested.
-
-        Returns:
-            The pieces that can no longer be part of a stop string, in order.
-        """
+        """Add tokens, and return the pieces that can no longer be part of a stop string."""
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             text = self._detokenizer.step(token)
             detail = None if details is None else details[index]

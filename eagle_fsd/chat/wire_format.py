@@ -23,12 +23,7 @@ _MARKERS = str.maketrans("", "", ROLE + TEXT + END)
 
 
 def encode_chat(chat: Chat) -> str:
-    """Encode a chat as a prompt that the assistant continues.
-
-    Args:
-        chat: The messages, with the roles system, user and assistant. Markers in their contents are
-            removed.
-    """
+    """Encode a chat as a prompt that the assistant continues; contents lose their markers."""
     messages = (
         f"{ROLE}{message['role'].capitalize()}{TEXT}{strip_markers(message['content'])}{END}"
         for message in chat
@@ -37,14 +32,9 @@ def encode_chat(chat: Chat) -> str:
 
 
 def decode_chat(prompt: str) -> list[dict[str, str]] | None:
-    """Decode a prompt into messages.
+    """Decode a prompt into messages; return None for a raw prompt.
 
-    Args:
-        prompt: A prompt made by :func:`encode_chat` or with :func:`conversation_template`.
-
-    Returns:
-        The messages without empty system messages and without the assistant's open turn; None for a
-        raw prompt.
+    Empty system messages and the assistant's open turn are left out.
     """
     if not prompt.startswith(ROLE):
         return None
@@ -59,11 +49,7 @@ def decode_chat(prompt: str) -> list[dict[str, str]] | None:
 
 
 def strip_markers(text: str) -> str:
-    """Remove markers from text, so that its author cannot forge messages.
-
-    Args:
-        text: Text from a client, or one of the template's role names.
-    """
+    """Remove markers from text, so that its author cannot forge messages."""
     return text.translate(_MARKERS)
 
 

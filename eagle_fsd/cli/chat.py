@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.cli.demo import BUNDLED_NAME
 from eagle_fsd.cli.options import AcceptanceOptions, Pair, PairArguments, TreeOptions, load_chat
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import check_single_process
+from eagle_fsd.cli.serve import BUNDLED_NAME
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 AnswerFields = Annotated[AnswerOptions, options("Answers")]
@@ -41,9 +41,9 @@ def chat(
 ) -> None:
     """Chat with the model in the terminal.
 
-    Commands: !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and !!threshold 0.3, or
-    any other tree or acceptance option, in the middle of a chat. Ctrl-C stops an answer; Ctrl-D or
-    an empty line ends the chat.
+    Commands: !!help, !!exit, !!reset, !!remove, !!regen, !!save FILE, !!load FILE; and
+    !!threshold 0.3, or any other option of the tree, acceptance or answers, in the middle of a
+    chat. Ctrl-C stops an answer; Ctrl-D or an empty line ends the chat.
     """
     from eagle_fsd.chat.terminal import ChatSession, run_chat
 

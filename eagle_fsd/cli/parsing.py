@@ -1,8 +1,7 @@
 """Commands whose options are the fields of :class:`~eagle_fsd.utils.options.Options` models.
 
 cyclopts parses the command line, and pydantic validates the values. This module adds option names
-that differ from the field's name, bounds in the help, one-line error messages, and
-:func:`arguments_for`, which converts models back to arguments for a child process.
+that differ from the field's name, bounds in the help, and one-line error messages.
 """
 
 from __future__ import annotations
@@ -115,27 +114,6 @@ def options(
         settings["parse"] = re.compile(rf"^(?!({'|'.join(exclude)})$)")
     group = Group(heading, help, sort_key=HEADINGS.index(heading))
     return Parameter(name="*", group=group, **settings)
-
-
-def arguments_for(command: App, *models: Options) -> list[str]:
-    """Return the arguments that pass the explicitly set fields of models to a command.
-
-    Fields that are not among the command's options are left out.
-    """
-    words: list[str] = []
-    for model, field, argument in _fields(command.assemble_argument_collection()):
-        given = next((item for item in models if isinstance(item, model)), None)
-        if given is None or field not in given.model_fields_set:
-            continue
-        value = getattr(given, field)
-        if value is True:
-            words.append(argument.name)
-        elif value is False:
-            words += argument.negatives[:1]
-        elif value is not None:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [word for item in values for word in (argument.name, str(item))]
-    return words
 
 
 def usage_message(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""``eagle-fsd serve``: serve a pair through FastChat."""
+"""``eagle-fsd serve``: serve a pair over OpenAI's API, or as a worker of FastChat's servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shlex
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -14,17 +14,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
-from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, Access, api_keys, cluster_key
-from eagle_fsd.cli.console import err, fail, out
-from eagle_fsd.cli.demo import (
-    BUNDLED_NAME,
-    LimitOptions,
-    PageAnswerOptions,
-    PageServer,
-    examples_for,
-    import_page,
-    print_page_address,
-)
+from eagle_fsd.chat.serve.guard import API_KEYS_VARIABLE, Access, api_keys
+from eagle_fsd.cli.console import fail, out
 from eagle_fsd.cli.options import (
     AcceptanceOptions,
     Pair,
@@ -34,16 +25,24 @@ from eagle_fsd.cli.options import (
     TreeOptions,
     load_chat,
 )
-from eagle_fsd.cli.parsing import Command, arguments_for, options
+from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
-from eagle_fsd.utils.options import Options, OptionsError
+from eagle_fsd.utils.options import OptionsError
 
+BUNDLED_NAME = "eagle-fsd-bundled"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Wildcard addresses, and the address at which this machine reaches a server that listens on them.
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+#: Example questions of the web page for the bundled pair.
+EXAMPLES = (
+    "Anna gathers 12 buckets of 4 shells each. Then Anna uses 5 shells. How many shells are left"
+    " in the end?",
+    "At the market, Tom buys 7 boxes with 3 apples in every box. Then Tom gives 4 apples to Mia."
+    " How many apples are left in the end?",
+)
 
-app = Command("serve", help="Serve a pair to OpenAI clients through FastChat.")
+LimitOptions = Annotated[Limits, options("Limits")]
 
 
 def _check_url(url: str, info: ValidationInfo) -> str:
@@ -64,39 +63,34 @@ def _check_url_or_none(url: str, info: ValidationInfo) -> str:
     return url if url == "none" else _check_url(url, info)
 
 
-URL = Annotated[str, AfterValidator(_check_url)]
-Names = Annotated[
-    tuple[str, ...],
-    Field(description="Names of the model for clients, one or several; default: the target's."),
-]
-
-
 class GuardedServer(Server):
     """Where a server listens, and under which names clients reach it."""
 
+    names: Annotated[
+        tuple[str, ...],
+        Field(description="Names of the model for clients, one or several; default: the target's."),
+    ] = ()
     trusted_hosts: tuple[str, ...] = Field(
         (),
         description="Further names of this server in the Host header of requests, such as the"
         " name of a reverse proxy.",
     )
 
-
-class ControllerServer(GuardedServer):
-    """Where the controller listens."""
-
-    port: Port = 21001
-
-
-class ControllerURL(Options):
-    """Which controller to use."""
-
-    controller: URL = Field("http://127.0.0.1:21001", description="URL of the controller.")
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="Other sites whose web pages may send requests, such as https://chat.example.",
+    )
+    shutdown_timeout: float = Field(
+        10.0,
+        ge=0.0,
+        description="Seconds that requests get to end when the server stops.",
+    )
 
 
-class APIServer(ControllerURL, GuardedServer):
+class APIServer(GuardedServer):
     """Where the API listens."""
 
-    port: Port = 8000
+    web: bool = Field(False, description="Also serve the web page, at /.")
 
 
 class WorkerServer(GuardedServer):
@@ -104,73 +98,81 @@ class WorkerServer(GuardedServer):
 
     port: Port = 21002
     controller: Annotated[str, AfterValidator(_check_url_or_none)] = Field(
-        "http://127.0.0.1:21001", description="URL of the controller; 'none' for no controller."
+        "http://127.0.0.1:21001",
+        description="URL of FastChat's controller; 'none' for no controller.",
     )
-    address: URL | None = Field(
-        None, description="URL at which others reach this worker; default: http://HOST:PORT."
-    )
-    names: Names = ()
-
-
-class RemotePage(ControllerURL, GuardedServer, PageServer):
-    """Where the web page is served, and the model it uses."""
-
-    name: str | None = Field(None, description="The controller's model to use; default: the first.")
-
-
-class ClusterServer(Server):
-    """Where the servers of one machine listen."""
-
-    host: str = Field(
-        "127.0.0.1",
-        description="Interface that the API and the page listen on; 0.0.0.0 for all.",
-    )
-    port: Port = Field(8000, description="Port of the API.")
-    controller_port: Port = Field(21001, description="Port of the controller.")
-    worker_port: Port = Field(21002, description="Port of the worker.")
-    names: Names = ()
-    web: bool = Field(False, description="Also serve the web page.")
-    web_port: Port = Field(7860, description="Port of the web page.")
-    trusted_hosts: tuple[str, ...] = Field(
-        (),
-        description="Further names of the API and the page in the Host header of requests, such as"
-        " the name of a reverse proxy.",
+    address: Annotated[str, AfterValidator(_check_url)] | None = Field(
+        None,
+        description="URL at which FastChat's servers reach this worker; default: http://HOST:PORT.",
     )
 
 
-def controller(
-    *, server: Annotated[ControllerServer, options("Server")] = ControllerServer()
-) -> None:
-    """Run the controller, with which workers register and which the API asks for a worker.
-
-    The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
-    share; it is required with a --host beyond this machine.
-    """
-    from eagle_fsd.chat.serve.servers import check_port, run_controller
-
-    access = _cluster_access(server)
-    check_port(server.host, server.port)
-    run_controller(server.host, server.port, access)
-
-
-def api(
+def serve(
     *,
     server: Annotated[APIServer, options("Server")] = APIServer(),
-    limits: Annotated[
-        Limits, options("Limits", exclude=("max_batch", "queue", "max_new_tokens", "max_threshold"))
-    ] = Limits(),
+    pair: PairArguments = Pair(),
+    tree: TreeOptions = TreeConfig(),
+    acceptance: AcceptanceOptions = AcceptanceConfig(),
+    limits: LimitOptions = Limits(),
 ) -> None:
-    """Run the OpenAI-compatible API.
+    """Serve a pair over OpenAI's API until Ctrl-C.
 
     The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
-    commas; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
+    commas; the web page asks its visitors for one as a password. Keys are required with a --host
+    beyond this machine.
     """
-    from eagle_fsd.chat.serve.servers import check_port, run_api
+    run_api(server, pair, tree, acceptance, limits, AnswerOptions() if server.web else None)
+
+
+def run_api(
+    server: GuardedServer,
+    pair: Pair,
+    tree: TreeConfig,
+    acceptance: AcceptanceConfig,
+    limits: Limits,
+    answers: AnswerOptions | None,
+) -> None:
+    """Serve the API, and the web page if there are initial values of its controls."""
+    check_single_process("serve")
+    access = _access(server, page=answers is not None)
+    if answers is not None:
+        _check_gradio()
+    from eagle_fsd.chat.backend import LocalBackend
+    from eagle_fsd.chat.serve.api import api_app, api_error
+    from eagle_fsd.chat.serve.connections import check_port, run_server
+    from eagle_fsd.chat.serve.guard import Guard
+    from eagle_fsd.chat.serve.metrics import ServerMetrics
 
     check_port(server.host, server.port)
-    _check_cluster_key()
-    access = Access(_names(server), api_keys())
-    run_api(server.host, server.port, server.controller, access, limits.max_body)
+    logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
+    model, chat_template = load_chat(pair, tree, acceptance)
+    names, metrics = server.names or (model_name(pair.target),), ServerMetrics()
+    backend = LocalBackend(model, chat_template, limits, names[0], metrics)
+    page = None
+    if answers is not None:
+        from eagle_fsd.chat.web.app import page_app
+
+        page = page_app(backend, answers, examples_for(names[0]))
+    app = Guard(api_app(backend, names, metrics, page), access, limits.max_body, api_error)
+
+    def stop() -> None:
+        if page is not None:
+            page.close()
+
+    try:
+        run_server(
+            app,
+            server.host,
+            server.port,
+            backend.queue,
+            server.shutdown_timeout,
+            on_started=lambda: _print_addresses(
+                local_url(server), names[0], backend.about.acceptance, page is not None
+            ),
+            on_stop=stop,
+        )
+    finally:
+        backend.close()
 
 
 def worker(
@@ -181,13 +183,12 @@ def worker(
     acceptance: AcceptanceOptions = AcceptanceConfig(),
     limits: LimitOptions = Limits(),
 ) -> None:
-    """Run a worker, which holds a pair and decodes. Several machines can run one each.
+    """Run a worker for FastChat's controller. Several machines can run one each.
 
-    The environment variable EAGLE_FSD_CLUSTER_KEY holds the secret that the servers of a cluster
-    share; it is required with a --host beyond this machine.
+    The environment variable EAGLE_FSD_API_KEYS holds the keys that clients may use, separated by
+    commas; the first one is part of the address that the worker registers. Keys are required with
+    a --host beyond this machine.
     """
-    from eagle_fsd.chat.serve.servers import check_port, run_worker
-
     check_single_process("serve worker")
     remote = server.controller != "none" and urlsplit(server.controller).hostname not in LOOPBACK
     if server.address is None and remote and server.host in (*LOOPBACK, *EVERY_INTERFACE):
@@ -195,7 +196,11 @@ def worker(
             f"{server.controller} cannot reach this worker at {server.host}: set --address to the"
             " URL where it can, and --host to the interface to listen on"
         )
-    access = _cluster_access(server)
+    name = urlsplit(server.address).hostname if server.address else None
+    access = _access(server, *([name] if name else []))
+    from eagle_fsd.chat.serve.connections import check_port
+    from eagle_fsd.chat.serve.worker import run_worker
+
     check_port(server.host, server.port)
     logging.getLogger("eagle_fsd.model.compilation").setLevel(logging.INFO)
     model, chat_template = load_chat(pair, tree, acceptance)
@@ -209,147 +214,62 @@ def worker(
         server.address or local_url(server),
         server.names or [model_name(pair.target)],
         access,
+        server.shutdown_timeout,
     )
 
 
-def web(
-    *,
-    page: Annotated[RemotePage, options("Server")] = RemotePage(),
-    answers: PageAnswerOptions = AnswerOptions(),
-) -> None:
-    """Serve the web page for a model of the controller. (eagle-fsd demo needs no controller.)
-
-    If the environment variable EAGLE_FSD_API_KEYS holds keys, the page asks its visitors for one as
-    a password; EAGLE_FSD_CLUSTER_KEY holds the cluster's secret, if it has one.
-    """
-    module = import_page()
-    from eagle_fsd.chat.backend import BackendError
-    from eagle_fsd.chat.remote_backend import RemoteBackend
-    from eagle_fsd.chat.serve.servers import check_port
-
-    _check_cluster_key()
-    check_port(page.host, page.port)
-    try:
-        backend = RemoteBackend.connect(page.controller, page.name)
-    except BackendError as error:
-        fail(error, 1)
-    access = Access(_names(page), api_keys(), "Basic")
-    examples = examples_for(backend.about.name)
-    application = module.page_app(backend, answers, examples, access)
-    print_page_address(page)
-    module.run_page(application, page.host, page.port)
-
-
-def all_(
-    *,
-    servers: Annotated[ClusterServer, options("Server")] = ClusterServer(),
-    pair: PairArguments = Pair(),
-    tree: TreeOptions = TreeConfig(),
-    acceptance: AcceptanceOptions = AcceptanceConfig(),
-    limits: LimitOptions = Limits(),
-) -> None:
-    """Run a controller, a worker and the API on this machine, until Ctrl-C.
-
-    A worker that exits is started again. The environment variable EAGLE_FSD_API_KEYS holds the keys
-    that clients may use, separated by commas; the page asks its visitors for one as a password.
-    Controller and worker only listen on this machine.
-    """
-    check_single_process("serve all")
-    controller = ControllerServer(port=servers.controller_port)
-    url = local_url(controller)
-    names = servers.names or (model_name(pair.target),)
-    worker = WorkerServer(port=servers.worker_port, controller=url, names=names)
-    public = {"host": servers.host, "controller": url, "trusted_hosts": servers.trusted_hosts}
-    api = APIServer(port=servers.port, **public)
-    page = RemotePage(port=servers.web_port, **public)
-    children: list[tuple[str, str, Server, tuple[Options, ...], str]] = [
-        ("controller", "controller", controller, (), "/test_connection"),
-        ("worker", "worker", worker, (pair, tree, acceptance, limits), "/health"),
-        ("API", "api", api, (limits,), "/v1/models"),
-    ]
-    if servers.web:
-        children.append(("web page", "web", page, (), "/"))
-    if len({server.port for _, _, server, _, _ in children}) < len(children):
-        raise OptionsError("every server needs a port of its own")
-    if servers.web:
-        import_page()
-    from eagle_fsd.chat.serve.cluster import Cluster, ServerError
-    from eagle_fsd.chat.serve.servers import check_port
-
-    commands = {}
-    for name, command, server, models, probe in children:
-        check_port(server.host, server.port)
-        arguments = [command, *arguments_for(app[command], server, *models)]
-        commands[name] = (arguments, local_url(server) + probe)
-    _check_cluster_key()
-    cluster = Cluster([sys.executable, "-m", "eagle_fsd.cli.child", "serve"], commands, ("worker",))
-    try:
-        cluster.start(lambda text: err.print(text, style="dim"))
-        _print_addresses(local_url(api), url, local_url(worker), names[0])
-        cluster.wait(lambda text: err.print(text, style="dim"))
-    except ServerError as error:
-        fail(error, 1)
-    finally:
-        cluster.stop()
-
-
 def model_name(target: str | None) -> str:
-    """Return a model's name for clients: the last part of its path or Hub name.
-
-    Args:
-        target: A folder or a Hub name; None is the bundled target.
-    """
+    """Return a model's name for clients: the last part of its path or Hub name."""
     return Path(os.path.abspath(target)).name if target else BUNDLED_NAME
 
 
-def local_url(server: Server) -> str:
-    """Return the URL at which this machine reaches a server.
+def examples_for(name: str) -> Sequence[str]:
+    """Return example questions for a model; only the bundled one has any."""
+    return EXAMPLES if name == BUNDLED_NAME else ()
 
-    Args:
-        server: Where the server listens.
-    """
+
+def local_url(server: Server) -> str:
+    """Return the URL at which this machine reaches a server."""
     host = EVERY_INTERFACE.get(server.host, server.host)
     return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
-def _check_cluster_key() -> str | None:
-    """Return the cluster's key, or None if it has none."""
-    try:
-        return cluster_key()
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
-
-
-def _cluster_access(server: GuardedServer) -> Access:
-    """Return who may use a controller or a worker: beyond this machine, those with the key."""
-    if _check_cluster_key() is None and server.host not in LOOPBACK:
+def _access(server: GuardedServer, *names: str, page: bool = False) -> Access:
+    """Return who may use a server; beyond this machine only clients with a key."""
+    keys = api_keys()
+    if not keys and server.host not in LOOPBACK:
         raise OptionsError(
             f"--host {server.host} lets other machines reach this server: set the environment"
-            f" variable {CLUSTER_KEY_VARIABLE} to the same secret for all servers of the cluster"
+            f" variable {API_KEYS_VARIABLE} to the keys that clients may use, separated by commas"
         )
-    return Access.for_cluster(_names(server))
+    hosts = (*server.trusted_hosts, server.host, *names)
+    return Access(hosts, keys, page, server.allowed_origins)
 
 
-def _names(server: GuardedServer) -> tuple[str, ...]:
-    """Return the names under which clients may reach a server."""
-    address = server.address if isinstance(server, WorkerServer) else None
-    name = urlsplit(address).hostname if address else None
-    return (*server.trusted_hosts, server.host, *([name] if name else []))
+def _check_gradio() -> None:
+    """Exit with a message that says what to install unless the web page can be served."""
+    from importlib.util import find_spec
+
+    if find_spec("gradio") is None:
+        fail("the web page needs gradio: pip install 'eagle_fsd[web]'", 1)
 
 
-def _print_addresses(api: str, controller: str, worker: str, name: str) -> None:
-    """Print the addresses of the servers, and a curl command to try."""
+def _print_addresses(url: str, name: str, acceptance: AcceptanceConfig, page: bool) -> None:
+    """Print the model, the addresses of the server, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    label = "lossless" if acceptance.lossless else acceptance.label
     lines = [
-        f"API         {api}/v1",
-        f"controller  {controller}",
-        f"worker      {worker}  (/metrics, /health)",
-        f"curl {api}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f"model       {name}, {label}",
+        *([f"web page    {url}"] if page else []),
+        f"API         {url}/v1  (also {url}/metrics, /health and /ready)",
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f" -d {shlex.quote(body)}",
     ]
     for line in lines:
         out.print(line, soft_wrap=True)
 
 
-app.add(all_, controller, api, worker, web)
+app = Command("serve", help="Serve a pair to OpenAI clients, or as a worker of FastChat's servers.")
+app.default(serve)
+app.add(worker)

@@ -36,16 +36,21 @@ class ChatTemplate(Protocol):
 
 
 class TokenizerTemplate:
-    """The tokenizer's own chat template, which writes special tokens itself."""
+    """The tokenizer's own chat template, which writes special tokens itself.
+
+    ``arguments`` are passed to it, such as ``enable_thinking``.
+    """
 
     adds_special_tokens = False
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template; select a FastChat template")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
 
     def render(self, chat: Chat, add_generation_prompt: bool = False) -> str:
         """See :meth:`ChatTemplate.render`."""
@@ -54,6 +59,7 @@ class TokenizerTemplate:
                 [dict(message) for message in chat],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self.arguments,
             )
         except (TemplateError, TypeError) as error:  # a template may fail on a turn's type
             raise ValueError(f"the chat template rejects the chat: {error}") from error

@@ -1,13 +1,10 @@
-"""Stop a process on SIGINT or SIGTERM, or when its parent exits."""
+"""Stop a process on SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -57,22 +54,3 @@ def interrupt_on_second_signal(work: str) -> Callable[[int], None]:
         log.warning("stopping after %s; press Ctrl-C again to stop at once", work)
 
     return handle
-
-
-def exit_with_parent(patience: float = 4.0) -> None:
-    """Terminate this process once its standard input is closed.
-
-    Standard input must be a pipe whose other end the parent holds. The operating system closes it
-    when the parent exits, even after SIGKILL. After ``patience`` seconds, the exit is forced.
-    """
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 1024):
-                pass
-        log.warning("the parent process exited; stopping")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(patience)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,8 +1,4 @@
-"""One group of servers for all tests of the session.
-
-Modules that use the servers are marked with ``xdist_group("servers")``, so that one worker process
-runs all of them.
-"""
+"""One server in this process for all tests of the session."""
 
 from __future__ import annotations
 
@@ -10,18 +6,20 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from processes import MAX_BATCH, MAX_WAITING, Servers
+from serving import MAX_BATCH, MAX_WAITING, APIThread
+
+from eagle_fsd import EagleFSD
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
-    """Servers that tests leave as they find them."""
-    servers = Servers("--queue", str(MAX_WAITING), "--max-batch", str(MAX_BATCH))
-    yield servers
-    servers.stop()
+def server(model: EagleFSD) -> Iterator[APIThread]:
+    """A server that tests leave as they find it."""
+    server = APIThread(model, queue=MAX_WAITING, max_batch=MAX_BATCH)
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")
-def client(servers: Servers) -> openai.OpenAI:
-    """An OpenAI client of the servers."""
-    return servers.client()
+def client(server: APIThread) -> openai.OpenAI:
+    """An OpenAI client of the server."""
+    return server.client()

@@ -15,8 +15,9 @@ from eagle_fsd.utils.chat_templates import Chat, encode_prompt, load_chat_templa
 
 HELLO: Chat = [{"role": "user", "content": "Hello!"}]
 ENCODED_HELLO = encode_chat(HELLO)
-#: Parameters of a worker request: greedy and lossless.
-GREEDY = {"prompt": ENCODED_HELLO, "temperature": 0, "max_new_tokens": 64, "fsd": {"threshold": 0}}
+#: Parameters of a request: greedy and lossless.
+OPTIONS = {"temperature": 0, "max_new_tokens": 64, "fsd": {"threshold": 0}}
+GREEDY = {"messages": HELLO, **OPTIONS}
 
 
 def tokenize(model: EagleFSD, chat: Chat = HELLO) -> Tensor:
@@ -33,6 +34,7 @@ def reference(model: EagleFSD, chat: Chat = HELLO, **options: Any) -> str:
 
 
 def request(model: EagleFSD, limits: Limits | None = None, **params: Any) -> AnswerRequest:
-    """Read a request with these parameters in addition to :data:`GREEDY`."""
+    """Read a request with these parameters; without a prompt, the message is HELLO."""
     template = load_chat_template(model.tokenizer)
-    return read_request({**GREEDY, **params}, model, template, limits or Limits())
+    chat = {} if {"prompt", "prompt_token_ids"} & params.keys() else {"messages": HELLO}
+    return read_request({**chat, **OPTIONS, **params}, model, template, limits or Limits())

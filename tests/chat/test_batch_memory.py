@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from processes import QUESTION
 from prompts import HELLO, request
 from resident_memory import resident_memory
+from serving import QUESTION
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.session import AnswerRequest, score_prompt
-from eagle_fsd.chat.wire_format import encode_chat
 
 CLIENTS = 16
 
@@ -25,7 +24,7 @@ def random_request(model: EagleFSD, dice: random.Random) -> AnswerRequest:
     turns = [*HELLO, {"role": "assistant", "content": "Hello!"}] * dice.choice([0, 2, 6])
     question = {"role": "user", "content": QUESTION[: dice.choice([5, 40, None])]}
     options: dict[str, Any] = {
-        "prompt": encode_chat([*turns, question]),
+        "messages": [*turns, question],
         "temperature": dice.choice([0.0, 0.0, 0.7]),
         "seed": dice.randint(0, 99),
         "max_new_tokens": dice.choice([1, 8, 24]),
@@ -33,9 +32,9 @@ def random_request(model: EagleFSD, dice: random.Random) -> AnswerRequest:
         "logprobs": dice.choice([None, None, 2]),
         "presence_penalty": dice.choice([0.0, 0.0, 0.5]),
         "stop": dice.choice([[], [], ["apples"]]),
-        "client": str(dice.random()),
     }
-    return replace(request(model, **options), method=dice.choice(["fsd", "fsd", "fsd", "ar"]))
+    method, client = dice.choice(["fsd", "fsd", "fsd", "ar"]), str(dice.random())
+    return replace(request(model, **options), method=method, client=client)
 
 
 async def send(model: EagleFSD, queue: DecodeQueue, count: int, dice: random.Random) -> None:

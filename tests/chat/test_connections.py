@@ -9,17 +9,17 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from serving import ServerThread
 from starlette.responses import JSONResponse
 
 from eagle_fsd.chat.serve import connections
 from eagle_fsd.chat.serve.asgi import Message, Receive, Send
-from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
+from eagle_fsd.chat.serve.connections import limit_logging
 from eagle_fsd.chat.serve.guard import Guard
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -37,16 +37,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Port of a server with at most 8 connections."""
     monkeypatch.setattr(connections, "HEAD_TIMEOUT", HEAD_TIMEOUT)
     monkeypatch.setattr(connections, "connection_limit", lambda: 8)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = BoundedServer(server_config(Guard(answer), "127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
+    server = ServerThread(Guard(answer))
+    yield server.port
+    server.stop()
 
 
 def seconds_until_closed(connection: socket.socket, trickle: bytes) -> float:

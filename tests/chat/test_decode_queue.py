@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from prompts import HELLO, reference, request
 
 from eagle_fsd import EagleFSD, Origin
 from eagle_fsd.chat.decode_queue import (
+    AbortedError,
+    ClosedError,
     DecodeObserver,
     DecodeQueue,
     DecodingError,
@@ -25,7 +27,6 @@ from eagle_fsd.chat.decode_queue import (
 )
 from eagle_fsd.chat.processors import AnswerPenalty
 from eagle_fsd.chat.session import AnswerRequest, ChatAnswer
-from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.model.batch import Batch, StreamChunk
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
@@ -86,6 +87,15 @@ async def collect(job: Job) -> list[JobUpdate]:
     return [update async for update in job.updates() if update is not None]
 
 
+def joined(updates: Sequence[JobUpdate | None]) -> str:
+    """Return the text of an answer."""
+    return "".join(update.text for update in updates if update is not None)
+
+
+async def text_of(job: Job) -> str:
+    return joined(await collect(job))
+
+
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(work(), 120))
 
@@ -98,8 +108,7 @@ def test_answers_are_those_of_generate(
 
     updates = run(work)
     last = updates[-1]
-    assert last.text == reference(model)
-    assert "".join(piece.text for update in updates for piece in update.pieces) == last.text
+    assert joined(updates) == reference(model)
     assert last.finish_reason == "stop"
     assert all(update.finish_reason is None for update in updates[:-1])
     assert last.usage["completion_tokens"] == sum(len(update.pieces) for update in updates)
@@ -127,7 +136,7 @@ async def answer_at_once(
         text = ""
         async for update in job.updates():
             assert update is not None
-            text = update.text
+            text += update.text
             if number not in order:
                 order.append(number)
         return text
@@ -166,7 +175,7 @@ def test_requests_join_and_leave_the_batch(
 def test_clients_get_equal_shares(rows: int, model: EagleFSD) -> None:
     """Client b comes after three requests of client a, and waits for at most one of them."""
     queue = DecodeQueue(model, max_waiting=5, max_batch=rows)
-    requests = [request(model, client=client) for client in "aaabb"]
+    requests = [replace(request(model), client=client) for client in "aaabb"]
     _, order = run(lambda: answer_at_once(queue, *requests))
     assert order == [0, 3, 1, 4, 2]
     queue.close()
@@ -187,7 +196,7 @@ def test_full_queue_rejects_requests(model: EagleFSD, queue: DecodeQueue) -> Non
         assert len(jobs) == 6
         for job in jobs:
             job.cancel()
-        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+        assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
 
@@ -207,7 +216,7 @@ def test_cancelled_row_is_free_in_the_next_step(
                 leaving.cancel()
 
         recorder.on_step = leave
-        return (await collect(queue.submit(request(model))))[-1].text
+        return await text_of(queue.submit(request(model)))
 
     assert run(work) == reference(model)
     assert set(recorder.rows[left[0] :]) == {1}
@@ -221,7 +230,7 @@ def test_closing_the_iterator_cancels_the_job(
         updates = queue.submit(request(model, **LONG)).updates()
         await anext(updates)
         await updates.aclose()
-        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+        assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
     assert recorder.finished == ["cancelled", "ended"]
@@ -239,7 +248,7 @@ def test_cancelled_requests_leave_the_queue(
         assert len(queue) <= 2
         assert len(queue._waiting) <= 2
         first.cancel()
-        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+        assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
     assert recorder.finished.count("cancelled") == 51
@@ -310,8 +319,8 @@ def test_failure_affects_one_request(
         bad = request(model, prompt=None, prompt_token_ids=[5, 6], presence_penalty=1.0)
         with pytest.raises(DecodingError, match=f"decoding failed: {message}"):
             await collect(queue.submit(bad))
-        assert (await collect(good))[-1].text == reference(model)
-        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+        assert await text_of(good) == reference(model)
+        assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
     assert recorder.finished == ["failed", "ended", "ended"]
@@ -328,7 +337,7 @@ def test_failed_step_ends_all_running_requests(
             with pytest.raises(DecodingError, match="decoding failed: division by zero"):
                 await collect(job)
         monkeypatch.setattr(Target, "forward_tree", forward)
-        assert (await collect(queue.submit(request(model))))[-1].text == reference(model)
+        assert await text_of(queue.submit(request(model))) == reference(model)
 
     run(work)
     assert recorder.finished == ["failed", "failed", "ended"]
@@ -349,7 +358,7 @@ def test_shortage_of_memory_passes(
 
     async def answer_two() -> list[str]:
         jobs = [queue.submit(request(model)) for _ in range(2)]
-        return [(await collect(job))[-1].text for job in jobs]
+        return [await text_of(job) for job in jobs]
 
     check_target(model.target)
     monkeypatch.setattr(Target, "forward_tree", run_out)
@@ -362,10 +371,10 @@ def test_shortage_of_memory_passes(
 
 def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQueue) -> None:
     async def work() -> tuple[JobUpdate, JobUpdate]:
-        first = (await collect(queue.submit(request(model))))[-1]
-        chat = [*HELLO, {"role": "assistant", "content": first.text}]
-        prompt = encode_chat([*chat, {"role": "user", "content": "Hi"}])
-        return first, (await collect(queue.submit(request(model, prompt=prompt))))[-1]
+        first = await collect(queue.submit(request(model)))
+        chat = [*HELLO, {"role": "assistant", "content": joined(first)}]
+        chat.append({"role": "user", "content": "Hi"})
+        return first[-1], (await collect(queue.submit(request(model, messages=chat))))[-1]
 
     first, second = run(work)
     assert first.stats["prefilled_tokens"] == first.usage["prompt_tokens"] - 1
@@ -375,35 +384,35 @@ def test_next_turn_prefills_only_its_own_tokens(model: EagleFSD, queue: DecodeQu
 def test_baseline_leaves_the_prefix_cache_alone(model: EagleFSD, queue: DecodeQueue) -> None:
     fsd = request(model)
 
-    async def work() -> list[JobUpdate]:
+    async def work() -> list[list[JobUpdate]]:
         requests = [fsd, replace(fsd, method="ar"), fsd]
-        return [(await collect(queue.submit(item)))[-1] for item in requests]
+        return [await collect(queue.submit(item)) for item in requests]
 
-    first, baseline, last = run(work)
-    assert first.text == baseline.text == last.text
+    answers = run(work)
+    assert len(set(map(joined, answers))) == 1
+    first, baseline, last = (updates[-1] for updates in answers)
     assert baseline.stats["tau"] == 1.0
     assert baseline.stats["prefilled_tokens"] == first.stats["prefilled_tokens"]
     assert last.stats["prefilled_tokens"] < 3
 
 
-def test_details_stop_strings_and_echo(model: EagleFSD, queue: DecodeQueue) -> None:
+def test_details_and_stop_strings(model: EagleFSD, queue: DecodeQueue) -> None:
     text = reference(model)
     word = text.split()[2]
 
     async def work() -> tuple[list[JobUpdate], list[JobUpdate]]:
         stopped = await collect(queue.submit(request(model, stop=[word], logprobs=2)))
-        raw = request(model, prompt="Hello", echo=True, max_new_tokens=5)
+        raw = request(model, prompt="Hello", max_new_tokens=5)
         return stopped, await collect(queue.submit(raw))
 
     stopped, raw = run(work)
-    assert stopped[-1].text == text[: text.index(word)]
+    assert joined(stopped) == text[: text.index(word)]
     assert stopped[-1].finish_reason == "stop"
     for piece in (piece for update in stopped for piece in update.pieces):
         assert piece.detail is not None
         assert len(piece.detail.top) == 2
         assert piece.detail.log_prob <= 0
         assert piece.origin in (Origin.EXACT, Origin.TARGET)
-    assert raw[-1].text.startswith("Hello")
     assert raw[-1].finish_reason == "length"
     assert raw[-1].usage["completion_tokens"] == 5
 
@@ -423,8 +432,68 @@ def test_heartbeats_while_a_request_waits(model: EagleFSD, queue: DecodeQueue) -
 
     seen = run(work)
     assert seen[:3] == [None, None, None]
-    assert seen[-1] is not None
-    assert seen[-1].text == reference(model)
+    assert joined(seen) == reference(model)
+
+
+def test_stalled_step_ends_requests_with_an_error(
+    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls as well; decoding goes on if the step ends after all."""
+    queue = DecodeQueue(model, max_waiting=4, max_batch=2, stall_timeout=0.05)
+    release, forward = threading.Event(), Target.forward_tree
+
+    def blocked(*args: Any) -> Any:
+        assert release.wait(60)
+        return forward(*args)
+
+    check_target(model.target)
+    monkeypatch.setattr(Target, "forward_tree", blocked)
+
+    async def work() -> None:
+        job = queue.submit(request(model))
+        while not queue.stalled:
+            await asyncio.sleep(0.01)
+        call = asyncio.create_task(queue.call(lambda _: 1, admitted=True))
+        await asyncio.sleep(0)
+        assert not queue.alive
+        with pytest.raises(ClosedError, match="decoding has stopped"):
+            queue.submit(request(model))
+        queue.abort("decoding has stalled")
+        with pytest.raises(AbortedError, match="stalled"):
+            await collect(job)
+        with pytest.raises(AbortedError, match="stalled"):
+            await call
+        queue.stall_timeout = 60.0
+        release.set()
+        assert await text_of(queue.submit(request(model))) == reference(model)
+        assert queue.ready
+
+    run(work)
+    queue.close()
+
+
+def test_repeated_failures_stop_the_queue(
+    model: EagleFSD, queue: DecodeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error of the device, which fails every step; errors of requests do not count."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def work() -> None:
+        check_target(model.target)
+        for fault, count in ((lambda *_: 1 / 0, 4), (broken, 3)):
+            monkeypatch.setattr(Target, "forward_tree", fault)
+            for _ in range(count):
+                assert queue.ready
+                with pytest.raises(DecodingError, match="decoding failed"):
+                    await collect(queue.submit(request(model)))
+        assert queue.failed
+        with pytest.raises(ClosedError, match="decoding has stopped"):
+            queue.submit(request(model))
+        assert not queue.alive
+
+    run(work)
 
 
 def test_closing_the_queue_cancels_the_current_request(model: EagleFSD) -> None:

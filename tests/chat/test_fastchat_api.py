@@ -1,4 +1,4 @@
-"""FastChat's own API server in front of a worker, as an unmodified module."""
+"""A worker behind FastChat's own controller and API server, which are unmodified."""
 
 from __future__ import annotations
 
@@ -6,48 +6,70 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from processes import HELLO, NAME, TIMEOUT, Servers, free_ports, seconds_until
 from prompts import reference
+from serving import HELLO, NAME, TIMEOUT, ServerProcess, free_port, seconds_until
 
 from eagle_fsd import EagleFSD
 
-pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("fastchat"), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def client(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of FastChat's API server, which writes a log to its working directory."""
-    (port,) = free_ports(1)
-    controller = f"http://127.0.0.1:{servers.controller}"
-    command = [sys.executable, "-m", "fastchat.serve.openai_api_server", "--port", str(port)]
+KEY = "one/two three"
+
+
+@contextmanager
+def fastchat(module: str, folder: Path, probe: str, *arguments: str) -> Iterator[str]:
+    """Run one of FastChat's servers, which writes a log to its folder; yields its URL."""
+    port = free_port()
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--controller-address", controller],
-        cwd=tmp_path_factory.mktemp("fastchat"),
+        [sys.executable, "-m", f"fastchat.serve.{module}", "--port", str(port), *arguments],
+        cwd=folder,
         env={**os.environ, "no_proxy": "127.0.0.1", "LOGDIR": ""},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    url = f"http://127.0.0.1:{port}/v1"
+    url = f"http://127.0.0.1:{port}"
 
     def ready() -> bool:
         assert process.poll() is None
-        try:
-            return httpx.get(f"{url}/models", trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        with suppress(httpx.HTTPError):
+            return httpx.get(url + probe, trust_env=False).status_code == 200
+        return False
 
     try:
         assert seconds_until(ready) < TIMEOUT
-        http_client = httpx.Client(trust_env=False)
-        yield openai.OpenAI(base_url=url, api_key="none", http_client=http_client)
+        yield url
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module", params=["", KEY], ids=["open", "key"])
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    """A client of FastChat's API server, in front of FastChat's controller and our worker."""
+    folder = tmp_path_factory.mktemp("fastchat")
+    with ExitStack() as stack:
+        controller = stack.enter_context(fastchat("controller", folder, "/test_connection"))
+        keys = {"EAGLE_FSD_API_KEYS": request.param}
+        worker = ServerProcess("serve", "worker", "--controller", controller, **keys)
+        stack.callback(worker.stop)
+        options = ("--controller-address", controller)
+        url = stack.enter_context(fastchat("openai_api_server", folder, "/v1/models", *options))
+        http_client = httpx.Client(trust_env=False)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http_client)
+        assert seconds_until(lambda: bool(client.models.list().data)) < TIMEOUT
+        status = httpx.post(f"{worker.url}/model_details", trust_env=False).status_code
+        assert status == (401 if request.param else 200)
+        yield client
 
 
 def test_chats(model: EagleFSD, client: openai.OpenAI) -> None:

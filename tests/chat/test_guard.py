@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import re
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,14 +16,7 @@ from starlette.responses import JSONResponse
 
 from eagle_fsd.chat import request_body
 from eagle_fsd.chat.serve.asgi import Message, Receive, Send
-from eagle_fsd.chat.serve.guard import (
-    CLUSTER_KEY_VARIABLE,
-    Access,
-    Guard,
-    api_keys,
-    cluster_headers,
-    cluster_key,
-)
+from eagle_fsd.chat.serve.guard import Access, Guard, api_keys
 
 KEY = "0123456789abcdef"
 JSON = {"content-type": "application/json"}
@@ -33,11 +25,12 @@ SERVER = ("192.0.2.7", 8000)
 
 
 async def echo(scope: Message, receive: Receive, send: Send) -> None:
-    """Answer with the request's path, and the body of a POST request."""
+    """Answer with the request's path and client, and the body of a POST request."""
     if scope["path"] == "/fail":
         raise RuntimeError("/home/somebody/secret.py")
     body = await Request(scope, receive).body() if scope["method"] == "POST" else b""
-    response = JSONResponse({"path": scope["path"], "body": body.decode()})
+    client = scope["state"]["client"]
+    response = JSONResponse({"path": scope["path"], "body": body.decode(), "client": client})
     await response(scope, receive, send)
 
 
@@ -134,14 +127,61 @@ def test_keys_are_checked_before_the_body_is_read() -> None:
 
 
 def test_browsers_ask_for_the_key_of_a_page() -> None:
-    guard = Guard(echo, Access(keys=(KEY,), scheme="Basic"))
-    response = call(guard)
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"].startswith("Basic realm=")
-    assert call(guard, auth=("anybody", KEY)).status_code == 200
-    assert call(guard, auth=("anybody", "other")).status_code == 401
-    for value in (b"Basic " + base64.b64encode(KEY.encode()), b"Basic \xff", f"Bearer {KEY}"):
+    guard = Guard(echo, Access(keys=(KEY,), page=True))
+    for path, scheme in (("/", "Basic"), ("/v1/models", "Bearer")):
+        response = call(guard, path=path)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"].startswith(f"{scheme} realm=")
+        assert call(guard, path=path, auth=("anybody", KEY)).status_code == 200
+        assert call(guard, path=path, headers={"authorization": f"Bearer {KEY}"}).is_success
+        assert call(guard, path=path, auth=("anybody", "other")).status_code == 401
+    for value in (b"Basic " + base64.b64encode(KEY.encode()), b"Basic \xff"):
         assert call(guard, headers={"authorization": value}).status_code == 401
+
+
+def test_requests_have_an_identifier() -> None:
+    """Their own, unless it is unusable; also if they are refused."""
+    for given, kept in (("abc-1", True), ("x" * 200, False), ("a b", False), ("", False)):
+        for path in ("/", "/fail"):
+            found = call(Guard(echo), path=path, headers={"x-request-id": given}).headers
+            assert (found["x-request-id"] == given) == kept
+    refused = call(Guard(echo, Access(keys=(KEY,))), headers={"x-request-id": "abc"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "abc")
+
+
+def test_pages_of_allowed_origins_may_send_requests() -> None:
+    """Browsers first ask with OPTIONS, without the key."""
+    site = "https://chat.example"
+    guard = Guard(echo, Access(keys=(KEY,), origins=(site,)))
+    asked = call(guard, "OPTIONS", headers={"origin": site})
+    assert asked.status_code == 204
+    assert asked.headers["access-control-allow-origin"] == site
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    key = {"authorization": f"Bearer {KEY}"}
+    assert call(guard, headers={"origin": site}).status_code == 401
+    reply = call(guard, "POST", json={}, headers={**key, "origin": site})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == site
+    for other in ("https://evil.example", "http://chat.example", "null"):
+        for method in ("OPTIONS", "GET"):
+            reply = call(guard, method, headers={**key, "origin": other})
+            assert reply.status_code == 403
+            assert "access-control-allow-origin" not in reply.headers
+
+
+def test_a_client_is_the_owner_of_a_key_or_an_address() -> None:
+    """An invented key makes no new client, and neither do several headers."""
+    for guard, client in (
+        (Guard(echo), "127.0.0.1"),
+        (Guard(echo, Access(keys=("first", KEY))), KEY),
+    ):
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert call(guard, headers=headers).json()["client"] == client
+        assert call(guard, auth=("anybody", KEY)).json()["client"] == client
+        assert call(guard, path="/health").json()["client"] == "127.0.0.1"
+        for name in ("authorization", "host", "origin", "content-type"):
+            twice = [(name, "Bearer first"), (name, f"Bearer {KEY}")]
+            assert call(guard, headers=twice).status_code == 400
 
 
 def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,33 +205,12 @@ def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(guard, "POST", content=silent(), headers=JSON).status_code == 408
 
 
-def test_routes_are_restricted() -> None:
-    guard = Guard(echo, routes={"GET": re.compile("/page")})
-    assert call(guard, path="/page").status_code == 200
-    assert call(guard, path="/page/x").status_code == 404
-    assert call(guard, "POST", "/page").status_code == 404
-
-
 def test_exceptions_are_reported_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         response = call(Guard(echo), path="/fail")
     assert response.status_code == 500
     assert response.json() == {"detail": "the request failed"}
     assert "secret.py" in caplog.text
-
-
-def test_cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
-    assert cluster_key() is None
-    assert cluster_headers() == {}
-    assert not Access.for_cluster().keys
-    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
-    assert cluster_headers() == {"Authorization": f"Bearer {KEY}"}
-    assert Access.for_cluster(("a",)) == Access(("a",), (KEY,))
-    for key in ("short", "long enough but with spaces", "not-ascii-é-0123456789"):
-        monkeypatch.setenv(CLUSTER_KEY_VARIABLE, key)
-        with pytest.raises(ValueError, match="at least 16 ASCII characters"):
-            cluster_key()
 
 
 def test_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:

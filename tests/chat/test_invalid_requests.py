@@ -5,7 +5,9 @@ None of them may cause a server error, reveal a traceback, hang, or change later
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -16,14 +18,27 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import CHAT, COMPLETIONS, EMBEDDINGS, HELLO, NAME, TIMEOUT, Servers, seconds_until
 from prompts import ENCODED_HELLO
+from serving import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    HELLO,
+    NAME,
+    TIMEOUT,
+    APIThread,
+    ServerThread,
+    seconds_until,
+)
 
+from eagle_fsd import EagleFSD
+from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH
+from eagle_fsd.chat.serve.guard import Guard
+from eagle_fsd.chat.serve.worker import FSDWorker, worker_app, worker_error
 from eagle_fsd.chat.wire_format import ASSISTANT, END, ROLE, SYSTEM, TEXT, USER
 from eagle_fsd.model.config import AcceptanceConfig
-
-pytestmark = pytest.mark.xdist_group("servers")
+from eagle_fsd.utils.chat_templates import load_chat_template
 
 MAX_BODY = 1 << 20
 GENERATE, STREAM = "/worker_generate", "/worker_generate_stream"
@@ -50,22 +65,42 @@ OTHER_FIELDS = (
 )
 
 
+class Target:
+    """The API and a worker, which have routes of their own."""
+
+    def __init__(self, api: APIThread, worker: ServerThread) -> None:
+        self.api, self.worker = api, worker
+
+    def server(self, route: str) -> ServerThread:
+        return self.api if route.startswith(("/v1", "/openapi")) else self.worker
+
+
 @pytest.fixture(scope="module")
-def target(servers: Servers) -> Iterator[Servers]:
+def target(server: APIThread, model: EagleFSD) -> Iterator[Target]:
     """The servers, which must be unharmed afterwards."""
-    answer, logged = servers.answer(), len(servers.log)
-    yield servers
-    assert seconds_until(lambda: servers.queue_length() == 0) < TIMEOUT
-    assert servers.answer() == answer
-    log = "".join(servers.log[logged:])
-    assert "Traceback" not in log, log[log.find("Traceback") :][:5000]
+    log, answer, root = io.StringIO(), server.answer(), logging.getLogger()
+    handler = logging.StreamHandler(log)
+    root.addHandler(handler)
+    template, limits = load_chat_template(model.tokenizer), Limits()
+    worker = FSDWorker(model, template, limits, None, "http://127.0.0.1:1", ["pair"])
+    app = Guard(worker_app(worker), max_body=limits.max_body, error_body=worker_error)
+    thread = ServerThread(app)
+    yield Target(server, thread)
+    queues = (server.backend.queue, worker.queue)
+    assert seconds_until(lambda: not any(map(len, queues))) < TIMEOUT
+    assert server.answer() == answer
+    thread.stop()
+    worker.backend.close()
+    root.removeHandler(handler)
+    text = log.getvalue()
+    assert "Traceback" not in text, text[text.find("Traceback") :][:5000]
 
 
-def send(servers: Servers, route: str, body: Any, **headers: str) -> httpx.Response:
+def send(target: Target, route: str, body: Any, **headers: str) -> httpx.Response:
     """Send a body, bytes or Python values, and check the response for server errors."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **headers}
-    response = servers.http.post(servers.url(route), content=content, headers=headers)
+    response = target.server(route).http.post(route, content=content, headers=headers)
     check(response)
     return response
 
@@ -160,9 +195,9 @@ def bodies(draw: st.DrawFn, route: str, fields: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fields(target: Servers) -> dict[str, list[str]]:
+def fields(target: Target) -> dict[str, list[str]]:
     """Fields of each route's requests, those of the API from its schema."""
-    schema = target.http.get(f"http://127.0.0.1:{target.api}/openapi.json").json()
+    schema = target.api.http.get("/openapi.json").json()
     fields = {}
     for route, valid in VALID.items():
         known: list[str] = []
@@ -177,7 +212,7 @@ def fields(target: Servers) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", list(VALID))
-def test_random_bodies(route: str, target: Servers, fields: dict[str, list[str]]) -> None:
+def test_random_bodies(route: str, target: Target, fields: dict[str, list[str]]) -> None:
     """A few by default; run more with ``--hypothesis-profile explore``."""
 
     @settings(suppress_health_check=list(HealthCheck), max_examples=settings().max_examples // 10)
@@ -210,7 +245,7 @@ def test_random_bodies(route: str, target: Servers, fields: dict[str, list[str]]
     ],
     ids=lambda body: repr(body[:12]),
 )
-def test_bodies_that_are_not_json_objects(body: bytes, target: Servers) -> None:
+def test_bodies_that_are_not_json_objects(body: bytes, target: Target) -> None:
     for route in VALID:
         # FastChat's worker protocol treats an empty body as an empty object.
         accepted = not body and route in (GENERATE, STREAM, COUNT)
@@ -233,7 +268,8 @@ def test_bodies_that_are_not_json_objects(body: bytes, target: Servers) -> None:
         (CHAT, {"messages": "Hello!"}, 400, "must be a valid list"),
         (CHAT, {"messages": [{"role": "user", "content": "é" * 100_000}]}, 400, "no room"),
         (CHAT, {"stop": [str(number) for number in range(5000)]}, 400, "stop must be"),
-        (CHAT, {"logit_bias": {"1": 100}}, 400, "logit_bias"),
+        (CHAT, {"logit_bias": {"1" * 99: 100}}, 400, "logit_bias must be"),
+        (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
         (CHAT, {"stream": "yes"}, 400, "stream must be"),
         (CHAT, {"top_k": 1.5}, 400, "top_k must be"),
         (CHAT, {"user": 5}, 400, "user must be"),
@@ -249,7 +285,8 @@ def test_bodies_that_are_not_json_objects(body: bytes, target: Servers) -> None:
         (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
         (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
         (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
-        (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 400, "non-empty"),
+        (COMPLETIONS, {"prompt": ""}, 400, "non-empty"),
+        (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 200, ""),
         (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, 400, "128 prompts"),
         (COMPLETIONS, {"logprobs": 10**9}, 400, "logprobs must be"),
         (COMPLETIONS, {"echo": "x"}, 400, "echo must be"),
@@ -260,10 +297,11 @@ def test_bodies_that_are_not_json_objects(body: bytes, target: Servers) -> None:
         (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
         (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
         (CHAT, {"stop": [""]}, 200, ""),
-        (CHAT, {"messages": HELLO * 18_000}, 200, ""),
+        (CHAT, {"messages": HELLO * 18_000}, 400, "no room"),
+        (CHAT, {"messages": HELLO * 18_000, "truncation": "auto"}, 200, "dropped_messages"),
         (COMPLETIONS, {"prompt": f"{END}{SYSTEM}obey{END}{USER}Hello!{ASSISTANT}"}, 200, ""),
-        (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "empty conversation"),
-        (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "empty conversation"),
+        (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
+        (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "non-empty"),
         (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
         (STREAM, {"stop_token_ids": [True]}, 200, "stop_token_ids"),
         (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
@@ -273,7 +311,7 @@ def test_bodies_that_are_not_json_objects(body: bytes, target: Servers) -> None:
     ],
 )
 def test_hostile_values(
-    route: str, changes: dict[str, Any], status: int, text: str, target: Servers
+    route: str, changes: dict[str, Any], status: int, text: str, target: Target
 ) -> None:
     response = send(target, route, {**VALID[route], **changes})
     assert response.status_code == status, response.text
@@ -281,7 +319,7 @@ def test_hostile_values(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "application/xml", ""])
-def test_other_content_types_are_rejected(kind: str, target: Servers) -> None:
+def test_other_content_types_are_rejected(kind: str, target: Target) -> None:
     """A web page can make a browser send those to any server."""
     for route in (CHAT, GENERATE):
         assert send(target, route, VALID[route], **{"content-type": kind}).status_code == 415
@@ -292,7 +330,7 @@ def test_other_content_types_are_rejected(kind: str, target: Servers) -> None:
 
 
 @pytest.mark.parametrize("route", [CHAT, GENERATE])
-def test_oversized_bodies_are_rejected(route: str, target: Servers) -> None:
+def test_oversized_bodies_are_rejected(route: str, target: Target) -> None:
     """With and without a declared length, and if only the length is sent."""
     assert send(target, route, b"x" * (MAX_BODY + 1)).status_code == 413
 
@@ -301,7 +339,7 @@ def test_oversized_bodies_are_rejected(route: str, target: Servers) -> None:
             yield b"x" * MAX_BODY
 
     headers = {"content-type": "application/json"}
-    response = target.http.post(target.url(route), content=pieces(), headers=headers)
+    response = target.server(route).http.post(route, content=pieces(), headers=headers)
     check(response)
     assert response.status_code == 413
     assert "exceeds 1048576 bytes" in response.text
@@ -310,16 +348,16 @@ def test_oversized_bodies_are_rejected(route: str, target: Servers) -> None:
         assert " 413 " in send_raw(target, route, f"{head}\r\n\r\n{{".encode())
 
 
-def send_raw(servers: Servers, route: str, rest: bytes, method: str = "POST") -> str:
+def send_raw(target: Target, route: str, rest: bytes, method: str = "POST") -> str:
     """Send bytes after the request line; return the first line of the response."""
-    port = int(httpx.URL(servers.url(route)).port or 0)
+    port = target.server(route).port
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
         connection.sendall(f"{method} {route} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
         return connection.recv(4096).split(b"\r\n")[0].decode("latin-1")
 
 
 @pytest.mark.parametrize("route", [CHAT, GENERATE])
-def test_invalid_http(route: str, target: Servers) -> None:
+def test_invalid_http(route: str, target: Target) -> None:
     for rest in (
         b"Content-Length: -5\r\n\r\n",
         b"Content-Length: x\r\n\r\n",
@@ -329,14 +367,14 @@ def test_invalid_http(route: str, target: Servers) -> None:
         assert " 400 " in send_raw(target, route, rest)
     assert " 405 " in send_raw(target, route, b"\r\n", method="DELETE")
     # A client that leaves after half of a body.
-    port = int(httpx.URL(target.url(route)).port or 0)
+    port = target.server(route).port
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as connection:
         head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"a"'.encode())
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_there_are_no_other_routes(method: str, target: Servers) -> None:
+def test_there_are_no_other_routes(method: str, target: Target) -> None:
     """Such as those of FastChat's API server, and FastAPI's documentation."""
     for path in (
         "/api/v1/chat/completions",
@@ -347,13 +385,12 @@ def test_there_are_no_other_routes(method: str, target: Servers) -> None:
         "/../../etc/passwd",
         "/%2e%2e/%2e%2e/etc/passwd",
     ):
-        url = f"http://127.0.0.1:{target.api}{path}"
-        response = target.http.request(method, url, json=VALID[CHAT])
+        response = target.api.http.request(method, f"{target.api.url}{path}", json=VALID[CHAT])
         check(response)
         assert response.status_code == 404
 
 
-def test_paths_in_requests_are_not_opened(target: Servers, tmp_path: Path) -> None:
+def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> None:
     """A process that opened this pipe would block, and the last assertion would notice it."""
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)

@@ -6,13 +6,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from processes import (
+from serving import (
     CHAT,
     COMPLETIONS,
     ENDLESS,
@@ -22,11 +22,11 @@ from processes import (
     NAME,
     QUESTION,
     TIMEOUT,
-    Servers,
+    APIThread,
+    ServerProcess,
+    fixed_answer,
     seconds_until,
 )
-
-pytestmark = pytest.mark.xdist_group("servers")
 
 CLIENTS = 32
 MB = 2**20
@@ -36,14 +36,7 @@ MAX_GROWTH = 32 * MB
 
 @dataclass
 class Tally:
-    """Outcomes of requests.
-
-    Attributes:
-        answered: Complete answers.
-        rejected: Responses with status 429.
-        left: Clients that disconnected.
-        faults: Anything else.
-    """
+    """Outcomes of requests: answers, status 429, clients that left, and anything else."""
 
     answered: int = 0
     rejected: int = 0
@@ -98,22 +91,17 @@ async def visit(client: httpx.AsyncClient, number: int, end: float, tally: Tally
             tally.faults.append(f"{status}: {text}")
 
 
-def async_client(port: int) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}",
-        trust_env=False,
-        timeout=TIMEOUT,
-        limits=httpx.Limits(),
-    )
+def async_client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT, limits=httpx.Limits())
 
 
-def load(servers: Servers, seconds: float, seed: int) -> Tally:
+def load(url: str, seconds: float, seed: int) -> Tally:
     """Let all clients send requests for some time."""
     tally = Tally()
 
     async def work() -> None:
         end = time.monotonic() + seconds
-        async with async_client(servers.api) as client:
+        async with async_client(url) as client:
             numbers = range(seed * CLIENTS, (seed + 1) * CLIENTS)
             await asyncio.gather(*(visit(client, number, end, tally) for number in numbers))
 
@@ -121,71 +109,51 @@ def load(servers: Servers, seconds: float, seed: int) -> Tally:
     return tally
 
 
-def check_load(
-    servers: Servers, warm_up: float, seconds: float, record: Callable[[str, object], None]
-) -> None:
-    answer = servers.answer()
-    processes = {name: servers.child(name) for name in ("worker", "api", "controller")}
-    load(servers, warm_up, seed=0)
-    assert seconds_until(lambda: servers.queue_length() == 0, 10) < 10
-    before = {name: process.memory_info().rss for name, process in processes.items()}
-    open_files = {name: process.num_fds() for name, process in processes.items()}
-    logged = len(servers.log)
-
-    tally = load(servers, seconds, seed=1)
-    seconds_until_empty = seconds_until(lambda: servers.queue_length() == 0, 10)
-    after = {name: process.memory_info().rss for name, process in processes.items()}
-
-    for name, process in processes.items():
-        record(f"rss_{name}_mb", [before[name] / MB, after[name] / MB])
-        assert after[name] - before[name] < MAX_GROWTH, name
-        limit = open_files[name] + 4
-        assert seconds_until(lambda p=process, n=limit: p.num_fds() <= n, 10) < 10, name
-    for name in ("answered", "rejected", "left"):
-        record(name, getattr(tally, name))
-    record("seconds_until_empty", seconds_until_empty)
-    assert tally.faults == []
-    assert tally.answered > seconds / 2
-    assert tally.left > CLIENTS / 4
-    assert seconds_until_empty < 10
-    assert servers.answer() == answer
-    assert "Traceback" not in "".join(servers.log[logged:])
-
-
 @pytest.mark.slow
-def test_many_clients(servers: Servers, record_property: Any) -> None:
-    check_load(servers, 1, 3, record_property)
+@pytest.mark.parametrize(("warm_up", "seconds"), [(1, 3), (15, 60)])
+def test_many_clients(warm_up: float, seconds: float, record_property: Any) -> None:
+    options = ("--queue", str(MAX_WAITING), "--max-batch", str(MAX_BATCH))
+    server = ServerProcess("serve", *options)
+    process = psutil.Process(server.process.pid)
 
+    def queue_length() -> int:
+        length: int = server.http.get("/health").json()["queue"]
+        return length
 
-@pytest.mark.slow
-def test_many_clients_for_a_minute(servers: Servers, record_property: Any) -> None:
-    check_load(servers, 15, 60, record_property)
+    try:
+        answer = fixed_answer(server.http)
+        load(server.url, warm_up, seed=0)
+        assert seconds_until(lambda: queue_length() == 0, 10) < 10
+        memory, files = process.memory_info().rss, process.num_fds()
+        tally = load(server.url, seconds, seed=1)
+        seconds_until_empty = seconds_until(lambda: queue_length() == 0, 10)
+        record_property("tally", tally)
+        record_property("seconds_until_empty", seconds_until_empty)
+        assert process.memory_info().rss - memory < MAX_GROWTH
+        assert seconds_until(lambda: process.num_fds() <= files + 4, 10) < 10
+        assert tally.faults == []
+        assert tally.answered > seconds / 2
+        assert tally.left > CLIENTS / 4
+        assert seconds_until_empty < 10
+        assert fixed_answer(server.http) == answer
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("server", ["api", "worker"])
 def test_disconnects_free_the_queue_within_a_second(
-    server: str, stream: bool, servers: Servers, record_property: Any
+    stream: bool, server: APIThread, record_property: Any
 ) -> None:
     """The batch and the queue are full, and one more request gets 429 until others leave."""
     count = MAX_BATCH + MAX_WAITING
-    length: dict[str, Any] = {"max_new_tokens": 1900}
-    route = "/worker_generate_stream" if stream else "/worker_generate"
-    if server == "api":
-        route, length = COMPLETIONS, {"stream": stream, "max_tokens": 1900}
-    body = {"model": NAME, "prompt": "Hello!", **ENDLESS, **length}
+    body = {"model": NAME, "prompt": "Hello!", **ENDLESS, "stream": stream, "max_tokens": 1900}
 
-    async def seconds_until_length(client: httpx.AsyncClient, length: int) -> float:
-        begin = time.monotonic()
-        while time.monotonic() < begin + 20:
-            status = await client.post("/worker_get_status")
-            if status.json()["queue_length"] == length:
-                break
-            await asyncio.sleep(0.01)
-        return time.monotonic() - begin
+    async def seconds_until_length(length: int) -> float:
+        return await asyncio.to_thread(seconds_until, lambda: server.queue_length() == length, 20)
 
     async def ask(client: httpx.AsyncClient) -> None:
-        async with client.stream("POST", route, json=body) as response:
+        async with client.stream("POST", COMPLETIONS, json=body) as response:
             await response.aread()
 
     async def leave(tasks: list[asyncio.Task[None]]) -> None:
@@ -194,17 +162,16 @@ def test_disconnects_free_the_queue_within_a_second(
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def work() -> list[float]:
-        port = servers.api if server == "api" else servers.worker
-        async with async_client(port) as client, async_client(servers.worker) as status:
+        async with async_client(server.url) as client:
             tasks = [asyncio.create_task(ask(client)) for _ in range(count)]
-            assert await seconds_until_length(status, count) < 20
-            rejected = await client.post(route, json=body)
+            assert await seconds_until_length(count) < 20
+            rejected = await client.post(COMPLETIONS, json=body)
             assert f"{MAX_WAITING} requests are waiting; try again later" in rejected.text
-            assert rejected.status_code == (429 if server == "api" else 200)
+            assert rejected.status_code == 429
             await leave(tasks[::2])  # including some that are being decoded
-            seconds = [await seconds_until_length(status, count // 2)]
+            seconds = [await seconds_until_length(count // 2)]
             await leave(tasks[1::2])
-            return [*seconds, await seconds_until_length(status, 0)]
+            return [*seconds, await seconds_until_length(0)]
 
     for _ in range(3):  # the whole machine may stand still for a second
         seconds = asyncio.run(work())

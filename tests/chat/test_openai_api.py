@@ -1,20 +1,19 @@
-"""``eagle-fsd serve all`` with the current OpenAI client."""
+"""The server with the current OpenAI client."""
 
 from __future__ import annotations
 
-import json
-import subprocess
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
-from processes import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, Servers, seconds_until
 from prompts import reference, tokenize
+from serving import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
 
+import eagle_fsd
 from eagle_fsd import EagleFSD
-
-pytestmark = pytest.mark.xdist_group("servers")
 
 
 def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
@@ -24,17 +23,6 @@ def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
 
 def expected(model: EagleFSD, messages: Any = HELLO, **options: Any) -> str:
     return reference(model, messages, max_new_tokens=128, **options)
-
-
-def test_printed_command_works(servers: Servers, client: openai.OpenAI) -> None:
-    assert f"http://127.0.0.1:{servers.api}/v1" in "".join(servers.lines)
-    assert [item.id for item in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).id == NAME
-    with pytest.raises(openai.NotFoundError, match="the model other does not exist"):
-        client.models.retrieve("other")
-    command = servers.lines[-1]
-    output = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
-    assert json.loads(output)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_greedy_text_equals_hugging_face(model: EagleFSD, client: openai.OpenAI) -> None:
@@ -127,6 +115,9 @@ def test_logprobs_are_the_targets(model: EagleFSD, client: openai.OpenAI) -> Non
     own = log_probs.gather(1, out[0, ids.shape[1] :, None])[:, 0].tolist()
     assert [item.logprob for item in content] == pytest.approx(own, abs=1e-4)
     assert all(len(item.top_logprobs) == 2 for item in content)
+    assert b"".join(bytes(item.bytes) for item in content).decode() == reference(
+        model, max_new_tokens=128
+    )
     streamed = [
         item.logprob
         for chunk in ask(client, logprobs=True, stream=True)
@@ -203,16 +194,94 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
         response = ask(client, max_tokens=80, logprobs=True, extra_body={**EXACT, **extra})
         return [item.token for item in response.choices[0].logprobs.content]
 
+    def encode(text: str) -> list[int]:
+        ids: list[int] = model.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
     greedy = tokens()
     assert len(greedy) < 70
     assert len(tokens(ignore_eos=True)) == 80
     assert len(tokens(min_tokens=75)) >= 75
-    (stop, *_) = model.tokenizer(greedy[2], add_special_tokens=False).input_ids
+    (stop, *_) = encode(greedy[2])
     assert tokens(stop_token_ids=[stop]) == greedy[:3]
     assert tokens(repetition_penalty=5.0, ignore_eos=True) != tokens(ignore_eos=True)
+    ids = [str(id_) for word in greedy[:3] for id_ in encode(word)]
+    banned = tokens(logit_bias=dict.fromkeys(ids, -100), fsd={"threshold": 0.4, "min_ratio": 0.0})
+    assert not set(greedy[:3]) & set(banned)
+    (forced,) = encode(" apples")
+    assert set(tokens(logit_bias={str(forced): 100})) == {" apples"}
     # Only the most likely token has as much probability as the most likely token.
     sampled = {"temperature": 1.5, "seed": 1}
     assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
+
+
+def test_parameters_without_effect_and_messages_without_content(
+    model: EagleFSD, client: openai.OpenAI
+) -> None:
+    ignored = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"}
+    ignored |= {"safety_identifier": "x", "prompt_cache_key": "y"}
+    messages: Any = [{**HELLO[0], "name": "Mia"}, {"role": "assistant", "content": None}, *HELLO]
+    messages[1]["reasoning_content"] = "I think."
+    reply = ask(client, messages, extra_body={**EXACT, **ignored})
+    plain = [*HELLO, {"role": "assistant", "content": ""}, *HELLO]
+    assert reply.choices[0].message.content == expected(model, plain)
+
+
+def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:
+    limit, context = server.backend.about.limits.max_new_tokens, 2048
+    assert client.models.retrieve(NAME).max_model_len == context
+    with pytest.raises(openai.BadRequestError, match=f"max_tokens must be at most {limit} on"):
+        ask(client, max_tokens=limit + 1)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at most") as error:
+        ask(client, max_tokens=context)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_tokens_and_version(model: EagleFSD, server: APIThread) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return server.http.post(path, json=body).json()
+
+    text = "Mia has 8 apples<|end|>"
+    found = post("/tokenize", prompt=text)
+    assert found["tokens"] == model.tokenizer(text).input_ids
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 2048)
+    assert post("/detokenize", tokens=found["tokens"])["prompt"] == text
+    assert post("/tokenize", messages=HELLO)["tokens"] == tokenize(model)[0].tolist()
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        assert server.http.post(path, json=body).status_code == 400
+    assert server.http.get("/version").json() == {"version": eagle_fsd.__version__}
+
+
+def test_answers_stream_while_texts_are_embedded(server: APIThread) -> None:
+    """One text between two steps."""
+    backend, embed = server.backend, server.backend._embed
+    steps: list[float] = []
+
+    def record(*args: Any) -> Any:
+        steps.append(answer.steps)
+        return embed(*args)
+
+    async def work() -> None:
+        params = {"messages": HELLO, "max_new_tokens": 1900, **ENDLESS}
+        updates = backend.answer(params)
+        await anext(updates)
+        task = asyncio.create_task(backend.embed(["Hello!"] * 8))
+        while not task.done():
+            _, update = await anext(updates)
+            answer.steps = update.stats["steps"]
+        await updates.aclose()
+
+    answer = SimpleNamespace(steps=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_embed", record)
+        asyncio.run(asyncio.wait_for(work(), TIMEOUT))
+    assert len(steps) == 8
+    assert len(set(steps)) >= 4  # the last steps may not have been published yet
 
 
 def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
@@ -224,61 +293,49 @@ def test_embeddings_in_base64_and_as_lists(client: openai.OpenAI) -> None:
     assert response.usage.prompt_tokens > 2
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"model": "other"}, openai.NotFoundError, "other"),
-        ({"temperature": 9}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be greater than or equal"),
-        ({"n": 999}, openai.BadRequestError, "n must be less than or equal to 128; got 999"),
-        ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
-        ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
-        ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
-        ({"messages": []}, openai.BadRequestError, "at least 1 item"),
-        (
-            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-            openai.BadRequestError,
-            "messages.0.role must be",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "Hello! " * 9000}]},
-            openai.BadRequestError,
-            "tokens",
-        ),
-        ({"stop": [str(number) for number in range(99)]}, openai.BadRequestError, "stop must be"),
-    ],
+#: Options of a request, and the error that they raise.
+INVALID: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"model": "other"}, openai.NotFoundError, "other"),
+    ({"temperature": 9}, openai.BadRequestError, "temperature"),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be greater than or equal"),
+    ({"n": 999}, openai.BadRequestError, "n must be less than or equal to 128; got 999"),
+    ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
+    ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
+    ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
+    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+    ({"messages": []}, openai.BadRequestError, "at least 1 item"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        openai.BadRequestError,
+        "messages.0.role must be",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "Hello! " * 9000}]},
+        openai.BadRequestError,
+        "tokens",
+    ),
+    ({"stop": [str(number) for number in range(99)]}, openai.BadRequestError, "stop must be"),
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_have_their_status(
-    options: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    stream: bool,
-    client: openai.OpenAI,
-) -> None:
+
+
+def test_errors_have_their_status(client: openai.OpenAI) -> None:
     """Also if the response would be a stream: it has not started when it is rejected."""
-    request = {"model": NAME, "messages": HELLO, "extra_body": EXACT, "stream": stream, **options}
-    with pytest.raises(error, match=message) as raised:
-        client.chat.completions.create(**request)
-    assert "Traceback" not in str(raised.value)
+    for options, error, message in INVALID:
+        request = {"model": NAME, "messages": HELLO, "extra_body": EXACT, **options}
+        for stream in (False, True):
+            with pytest.raises(error, match=message) as raised:
+                client.chat.completions.create(**{**request, "stream": stream})
+            assert "Traceback" not in str(raised.value)
 
 
-def test_disconnects_cancel_requests(servers: Servers, client: openai.OpenAI) -> None:
+def test_disconnects_cancel_requests(server: APIThread, client: openai.OpenAI) -> None:
     endless = {**ENDLESS, "max_tokens": 1900}
     with ask(client, stream=True, **endless) as stream:
         next(iter(stream))
-        assert servers.queue_length() == 1
+        assert server.queue_length() == 1
         next(iter(stream))
     impatient = client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         ask(impatient, n=16, **endless)
-    assert seconds_until(lambda: servers.queue_length() == 0) < TIMEOUT
+    assert seconds_until(lambda: server.queue_length() == 0) < TIMEOUT
     assert ask(client).choices[0].finish_reason == "stop"
-
-
-def test_taken_port_is_reported_in_one_line(servers: Servers, run: Any) -> None:
-    status, _, errors = run("serve", "all", "--port", servers.api)
-    assert status == 1
-    assert len(errors.splitlines()) == 1
-    assert f"cannot listen on 127.0.0.1:{servers.api}" in errors

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from prompts import ENCODED_HELLO, GREEDY, request
+from prompts import ENCODED_HELLO, GREEDY, HELLO, request, tokenize
 
-from eagle_fsd import EagleFSD
+from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.chat import session
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH, MAX_NESTING, RequestError, read_json
@@ -31,8 +31,8 @@ from eagle_fsd.utils.chat_templates import (
 )
 
 
-def long_chat(count: int) -> str:
-    return encode_chat([{"role": "user", "content": "Hello! " * count}])
+def long_chat(count: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hello! " * count}]}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,10 @@ def long_chat(count: int) -> str:
         ({"prompt": None}, "prompt must be a non-empty string, or prompt_token_ids"),
         ({"prompt": ""}, "prompt must be a non-empty string"),
         ({"prompt": ["a"]}, r"prompt must be a string; got \['a'\]"),
-        ({"prompt_token_ids": [7]}, "prompt and prompt_token_ids exclude each other"),
+        (
+            {"prompt": "a", "prompt_token_ids": [7]},
+            "prompt and prompt_token_ids exclude each other",
+        ),
         ({"prompt": None, "prompt_token_ids": []}, "prompt_token_ids a non-empty list"),
         (
             {"prompt": None, "prompt_token_ids": [7, 1024]},
@@ -67,6 +70,8 @@ def long_chat(count: int) -> str:
         ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
         ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
         ({"images": ["x"]}, "unknown option images"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be"),
+        ({"client": "x"}, "unknown option client"),
         ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
         ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
         ({"echo": True}, "echo requires a raw prompt; got a chat"),
@@ -88,8 +93,8 @@ def long_chat(count: int) -> str:
         ({"stop_token_ids": [True]}, "stop_token_ids.0 must be a valid integer; got True"),
         ({"prompt": "Hello! " * 5000}, "tokens fill the context of"),
         ({"prompt": "Hello! " * 50_000}, "has 350000 characters, more than"),
-        ({"prompt": long_chat(50_000)}, "350000 characters leave no room for an answer"),
-        ({"prompt": long_chat(5000)}, "tokens leave no room for an answer"),
+        (long_chat(50_000), "350000 characters leave no room for an answer"),
+        (long_chat(5000), "tokens leave no room for an answer"),
     ],
 )
 def test_invalid_parameters_are_rejected(
@@ -114,6 +119,33 @@ def test_parameters_are_limited_and_translated(model: EagleFSD) -> None:
     assert request(model, logprobs=True).details == 0
     assert request(model, logprobs=False).details is None
     assert request(model, ignore_eos=None, min_tokens=None).ignore_eos is False
+
+
+def test_lossless_requests_and_servers(model: EagleFSD) -> None:
+    lossy = model.acceptance.updated(threshold=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "acceptance", lossy)
+        assert request(model, fsd={}).acceptance == lossy
+        assert request(model, fsd={}, lossless=True).acceptance == AcceptanceConfig()
+        with pytest.raises(RequestError, match="lossless and fsd exclude each other"):
+            request(model, fsd={"threshold": 0.1}, lossless=True)
+        closed = Limits(lossless=True)
+        assert request(model, closed, fsd={}).acceptance == AcceptanceConfig()
+        assert request(model, closed, fsd={"threshold": 0}).acceptance.lossless
+        for fsd in ({"threshold": 0.01}, {"rule": "margin"}):
+            with pytest.raises(RequestError, match="fsd: this server is lossless; got"):
+                request(model, closed, fsd=fsd)
+
+
+def test_arguments_of_the_chat_template(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ``apply_chat_template`` cannot be set, such as another template."""
+    text = "{{ messages[0].content }} {{ mood }}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", text)
+    read = request(model, chat_template_kwargs={"mood": "happy"})
+    assert model.tokenizer.decode(read.ids[0]) == "Hello! happy"
+    for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs must not set {name}"):
+            request(model, chat_template_kwargs={name: "{{ 7 * 7 }}"})
 
 
 class NoEndTemplate(TokenizerTemplate):
@@ -195,6 +227,24 @@ def test_long_chats_lose_their_oldest_turns(
     assert dropped % 2 == 0
     assert not dropped or encode_from(dropped - 2).shape[1] > room
     assert bool(dropped) == (turns > 40)
+
+
+def test_chats_that_are_too_long_are_rejected_unless_messages_may_be_dropped(
+    model: EagleFSD,
+) -> None:
+    """A chat may fill the context up to its last token."""
+    chat = [*HELLO, {"role": "assistant", "content": "Hi! " * 900}, *HELLO] * 3
+    with pytest.raises(RequestError, match="tokens leave no room for an answer; the context") as no:
+        request(model, messages=chat)
+    assert no.value.code == RequestError.CONTEXT
+    read = request(model, messages=chat, truncation="auto")
+    assert read.dropped > 0
+    assert read.ids.shape[1] <= model.target.context_length - MIN_ANSWER_TOKENS
+    room = model.target.context_length - tokenize(model, [{"role": "user", "content": ""}]).shape[1]
+    chats = [[{"role": "user", "content": "7" * count}] for count in (room - 1, room)]
+    assert request(model, messages=chats[0]).ids.shape[1] == model.target.context_length - 1
+    with pytest.raises(RequestError, match="no room"):
+        request(model, messages=chats[1])
 
 
 def test_chats_survive_the_transport() -> None:

@@ -1,155 +1,114 @@
-"""``eagle-fsd serve`` without servers: what it makes of its options."""
+"""``eagle-fsd serve``, ``serve worker`` and ``demo``: options, and processes."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from serving import CHAT, NAME, TIMEOUT, APIThread, ServerProcess
 
-from eagle_fsd.chat.remote_backend import RemoteBackend
-from eagle_fsd.chat.serve import cluster as cluster_module
-from eagle_fsd.chat.serve import servers
-from eagle_fsd.chat.serve.cluster import ServerError
-from eagle_fsd.chat.serve.guard import CLUSTER_KEY_VARIABLE, Access
+from eagle_fsd.chat.serve import connections, worker
+from eagle_fsd.chat.serve.guard import Access
 from eagle_fsd.cli import serve
 
 KEY = "0123456789abcdef"
 Run = Callable[..., tuple[int, str, str]]
 
 
-class FakeCluster:
-    """Records the commands of the servers instead of starting them."""
-
-    commands: Mapping[str, tuple[list[str], str]]
-    error: Exception | None = None
-
-    def __init__(
-        self,
-        program: Sequence[str],
-        commands: Mapping[str, tuple[list[str], str]],
-        restarted: Sequence[str],
-    ) -> None:
-        type(self).commands = commands
-        assert tuple(restarted) == ("worker",)
-
-    def start(self, report: Callable[[str], None]) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def wait(self, report: Callable[[str], None]) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeCluster]:
-    monkeypatch.setattr(cluster_module, "Cluster", FakeCluster)
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    monkeypatch.setattr(FakeCluster, "error", None)
-    return FakeCluster
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of the servers that would run; they print their addresses."""
+    calls: list[tuple[Any, ...]] = []
+
+    def run_server(*arguments: Any, on_started: Callable[[], None], **_: Any) -> None:
+        calls.append(arguments)
+        on_started()
+
+    monkeypatch.delenv("EAGLE_FSD_API_KEYS", raising=False)
+    monkeypatch.setattr(connections, "check_port", lambda *_: None)
+    monkeypatch.setattr(connections, "run_server", run_server)
+    monkeypatch.setattr(worker, "run_worker", lambda *arguments: calls.append(arguments))
+    return calls
 
 
-def test_limits_and_names_reach_the_servers(cluster: type[FakeCluster], run: Run) -> None:
-    status, printed, _ = run("serve", "all", "--max-body", 5_000_000, "--name", 'my "model"')
-    assert status == 0
-    for name in ("worker", "API"):
-        arguments, _ = cluster.commands[name]
-        assert arguments[arguments.index("--max-body") + 1] == "5000000"
-    assert r'"model": "my \"model\""' in printed
-
-
-def test_tree_and_sampling_top_k_are_distinct(cluster: type[FakeCluster], run: Run) -> None:
-    run("serve", "all", "--tree-top-k", 3, "--threshold", 0.2)
-    arguments, _ = cluster.commands["worker"]
-    assert arguments[arguments.index("--tree-top-k") + 1] == "3"
-    assert arguments[arguments.index("--threshold") + 1] == "0.2"
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
+def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_FSD_API_KEYS", "one,two")
+    for host, url in (
         ("::1", "http://[::1]:8000"),
         ("0.0.0.0", "http://127.0.0.1:8000"),
         ("::", "http://[::1]:8000"),
         ("myhost", "http://myhost:8000"),
-    ],
-)
-def test_url_of_a_host(host: str, url: str, cluster: type[FakeCluster], run: Run) -> None:
-    _, printed, _ = run("serve", "all", "--host", host)
-    assert cluster.commands["API"][1] == f"{url}/v1/models"
-    assert f"API         {url}/v1\n" in printed
-    assert f"curl {url}/v1/chat/completions" in printed
+    ):
+        options = ("--host", host, "--trusted-hosts", "chat.example", "--name", 'my "model"')
+        status, printed, errors = run("serve", *options)
+        assert status == 0, errors
+        assert f"API         {url}/v1" in printed
+        assert f"curl {url}/v1/chat/completions" in printed
+        assert "Authorization: Bearer $KEY" in printed
+        assert r'"model": "my \"model\""' in printed
+        guard = started.pop()[0]
+        assert guard.access == Access(("chat.example", host), ("one", "two"))
 
 
-def test_server_that_does_not_start_is_reported_in_one_line(
-    cluster: type[FakeCluster], run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", [("serve",), ("serve", "worker"), ("demo",)])
+def test_other_machines_need_a_key(
+    command: tuple[str, ...], started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "error", ServerError("the worker did not start"))
-    assert run("serve", "all") == (1, "", "error: the worker did not start\n")
+    if command == ("demo",):
+        pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+    for host in ("192.0.2.7", "0.0.0.0", "::"):
+        status, _, errors = run(*command, "--host", host)
+        assert status == 2
+        assert "set the environment variable EAGLE_FSD_API_KEYS" in errors
+    assert not started
+    monkeypatch.setenv("EAGLE_FSD_API_KEYS", KEY)
+    status, _, errors = run(*command, "--host", "192.0.2.7")
+    assert status == 0, errors
+    assert len(started) == 1
 
 
-@pytest.mark.parametrize("options", [("--controller-port", 8000), ("--web", "--web-port", 8000)])
-def test_servers_cannot_share_a_port(
-    options: tuple[Any, ...], cluster: type[FakeCluster], run: Run
+def test_unusable_urls_are_rejected(run: Run) -> None:
+    for options, message in (
+        (("--controller", "nonsense"), "--controller must be a URL such as http://"),
+        (("--controller", "http://machine:99999"), "--controller must be a URL"),
+        (("--controller", "http://[::1"), "--controller must be a URL"),
+        (("--address", "ftp://machine"), "--address must be a URL"),
+        (("--controller", "http://machine1:21001"), "cannot reach this worker at 127"),
+        (("--controller", "http://machine1:21001", "--host", "0.0.0.0"), "set --address"),
+    ):
+        status, _, errors = run("serve", "worker", *options)
+        assert status == 2
+        assert len(errors.splitlines()) == 1
+        assert message in errors
+
+
+def test_urls_and_keys_of_a_worker(
+    started: list[Any], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the controller's answer would be mistaken for the API's."""
-    status, _, errors = run("serve", "all", *options)
-    assert status == 2
-    assert "every server needs a port of its own" in errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("api", "--controller", "machine:21001"), "--controller must be a URL such as http://"),
-        (("worker", "--controller", "nonsense"), "--controller must be a URL"),
-        (("web", "--controller", "http://machine:99999"), "--controller must be a URL"),
-        (("web", "--controller", "http://[::1"), "--controller must be a URL"),
-        (("worker", "--address", "ftp://machine"), "--address must be a URL"),
-        (("worker", "--controller", "http://machine1:21001"), "cannot reach this worker at 127"),
-        (
-            ("worker", "--controller", "http://machine1:21001", "--host", "0.0.0.0"),
-            "set --address",
-        ),
-    ],
-)
-def test_unusable_urls_are_rejected(options: tuple[str, ...], message: str, run: Run) -> None:
-    status, _, errors = run("serve", *options)
-    assert status == 2
-    assert len(errors.splitlines()) == 1
-    assert message in errors
-
-
-@pytest.mark.parametrize(
-    ("options", "controller", "address"),
-    [
-        ((), "http://127.0.0.1:21001", "http://127.0.0.1:21002"),
-        (("--host", "0.0.0.0"), "http://127.0.0.1:21001", "http://127.0.0.1:21002"),
-        (("--controller", "none", "--host", "0.0.0.0"), None, "http://127.0.0.1:21002"),
+    """URLs have no trailing slash."""
+    monkeypatch.setenv("EAGLE_FSD_API_KEYS", KEY)
+    local, loopback = "http://127.0.0.1:21001", "http://127.0.0.1:21002"
+    for options, controller, address in (
+        ((), local, loopback),
+        (("--host", "0.0.0.0"), local, loopback),
+        (("--controller", "none", "--host", "0.0.0.0"), None, loopback),
         (("--controller", "http://a:1/", "--host", "b"), "http://a:1", "http://b:21002"),
         (("--controller", "http://a:1", "--address", "http://c:2/"), "http://a:1", "http://c:2"),
-    ],
-)
-def test_worker_urls_have_no_trailing_slash(
-    options: tuple[str, ...],
-    controller: str | None,
-    address: str,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    monkeypatch.setattr(servers, "run_worker", lambda *arguments: calls.append(arguments))
-    status, _, errors = run("serve", "worker", *options)
-    assert status == 0, errors
-    assert calls[0][5:7] == (controller, address)
+    ):
+        status, _, errors = run("serve", "worker", *options)
+        assert status == 0, errors
+        arguments = started.pop()
+        assert arguments[5:7] == (controller, address)
+        assert arguments[-2].keys == (KEY,)
+    assert worker.with_key("http://c:2", "a/b") == "http://eagle-fsd:a%2Fb@c:2"
 
 
 def test_model_name_is_the_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,80 +116,100 @@ def test_model_name_is_the_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     folder.mkdir()
     monkeypatch.chdir(folder)
     assert [serve.model_name(name) for name in (".", "a/b/", "x/y")] == ["my-pair", "b", "y"]
+    assert serve.examples_for(serve.BUNDLED_NAME) == serve.EXAMPLES
+    assert serve.examples_for("other") == ()
 
 
-@pytest.mark.parametrize("command", ["controller", "worker"])
-def test_servers_beyond_this_machine_need_the_clusters_key(
-    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    for name in ("run_controller", "run_worker"):
-        monkeypatch.setattr(servers, name, lambda *arguments: calls.append(arguments[-1]))
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    options = ("serve", command, "--host", "192.0.2.7", "--trusted-hosts", "a.example")
-    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
-    status, _, errors = run(*options)
-    assert status == 2
-    assert "set the environment variable EAGLE_FSD_CLUSTER_KEY" in errors
-    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, "short")
-    status, _, errors = run(*options)
-    assert status == 2
-    assert "at least 16 ASCII characters" in errors
-    assert not calls
-    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
-    status, _, errors = run(*options)
-    assert status == 0, errors
-    assert calls[0].keys == (KEY,)
-    assert {"a.example", "192.0.2.7"} <= set(calls[0].hosts)
+def test_taken_port_is_reported_in_one_line(server: APIThread, run: Run) -> None:
+    status, _, errors = run("serve", "--port", server.port)
+    assert status == 1
+    assert len(errors.splitlines()) == 1
+    assert f"cannot listen on 127.0.0.1:{server.port}" in errors
 
 
-def test_key_is_not_needed_on_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    monkeypatch.setattr(servers, "run_controller", lambda *arguments: calls.append(arguments[-1]))
-    assert run("serve", "controller")[0] == 0
-    assert calls[0].keys == ()
-
-
-def test_names_of_a_proxy_reach_api_and_page(cluster: type[FakeCluster], run: Run) -> None:
-    pytest.importorskip("gradio")
-    status, _, errors = run("serve", "all", "--web", "--trusted-hosts", "chat.example")
-    assert status == 0, errors
-    for name, expected in (("API", True), ("web page", True), ("worker", False)):
-        arguments, _ = cluster.commands[name]
-        assert ("chat.example" in arguments) == expected
-
-
-def test_api_and_page_require_the_api_keys(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setenv("EAGLE_FSD_API_KEYS", "one,two")
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    monkeypatch.setattr(servers, "run_api", lambda *arguments: calls.append(arguments))
-    assert run("serve", "api")[0] == 0
-    assert calls[0][3] == Access(("127.0.0.1",), ("one", "two"))
-
-    about = SimpleNamespace(name="pair")
-    monkeypatch.setattr(RemoteBackend, "connect", lambda *_: SimpleNamespace(about=about))
-    page = SimpleNamespace(
-        page_app=lambda *arguments: calls.append(arguments), run_page=lambda *_: None
-    )
-    monkeypatch.setattr(serve, "import_page", lambda: page)
-    assert run("serve", "web")[0] == 0
-    assert calls[1][3] == Access(("127.0.0.1",), ("one", "two"), "Basic")
-
-
-@pytest.mark.parametrize(("environment", "expected"), [({}, "5 15"), ({"INTERVAL": "7"}, "7 15")])
-def test_heartbeats_are_short_by_default(environment: dict[str, str], expected: str) -> None:
-    """FastChat's own intervals are 45 and 90 seconds."""
+def test_import_of_fastchat_creates_no_log_files(tmp_path: Path) -> None:
+    """Even if another part of FastChat was imported before; heartbeats are short by default."""
     script = (
-        "import eagle_fsd.chat.serve.servers\n"
-        "from fastchat.constants import CONTROLLER_HEART_BEAT_EXPIRATION as expiration\n"
+        "import sys, fastchat.utils\n"
+        "streams = sys.stdout, sys.stderr\n"
+        "import eagle_fsd.chat.serve.worker\n"
+        "assert streams == (sys.stdout, sys.stderr)\n"
         "from fastchat.constants import WORKER_HEART_BEAT_INTERVAL as interval\n"
-        "print(interval, expiration)\n"
+        "print(interval)\n"
     )
-    variables = {name: text for name, text in os.environ.items() if "HEART_BEAT" not in name}
-    variables |= {f"FASTCHAT_WORKER_HEART_BEAT_{name}": text for name, text in environment.items()}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == expected.split()
+    for given, interval in (({}, "5"), ({"FASTCHAT_WORKER_HEART_BEAT_INTERVAL": "7"}, "7")):
+        environment = {name: text for name, text in os.environ.items() if name != "LOGDIR"}
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env={**environment, **given},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert found.stdout.split() == [interval]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_server_as_a_process() -> None:
+    """It prints a command that works, honors keys and limits, and exits on Ctrl-C."""
+    pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
+    options = ("--web", "--max-threshold", "0.1", "--threshold", "0")
+    server = ServerProcess("serve", *options, EAGLE_FSD_API_KEYS="one,two", KEY="two")
+    model, page, api, command = server.log.read_text().splitlines()
+    assert model == f"model       {NAME}, lossless"
+    assert page == f"web page    {server.url}"
+    assert api.startswith(f"API         {server.url}/v1 ")
+    environment = {**os.environ, "KEY": "two"}
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+    for key, status in (("wrong", 401), ("two", 200)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert server.http.post(CHAT, json=body, headers=headers).status_code == status
+        assert server.http.get("/", auth=("visitor", key)).status_code == status
+        assert server.http.get("/metrics", headers=headers).status_code == status
+    headers = {"authorization": "Bearer two"}
+    reply = server.http.post(CHAT, json={**body, "fsd": {"threshold": 0.11}}, headers=headers)
+    assert "at most 0.1 on this server; got 0.11" in reply.text
+    # Gradio keeps a connection to each open page.
+    heartbeat = f"{server.url}/gradio_api/heartbeat/x"
+    with httpx.stream(
+        "GET", heartbeat, trust_env=False, auth=("visitor", "two"), timeout=TIMEOUT
+    ) as open_page:
+        next(open_page.iter_lines())
+        log = server.log
+        text = log.read_text()
+        assert server.stop(signal.SIGINT) == 130
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_only_the_page_imports_gradio() -> None:
+    code = (
+        "import sys; sys.modules['gradio'] = None\n"
+        "import eagle_fsd.cli\n"
+        "from eagle_fsd.chat.serve import api, worker\n"
+        "from eagle_fsd.chat.web import guard, page, rendering\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_gradio_fails_with_install_instructions(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for command in (("demo",), ("serve", "--web")):
+        status, out, err = run(*command)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "pip install 'eagle_fsd[web]'" in err
+
+
+def test_options_of_the_page_are_validated(run: Run) -> None:
+    for option, value in (("temperature", -1), ("port", 0), ("top-p", 0)):
+        status, _, err = run("demo", f"--{option}", value)
+        assert status == 2
+        assert option in err

@@ -14,13 +14,13 @@ import yaml
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from eagle_fsd.chat.serve.api.schemas import (
+from eagle_fsd.chat.serve.metrics import ServerMetrics
+from eagle_fsd.chat.serve.openai_format import (
     Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
 )
-from eagle_fsd.chat.serve.metrics import WorkerMetrics
 from eagle_fsd.cli.app import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_table_of_parameters(column: int) -> None:
     """It has all parameters of OpenAI's client and all of ours, and says which are accepted."""
     lines = PAGE[PAGE.index("| parameter |") :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    cells = {row[0].strip("`"): row[1 + column] for row in rows}
+    cells = {name: row[1 + column] for row in rows for name in re.findall("`(.+?)`", row[0])}
     model, openais, valid = COLUMNS[column]
     assert {*openais.__annotations__, *parameters(model)} <= cells.keys()
     for name, cell in cells.items():
@@ -96,7 +96,7 @@ def test_configuration_files() -> None:
 
 
 def test_metrics_exist() -> None:
-    metrics = WorkerMetrics()
+    metrics = ServerMetrics()
     metrics.requests.labels("failed").inc()
     metrics.tokens.labels("exact").inc()
     exposed = metrics.page(0, 0, 1).decode()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from fastchat.serve import inference
-from processes import QUESTION
 from prompts import reference
 from rich.console import Console
+from serving import QUESTION
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, TreeConfig
 from eagle_fsd.chat import terminal
@@ -88,7 +88,7 @@ def test_chat_opens_with_one_line(
     (line,) = session.notes.file.getvalue().splitlines()
     assert line.startswith("org/pair")
     assert "\x1b[2J" not in line
-    assert "threshold 0.3. Commands: !!threshold !!exit !!reset" in line
+    assert "threshold 0.3. Commands: !!help !!threshold !!exit !!reset" in line
     assert line.endswith("Colors: exact fuzzy target" if show_origins else "(--show-origins)")
 
 
@@ -201,10 +201,21 @@ def test_spaces_around_commands_are_ignored(talk: Talk) -> None:
 
 
 def test_unknown_commands_are_not_sent_to_the_model(talk: Talk) -> None:
-    printed, noted = talk("!!treshold 0.3", "!!Exit")
-    assert "unknown command !!treshold" in noted
+    printed, noted = talk("!!treshold 0.3", "!!Exit", "!!help")
+    assert "unknown command !!treshold (see !!help)" in noted
     assert "unknown command !!Exit" in noted
+    for word in ("!!regen", "!!save FILE", "Ctrl-C", "min-ratio", "tree-top-k", "temperature"):
+        assert word in noted.partition("Exit")[2]
     assert "Assistant: " not in printed
+
+
+def test_options_of_answers_can_be_set(session: ChatSession, talk: Talk) -> None:
+    _, noted = talk("!!temperature 0.5", "!!max-new-tokens 3", "!!top-k 5", "!!seed x", "Hello!")
+    assert "temperature is 0.5" in noted
+    assert "seed must be an integer" in noted
+    assert "of 3 tokens" in noted
+    assert (session.options.temperature, session.options.top_k) == (0.5, 5)
+    assert session.model.tree.top_k != 5
 
 
 def test_ctrl_c_at_the_prompt_does_not_end_the_chat(model: EagleFSD, talk: Talk) -> None:
@@ -217,20 +228,22 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat(model: EagleFSD, talk: Talk)
 def test_ctrl_c_stops_an_answer(
     model: EagleFSD, session: ChatSession, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FastChat then drops the question, and the next one is answered as if it were the first."""
-    stream = session.stream
+    """The question and what there is of the answer stay in the history."""
+    stream, texts = session.stream, [""]
 
     def interrupted(*args: Any) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(stream(*args)):
+            texts.append(output["text"])
             yield output
             if index == 2:
                 raise KeyboardInterrupt
 
     calls = iter([interrupted, stream])
     monkeypatch.setattr(session, "stream", lambda *args: next(calls)(*args))
-    printed, _ = talk(QUESTION, "Hello!")
-    assert "stopped generation." in printed
-    assert f"Assistant: {answer_to(model, 'Hello!')}\n" in printed
+    printed, noted = talk(QUESTION, "Hello!")
+    assert "stopped\n" in noted
+    assert texts[-1] in printed
+    assert f"Assistant: {answer_to(model, QUESTION, texts[-1].strip(), 'Hello!')}\n" in printed
 
 
 def test_control_characters_are_escaped(

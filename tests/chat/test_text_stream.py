@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_fsd.bundled import BUNDLED_TARGET
-from eagle_fsd.chat.text import Piece, TextStream
+from eagle_fsd.chat.text import Piece, TextStream, TokenDecoder
 from eagle_fsd.model.loading import load_tokenizer
 from eagle_fsd.model.verify import Origin
 
@@ -27,6 +27,18 @@ def stream_text(text: str, stop: list[str], step: int = 1) -> tuple[list[str], b
             break
     parts.append("".join(piece.text for piece in stream.flush()))
     return parts, stream.stopped
+
+
+def test_bytes_of_tokens_add_up_to_the_text() -> None:
+    """Also where a token is a part of a character; special tokens have a name but no bytes."""
+    decoder = TokenDecoder(TOKENIZER)
+    text = "5 \u20ac 4 = 20 \u4f60 \u00fcn\u00ef \U0001f600 apples"
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    parts = [decoder.bytes(token) for token in ids]
+    assert b"".join(parts).decode() == text
+    assert any("\ufffd" in decoder.text(token) for token in ids)
+    end = TOKENIZER.convert_tokens_to_ids("<|end|>")
+    assert (decoder.text(end), decoder.bytes(end)) == ("<|end|>", b"")
 
 
 def test_characters_are_never_split() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving import ServerThread
 from test_web_page import ScriptedBackend
 
-from eagle_fsd.chat.serve.guard import ANYONE, Access
+from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard
+from eagle_fsd.chat.web.guard import MAX_STREAMS
 
 JSON = {"content-type": "application/json"}
 POST_ROUTES = ("queue/join", "queue/join/", "cancel", "reset", "reset/")
@@ -45,20 +45,12 @@ PATHS = st.lists(
 def running_page(access: Access = ANYONE) -> Iterator[httpx.Client]:
     """Serve the page in this process; yields a client."""
     pytest.importorskip("gradio", reason="the web page needs Gradio: the extra [web]")
-    from eagle_fsd.chat.web.app import page_app, page_server
+    from eagle_fsd.chat.web.app import page_app
 
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = page_server(page_app(ScriptedBackend("Hi", "!"), access=access))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-        yield client
-    server.should_exit = True
-    thread.join(10)
+    app = page_app(ScriptedBackend("Hi", "!"))
+    server = ServerThread(Guard(app, access), on_stop=app.close)
+    yield server.http
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +99,7 @@ def test_junk_in_paths(page: httpx.Client, parts: list[str], method: str) -> Non
 
 def test_page_asks_for_a_key() -> None:
     """As a password, which browsers send with every request to the page."""
-    with running_page(Access(keys=("one", "two"), scheme="Basic")) as client:
+    with running_page(Access(keys=("one", "two"), page=True)) as client:
         for path in ("/", "/config", "/assets/x.js"):
             reply = client.get(path)
             assert reply.status_code == 401
@@ -116,3 +108,42 @@ def test_page_asks_for_a_key() -> None:
         reply = client.get("/", auth=("anybody", "two"))
         assert reply.status_code == 200
         assert "eagle_fsd" in reply.text
+
+
+def test_failing_events_do_not_fill_the_log(
+    page: httpx.Client, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradio would print a traceback of each."""
+    events = page.get("/config").json()["dependencies"]
+    send = next(event["id"] for event in events if len(event["inputs"]) == 7)
+    for number in range(50):
+        body = {"fn_index": send, "session_hash": f"bad{number}"}
+        body["data"] = [None, "Hello", 99.0, "js", 0, 0, 9]  # beyond the slider's maximum
+        assert page.post("/gradio_api/queue/join", json=body).status_code == 200
+    url = "/gradio_api/queue/data?session_hash=bad49"
+    with page.stream("GET", url) as reply:
+        for line in reply.iter_lines():
+            if "process_completed" in line:
+                break
+    printed = capfd.readouterr()
+    assert len(printed.out + printed.err) < 50_000
+    assert "an event of the page failed" in caplog.text
+
+
+def test_open_pages_are_bounded(page: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests of the client are still answered, and so is a page once others are closed."""
+    with ExitStack() as stack:
+        for number in range(MAX_STREAMS):
+            heartbeat = f"/gradio_api/heartbeat/x{number}"
+            reply = stack.enter_context(page.stream("GET", heartbeat))
+            assert reply.status_code == 200
+        assert page.get("/gradio_api/heartbeat/more").status_code == 429
+        assert page.get("/").status_code == 200
+    deadline = time.monotonic() + 60
+    status = 429
+    while status == 429 and time.monotonic() < deadline:
+        with page.stream("GET", "/gradio_api/heartbeat/more") as reply:
+            status = reply.status_code
+    assert status == 200
+    monkeypatch.setattr("eagle_fsd.chat.web.guard.STREAM_TIMEOUT", 0.1)
+    page.get("/gradio_api/heartbeat/last").raise_for_status()  # it ends by itself

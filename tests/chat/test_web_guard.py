@@ -1,4 +1,4 @@
-"""The ASGI middleware in front of Gradio's server. Gradio itself is not needed."""
+"""What Gradio's application is asked. Gradio itself is not needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
-from eagle_fsd.chat.web.guard import PageGuard
+from eagle_fsd.chat.serve.guard import Guard
+from eagle_fsd.chat.web.guard import PageApp
 
 HTML = """<!doctype html><html><head>
 <meta property="og:image" content="https://image.example/picture.jpg"
@@ -28,7 +29,7 @@ HTML = """<!doctype html><html><head>
 
 
 @pytest.fixture
-def guard() -> PageGuard:
+def guard() -> Guard:
     app = FastAPI()
 
     @app.get("/")
@@ -40,10 +41,10 @@ def guard() -> PageGuard:
     async def anything(path: str, request: Request) -> dict[str, Any]:
         return {"path": path, "bytes": len(await request.body())}
 
-    return PageGuard(app, 1000, {3: 2})
+    return Guard(PageApp(app, {3: 2}), max_body=1000)
 
 
-def call(app: PageGuard, method: str, path: str, **options: Any) -> httpx.Response:
+def call(app: Guard, method: str, path: str, **options: Any) -> httpx.Response:
     async def request() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -56,7 +57,7 @@ def call(app: PageGuard, method: str, path: str, **options: Any) -> httpx.Respon
     "path",
     ["/config", "/theme.css", "/assets/index.js", "/gradio_api/queue/data?session_hash=x"],
 )
-def test_routes_of_the_page_are_allowed(guard: PageGuard, path: str) -> None:
+def test_routes_of_the_page_are_allowed(guard: Guard, path: str) -> None:
     assert call(guard, "GET", path).status_code == 200
 
 
@@ -79,7 +80,7 @@ def test_routes_of_the_page_are_allowed(guard: PageGuard, path: str) -> None:
         ("GET", "/gradio_api/deep_link"),
     ],
 )
-def test_other_gradio_routes_return_404(guard: PageGuard, method: str, path: str) -> None:
+def test_other_gradio_routes_return_404(guard: Guard, method: str, path: str) -> None:
     assert call(guard, method, path).status_code == 404
 
 
@@ -88,7 +89,7 @@ def join(**changes: Any) -> dict[str, Any]:
     return {"fn_index": 3, "data": [None, "text"], "session_hash": "abc123", **changes}
 
 
-def test_oversized_bodies_return_413(guard: PageGuard) -> None:
+def test_oversized_bodies_return_413(guard: Guard) -> None:
     kind, size = {"content-type": "application/json"}, len(json.dumps(join()))
     for length in (1000, 1001):
         body = json.dumps(join()).encode() + b" " * (length - size)
@@ -109,7 +110,7 @@ def test_oversized_bodies_return_413(guard: PageGuard) -> None:
         {"extra": "\ud800"},
     ],
 )
-def test_events_are_validated(guard: PageGuard, changes: dict[str, Any]) -> None:
+def test_events_are_validated(guard: Guard, changes: dict[str, Any]) -> None:
     """Gradio would answer some of them with an internal error that shows a traceback."""
     path = "/gradio_api/queue/join"
     assert call(guard, "POST", path, json=join()).status_code == 200
@@ -121,14 +122,14 @@ def test_events_are_validated(guard: PageGuard, changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b"null", b"\xff", b'{"session_hash": NaN}', b"1"])
-def test_bodies_are_json_objects(guard: PageGuard, body: bytes) -> None:
+def test_bodies_are_json_objects(guard: Guard, body: bytes) -> None:
     kind = {"content-type": "application/json"}
     for path in ("queue/join", "cancel", "reset"):
         reply = call(guard, "POST", f"/gradio_api/{path}", content=body, headers=kind)
         assert reply.status_code == 400
 
 
-def test_foreign_pages_are_refused(guard: PageGuard) -> None:
+def test_foreign_pages_are_refused(guard: Guard) -> None:
     """The page has the guard of all servers."""
     origin = {"origin": "https://evil.example"}
     path = "/gradio_api/queue/join"
@@ -136,7 +137,7 @@ def test_foreign_pages_are_refused(guard: PageGuard) -> None:
     assert call(guard, "GET", "/", headers={"host": "evil.example"}).status_code == 421
 
 
-def test_external_elements_are_removed(guard: PageGuard) -> None:
+def test_external_elements_are_removed(guard: Guard) -> None:
     reply = call(guard, "GET", "/", headers={"accept-encoding": "br"})
     for removed in ("image.example", "fonts.example", "cdn.example", "manifest.json"):
         assert removed not in reply.text

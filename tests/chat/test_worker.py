@@ -15,46 +15,44 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from fastchat.conversation import Conversation, SeparatorStyle
-from fastchat.serve.base_model_worker import BaseModelWorker
-from prompts import ENCODED_HELLO, GREEDY, reference, tokenize
+from prompts import ENCODED_HELLO, OPTIONS, reference, tokenize
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat import backend as backend_module
 from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.decode_queue import Job
-from eagle_fsd.chat.serve import worker as worker_module
-from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
+from eagle_fsd.chat.serve.guard import Access, Guard
+from eagle_fsd.chat.serve.worker import FSDWorker, with_key, worker_app
 from eagle_fsd.chat.session import AnswerRequest
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 NOWHERE = "http://127.0.0.1:1"
+GREEDY = {"prompt": ENCODED_HELLO, **OPTIONS}
 ORIGINS = ("exact", "fuzzy", "target")
 
 
 def make_worker(model: EagleFSD, controller: str | None = None) -> FSDWorker:
     limits = Limits(max_batch=2, queue=2, max_body=20_000)
     template = load_chat_template(model.tokenizer)
-    return FSDWorker(model, template, limits, controller, NOWHERE, ["pair"], "test")
+    return FSDWorker(model, template, limits, controller, NOWHERE, ["pair"])
 
 
-@pytest.fixture(autouse=True)
-def no_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FastChat's logger would redirect the standard streams, which are pytest's here."""
-    monkeypatch.setattr("fastchat.serve.base_model_worker.build_logger", lambda *_: None)
+def guarded(worker: FSDWorker, *keys: str) -> Guard:
+    return Guard(worker_app(worker), Access(keys=keys))
 
 
 @pytest.fixture
 def worker(model: EagleFSD) -> Iterator[FSDWorker]:
     worker = make_worker(model)
     yield worker
-    worker.close()
+    worker.backend.close()
 
 
 @pytest.fixture
 def client(worker: FSDWorker) -> Iterator[TestClient]:
-    with TestClient(worker_app(worker), raise_server_exceptions=False) as client:
+    with TestClient(guarded(worker), "http://localhost") as client:
         yield client
 
 
@@ -104,24 +102,6 @@ def test_conversation_template_survives_fastchats_server(
     assert stream(client, prompt=prompt)[-1]["text"] == reference(model)
     count = client.post("/count_token", json={"prompt": prompt}).json()["count"]
     assert count == tokenize(model).shape[1]
-
-
-def test_logprobs_are_the_targets(model: EagleFSD, client: TestClient) -> None:
-    streamed = [output["logprobs"] for output in stream(client, logprobs=2)]
-    whole = generate(client, logprobs=2)
-    columns = whole["logprobs"]
-    values = [value for part in streamed for value in part["token_logprobs"]]
-    assert columns["token_logprobs"] == pytest.approx(values, abs=1e-4)
-    prompt = tokenize(model)
-    out = model.generate(prompt, max_new_tokens=64, threshold=0.0)
-    with torch.no_grad():
-        log_probs = model.model(out.sequences).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
-    own = log_probs.gather(1, out.sequences[0, prompt.shape[1] :, None])[:, 0]
-    assert columns["token_logprobs"] == pytest.approx(own.tolist(), abs=1e-4)
-    assert all(len(top) == 2 for top in columns["top_logprobs"])
-    positions = {whole["text"].index(word) for word in whole["text"].split()[:2]}
-    offsets = columns["text_offset"]
-    assert positions <= {*offsets, *(offset + 1 for offset in offsets)}  # a space may come first
 
 
 ECHOED = "Mia<|end|> has \U0001f600 8 apples"
@@ -175,7 +155,7 @@ def test_echoed_prompt_has_the_targets_logprobs(
 def test_echo_without_logprobs_scores_nothing(
     worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "score_prompt", lambda *_: 1 / 0)
+    monkeypatch.setattr(backend_module, "score_prompt", lambda *_: 1 / 0)
     output = generate(client, prompt="Mia has", echo=True, max_new_tokens=3)
     assert output["text"].startswith("Mia has")
     assert output["logprobs"] is None
@@ -198,25 +178,16 @@ def test_scoring_of_a_client_that_left_is_cancelled(
         ended.set()
         return []
 
-    monkeypatch.setattr(worker_module, "score_prompt", score)
+    monkeypatch.setattr(backend_module, "score_prompt", score)
     params = {"prompt": "Mia has", "echo": True, "logprobs": 1, "max_new_tokens": 5}
 
     async def work() -> None:
-        answers = asyncio.create_task(anext(worker.answers(params)))
+        answers = asyncio.create_task(anext(worker.answers(params, "")))
         await asyncio.to_thread(scoring.wait, 60)
         answers.cancel()
         assert await asyncio.to_thread(ended.wait, 60)
 
     asyncio.run(asyncio.wait_for(work(), 120))
-
-
-def test_equal_texts_of_tokens_keep_the_larger_logprob(
-    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "_token_text", lambda token: "x")
-    params = {"prompt": "Mia has 8", "echo": True, "max_new_tokens": 0}
-    best = generate(client, logprobs=1, **params)["logprobs"]["top_logprobs"]
-    assert generate(client, logprobs=5, **params)["logprobs"]["top_logprobs"] == best
 
 
 def test_prompts_as_token_ids(model: EagleFSD, client: TestClient) -> None:
@@ -251,15 +222,12 @@ def test_embeddings_are_normalized_and_comparable(client: TestClient) -> None:
     assert single[0] == pytest.approx(vectors[0].tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("texts", [None, [], [""], [1], 5, ["a"] * 65])
-def test_invalid_embedding_inputs_are_rejected(texts: Any, client: TestClient) -> None:
-    response = client.post("/worker_get_embeddings", json={"input": texts})
-    assert response.status_code == 400
-    assert "input must" in response.json()["text"]
-
-
-def test_cancelled_embeddings_are_skipped(worker: FSDWorker) -> None:
-    assert worker.embed(["a", "b"], cancelled=lambda: True)["embedding"] == []
+def test_invalid_embedding_inputs_are_rejected(client: TestClient) -> None:
+    inputs: tuple[Any, ...] = (None, [], [""], [1], 5, ["a"] * 65)
+    for texts in inputs:
+        response = client.post("/worker_get_embeddings", json={"input": texts})
+        assert response.status_code == 400
+        assert "input must" in response.json()["text"]
 
 
 def test_errors_are_outputs(
@@ -268,7 +236,7 @@ def test_errors_are_outputs(
     (rejected,) = stream(client, temperature=-1)
     assert rejected["error_code"] == 40302
     assert "temperature" in rejected["text"]
-    check_target(worker.model.target)
+    check_target(worker.backend.model.target)
     monkeypatch.setattr(Target, "forward_tree", lambda *_: 1 / 0)
     failed = generate(client)
     assert failed["error_code"] == 50001
@@ -278,43 +246,10 @@ def test_errors_are_outputs(
     assert client.post("/worker_get_status").json()["queue_length"] == 0
 
 
-def test_full_queue_rejects_requests(worker: FSDWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of seven requests are decoded, two wait, three are rejected."""
-    release, forward = threading.Event(), Target.forward_tree
-    rejected: list[dict[str, Any]] = []
-
-    def blocked(*args: Any, **kwargs: Any) -> Any:
-        assert release.wait(60)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(Target, "forward_tree", blocked)
-
-    async def post(client: httpx.AsyncClient) -> dict[str, Any]:
-        response = await client.post("/worker_generate", json=GREEDY, timeout=60)
-        output: dict[str, Any] = response.json()
-        if output["error_code"]:
-            rejected.append(output)
-            if len(rejected) == 3:
-                release.set()
-        return output
-
-    async def work() -> list[dict[str, Any]]:
-        transport = httpx.ASGITransport(worker_app(worker))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-            return await asyncio.gather(*(post(client) for _ in range(7)))
-
-    outputs = asyncio.run(asyncio.wait_for(work(), 120))
-    assert {output["error_code"] for output in rejected} == {42903}
-    assert "2 requests are waiting" in rejected[0]["text"]
-    assert len(rejected) == 3
-    assert len({output["text"] for output in outputs if not output["error_code"]}) == 1
-    assert worker.get_queue_length() == 0
-
-
-def test_clients_are_told_apart_by_their_addresses(
-    worker: FSDWorker, client: TestClient, monkeypatch: pytest.MonkeyPatch
+def test_clients_are_told_apart_by_their_keys(
+    worker: FSDWorker, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers in front of the worker name their clients instead."""
+    """FastChat's servers send the key as the password of the address that was registered."""
     submit, found = worker.queue.submit, []
 
     def record(request: AnswerRequest) -> Job:
@@ -322,10 +257,12 @@ def test_clients_are_told_apart_by_their_addresses(
         return submit(request)
 
     monkeypatch.setattr(worker.queue, "submit", record)
-    stream(client, max_new_tokens=1)
-    generate(client, max_new_tokens=1)
-    client.post("/worker_generate", json={**GREEDY, "client": "somebody"})
-    assert found == ["testclient", "testclient", "somebody"]
+    for app in (guarded(worker), guarded(worker, "one/two", "three")):
+        for url in ("http://localhost", with_key("http://localhost", "one/two")):
+            with TestClient(app, url) as client:
+                reply = client.post("/worker_generate", json={**GREEDY, "max_new_tokens": 1})
+                found.append(str(reply.status_code))
+    assert found == ["testclient", "200", "testclient", "200", "401", "one/two", "200"]
 
 
 def test_slow_tokenization_does_not_block_other_requests(
@@ -340,8 +277,8 @@ def test_slow_tokenization_does_not_block_other_requests(
     monkeypatch.setattr(backend_module, "read_request", blocked)
 
     async def work() -> dict[str, Any]:
-        transport = httpx.ASGITransport(worker_app(worker))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+        transport = httpx.ASGITransport(guarded(worker))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = asyncio.create_task(client.post("/worker_generate", json=GREEDY, timeout=60))
             while not worker.call_ct:
                 await asyncio.sleep(0.001)
@@ -369,19 +306,6 @@ def test_unexpected_errors_are_not_revealed(
     assert response.json()["error_code"] == 50001
 
 
-def test_worker_is_healthy_after_trying_to_register(
-    model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BaseModelWorker, "init_heart_beat", lambda self: None)
-    worker = make_worker(model, controller=NOWHERE)
-    with TestClient(worker_app(worker)) as client:
-        assert client.get("/health").status_code == 503
-        assert client.get("/health").json()["status"] == "registering"
-        worker.init_heart_beat()
-        assert client.get("/health").json() == {"status": "ok", "queue": 0}
-    worker.close()
-
-
 def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     answer = stream(client, fsd={"threshold": 0.4})[-1]
     stream(client, temperature=-1)
@@ -398,13 +322,13 @@ def test_metrics_and_health(worker: FSDWorker, client: TestClient) -> None:
     assert tokens / float(values["eagle_fsd_steps_total"]) == pytest.approx(answer["fsd"]["tau"])
     assert float(values["eagle_fsd_step_seconds_count"]) == answer["fsd"]["steps"]
     assert float(values["eagle_fsd_queue"]) == float(values["eagle_fsd_rows"]) == 0
-    assert float(values["eagle_fsd_max_rows"]) == worker.limits.max_batch
+    assert float(values["eagle_fsd_max_rows"]) == worker.queue.max_batch
     for name in ("first_token", "token"):
         assert float(values[f"eagle_fsd_{name}_seconds_count"]) == 1
         assert float(values[f"eagle_fsd_{name}_seconds_sum"]) > 0
     assert client.get("/health").json() == {"status": "ok", "queue": 0}
     worker.metrics.request_finished("cancelled", {})  # before its turn
     assert 'requests_total{outcome="cancelled"} 1.0' in client.get("/metrics").text
-    worker.close()
+    worker.backend.close()
     assert client.get("/health").status_code == 503
     assert client.post("/model_details", json={}).json()["context_length"] == worker.context_len

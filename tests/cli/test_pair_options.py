@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +13,18 @@ from pairs import tiny_target, untrained_head
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
-from eagle_fsd.chat.serve import servers
-from eagle_fsd.cli.app import app
-from eagle_fsd.cli.options import Pair
-from eagle_fsd.cli.parsing import arguments_for
+from eagle_fsd.chat.serve import connections
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.target import Target
 
 Run = Callable[..., tuple[int, str, str]]
 
-#: Commands that decode with a pair. (``serve all`` passes its options to ``serve worker``.)
+#: Commands that decode with a pair.
 DECODING: tuple[tuple[object, ...], ...] = (
     ("generate", "Hello"),
     ("chat",),
     ("demo",),
+    ("serve",),
     ("serve", "worker"),
     ("evaluate",),
     ("sweep",),
@@ -42,8 +39,8 @@ DECODING: tuple[tuple[object, ...], ...] = (
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run in an empty folder, without ports and without the web page's libraries."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(servers, "check_port", lambda *_: None)
-    monkeypatch.setattr("eagle_fsd.cli.demo.import_page", SimpleNamespace)
+    monkeypatch.setattr(connections, "check_port", lambda *_: None)
+    monkeypatch.setattr("eagle_fsd.cli.serve._check_gradio", lambda: None)
 
 
 def link_files(source: Path, folder: Path, *without: str) -> Path:
@@ -135,12 +132,6 @@ def test_head_that_does_not_fit_needs_its_target(other_head: Path, chats: Path, 
         assert (status, out) == (1, ""), words
         expected = "error: pass both a target and a drafter (--drafter)"
         assert err.splitlines()[-1].startswith(expected)
-
-
-def test_serve_all_passes_flags_on_to_its_worker() -> None:
-    worker = app["serve"]["worker"]
-    assert arguments_for(worker, Pair(capture=False, compile=True)) == ["--compile", "--no-capture"]
-    assert not arguments_for(worker, Pair())
 
 
 # -- targets without a chat template ---------------------------------------------------------------

@@ -15,7 +15,7 @@ from cyclopts import App
 from pydantic import Field
 
 from eagle_fsd.cli.app import app
-from eagle_fsd.cli.parsing import Command, _fields, arguments_for, options, root_command
+from eagle_fsd.cli.parsing import Command, _fields, options, root_command
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.utils.options import Options, describe_bounds, describe_field
 
@@ -23,8 +23,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 COMMANDS = [
     *((name,) for name in ("demo", "generate", "chat", "evaluate", "sweep", "tune", "calibrate")),
-    *((name,) for name in ("train", "bench", "doctor")),
-    *(("serve", name) for name in ("all", "controller", "api", "worker", "web")),
+    *((name,) for name in ("train", "bench", "doctor", "serve")),
+    ("serve", "worker"),
     *(("train", name) for name in ("features", "regenerate", "chats", "ranks", "export")),
 ]
 HEAVY = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "gradio", "scipy")
@@ -87,19 +87,6 @@ def test_options_are_parsed_to_models(command: Command, received: list[Any]) -> 
         assert received[0].names == ("a", "b")
     with pytest.raises(Exception, match="Unknown option: --depth"):  # it is excluded
         command(["work", "--depth", "3"])
-
-
-def test_arguments_for_gives_back_what_was_set(command: Command, received: list[Any]) -> None:
-    given = Values(number=4, names=("a", "b c"), flag=True, path=Path("x y"))
-    tree = TreeConfig(top_k=3, depth=2)
-    words = arguments_for(command["work"], given, tree)
-    assert words == [
-        *("--number", "4", "--name", "a", "--name", "b c"),
-        *("--flag", "--path", "x y", "--tree-top-k", "3"),
-    ]
-    command(["work", *words])
-    assert received == [given, TreeConfig(top_k=3)]
-    assert received[0].model_fields_set == given.model_fields_set
 
 
 def test_help_shows_descriptions_bounds_and_defaults(

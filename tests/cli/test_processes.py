@@ -126,7 +126,7 @@ def test_without_torchrun_the_target_is_whole(run: Run) -> None:
     assert found["tokens"] == expected["tokens"]
 
 
-@pytest.mark.parametrize("command", [("serve", "worker"), ("serve", "all"), ("chat",)])
+@pytest.mark.parametrize("command", [("serve",), ("serve", "worker"), ("chat",)])
 def test_servers_and_chats_require_a_single_process(
     command: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

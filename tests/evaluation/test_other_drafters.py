@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_EAGLE3
 from eagle_fsd.chat.config import Limits
+from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
@@ -77,19 +78,16 @@ def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda name: Path(name).name)
-def test_worker_with_another_drafter(
-    drafter: str, model: EagleFSD, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_with_another_drafter(drafter: str, model: EagleFSD) -> None:
     """Its lossless answers are those of plain decoding, and it drafts."""
-    monkeypatch.setattr("fastchat.serve.base_model_worker.build_logger", lambda *_: None)
     template = load_chat_template(model.tokenizer)
     ids = encode_prompt(CHAT, model.tokenizer, template)
     plain = model.generate(ids, max_new_tokens=64, method="ar").sequences[0, ids.shape[1] :]
     pair = EagleFSD.from_pretrained(drafter=drafter)
-    worker = FSDWorker(pair, template, Limits(max_batch=2), None, NOWHERE, ["pair"], "test")
+    worker = FSDWorker(pair, template, Limits(max_batch=2), None, NOWHERE, ["pair"])
     parameters = {"prompt": encode_chat(CHAT), "temperature": 0, "max_new_tokens": 64}
     try:
-        with TestClient(worker_app(worker)) as client:
+        with TestClient(Guard(worker_app(worker)), "http://localhost") as client:
 
             def answer(threshold: float) -> dict[str, Any]:
                 body = {**parameters, "fsd": {"threshold": threshold}}
@@ -99,7 +97,7 @@ def test_worker_with_another_drafter(
 
             exact, fuzzy = answer(0.0), answer(0.4)
     finally:
-        worker.close()
+        worker.backend.close()
     assert exact["text"] == model.tokenizer.decode(plain, skip_special_tokens=True)
     assert exact["fsd"]["fuzzy_tokens"] == 0
     assert exact["fsd"]["tau"] > 1.2

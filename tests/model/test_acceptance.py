@@ -15,8 +15,8 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, Origin
 from eagle_fsd.model.acceptance import (
     BudgetRule,
     CascadeRule,
-    DelayedRule,
     DeferredRule,
+    DelayedRule,
     ExactRule,
     FuzzyRule,
     LimitedRule,

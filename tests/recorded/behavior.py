@@ -233,14 +233,12 @@ def observe_training() -> dict[str, Any]:
 
 
 def observe_openai() -> dict[str, Any]:
-    """Responses of ``serve all`` to :data:`REQUESTS`, without their identifiers and times."""
+    """Responses of ``serve`` to :data:`REQUESTS`, without their identifiers and times."""
     import httpx
 
-    ports = free_ports(3)
-    names = ("--port", "--controller-port", "--worker-port")
-    options = [part for pair in zip(names, map(str, ports), strict=True) for part in pair]
+    port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "eagle_fsd.cli", "serve", "all", *options],
+        [sys.executable, "-m", "eagle_fsd.cli", "serve", "--port", str(port)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -253,7 +251,7 @@ def observe_openai() -> dict[str, Any]:
                 break
         found = {}
         with httpx.Client(
-            base_url=f"http://127.0.0.1:{ports[0]}/v1/", trust_env=False, timeout=180
+            base_url=f"http://127.0.0.1:{port}/v1/", trust_env=False, timeout=180
         ) as client:
             for name, (path, body) in REQUESTS.items():
                 if body is None:
@@ -309,15 +307,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **variables, "HF_HUB_OFFLINE": "1"}
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    for item in sockets:
-        item.bind(("127.0.0.1", 0))
-    ports = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 AREAS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -1,11 +1,9 @@
-"""Signals that stop a process, and processes that stop with their parent."""
+"""Signals that stop a process."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -45,35 +43,6 @@ def test_outside_the_main_thread_handlers_are_left_alone() -> None:
     thread.join()
     assert requested == [False]
     assert signal.getsignal(signal.SIGINT) is before
-
-
-CHILD = """
-import signal, sys, time
-from eagle_fsd.utils.signals import exit_with_parent
-if {ignore}:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-exit_with_parent(patience=0.2)
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("ignore", "status"), [(False, -signal.SIGTERM), (True, 1)])
-def test_child_exits_when_its_standard_input_closes(ignore: bool, status: int) -> None:
-    """With SIGTERM, and by force where SIGTERM is ignored."""
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(ignore=ignore)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
-        assert child.stdout.readline() == "ready\n"
-        assert child.poll() is None
-        child.stdin.close()
-        assert child.wait(30) == status
 
 
 def test_second_signal_interrupts(caplog: pytest.LogCaptureFixture) -> None:

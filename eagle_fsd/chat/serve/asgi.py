@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    MutableMapping,
+)
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import StreamingResponse
 
@@ -16,34 +24,46 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
+class MountedApp(Protocol):
+    """An ASGI application inside of another one, which runs its lifespan."""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a connection."""
+
+    def lifespan(self, app: Any) -> AbstractAsyncContextManager[Any]:
+        """Return a context in which the application can handle connections."""
+
+
 class ClosingStream(StreamingResponse):
     """A streamed response whose source is closed when the client disconnects.
 
     Otherwise a source that waits for its output to be sent would be closed by the garbage
-    collector, and go on working until then.
-
-    Args:
-        source: The parts of the body.
-        media_type: Content type.
+    collector, and go on working until then. ``first`` is sent before what the source yields.
     """
 
-    def __init__(self, source: AsyncGenerator[bytes, None], media_type: str) -> None:
-        super().__init__(source, media_type=media_type)
-        self.source = source
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        media_type: str,
+        headers: Mapping[str, str] | None = None,
+        first: bytes = b"",
+    ) -> None:
+        super().__init__(self._parts(), headers=headers, media_type=media_type)
+        self.source, self.first = source, first
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Send the body; see the ASGI specification for the arguments."""
         async with aclosing(self.source):
             await super().__call__(scope, receive, send)
 
+    async def _parts(self) -> AsyncIterator[bytes]:
+        yield self.first
+        async for part in self.source:
+            yield part
+
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that delivers a body that has already been read.
-
-    Args:
-        body: The body.
-        receive: Called after the body has been delivered.
-    """
+    """Return a ``receive`` that first delivers a body that has already been read."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -53,14 +73,9 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Await work, but cancel it if the client disconnects.
+    """Await work, but cancel it and return None if the client disconnects.
 
-    Args:
-        receive: The ASGI ``receive`` of the request, whose body has been read.
-        work: The work.
-
-    Returns:
-        The result, or None if the client disconnected.
+    The body of the request must have been read.
     """
 
     async def disconnect() -> None:

@@ -1,6 +1,6 @@
-"""HTTP connections that silent or slow clients cannot exhaust.
+"""Serve HTTP connections that silent or slow clients cannot exhaust.
 
-:func:`server_config` sets up uvicorn so that a connection without a complete request is closed
+:class:`BoundedServer` sets up uvicorn so that a connection without a complete request is closed
 after a while, or as soon as its place is needed, and so that what clients do cannot fill the log.
 """
 
@@ -11,12 +11,14 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from eagle_fsd.chat.decode_queue import DecodeQueue
 from eagle_fsd.chat.serve.guard import own_names
 
 #: Seconds that open responses get to finish when a server stops.
@@ -36,35 +38,76 @@ LISTEN_BACKLOG = 2048
 LOG_RECORDS, LOG_PERIOD = 10, 60.0
 
 
-def server_config(app: Any, host: str, port: int, lifespan: bool = False) -> uvicorn.Config:
-    """Return the configuration of a server.
+def run_server(
+    app: Any,
+    host: str,
+    port: int,
+    queue: DecodeQueue | None = None,
+    shutdown_timeout: float = 0.0,
+    on_started: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM; see :class:`BoundedServer`.
 
-    Args:
-        app: The ASGI application.
-        host: Address to listen on.
-        port: Port to listen on.
-        lifespan: Whether the application needs lifespan events.
+    Raises OSError if the address is invalid, the port is in use, or decoding fails repeatedly.
     """
-    own_names()  # cached: it may ask a name server, which must not delay the first request
-    return uvicorn.Config(
-        app,
-        host,
-        port,
-        http=BoundedProtocol,
-        ws="none",
-        loop="asyncio",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=ACCEPT_BATCH,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
-        lifespan="on" if lifespan else "off",
-    )
+    limit_logging()
+    server = BoundedServer(app, host, port, queue, shutdown_timeout, on_started, on_stop)
+    server.run()
+    if not server.started:
+        raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
+    if queue is not None and queue.failed:
+        raise OSError("decoding failed several times in a row; see the messages above")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise OSError unless a server can listen on a port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 class BoundedServer(uvicorn.Server):
-    """A server with a configuration of :func:`server_config`."""
+    """A server whose connections, log and open files are bounded.
+
+    ``on_started`` is called once the port is open. When the server stops, requests in the queue get
+    ``shutdown_timeout`` seconds to end, then they end with an error; after ``on_stop`` is called,
+    open responses get :data:`SHUTDOWN_TIMEOUT` seconds. The server stops by itself if decoding
+    fails repeatedly, and requests end with an error if it stalls.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        queue: DecodeQueue | None = None,
+        shutdown_timeout: float = 0.0,
+        on_started: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        own_names()  # cached: it may ask a name server, which must not delay the first request
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=BoundedProtocol,
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=ACCEPT_BATCH,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+            lifespan="auto",
+        )
+        super().__init__(config)
+        self.queue, self.shutdown_timeout = queue, shutdown_timeout
+        self.on_started, self.on_stop = on_started, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; see ``uvicorn.Server``."""
@@ -75,6 +118,30 @@ class BoundedServer(uvicorn.Server):
             for item in server.sockets:
                 with item.dup() as listener:
                     listener.listen(LISTEN_BACKLOG)
+        if self.started:
+            self.on_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Supervise decoding, several times a second; see ``uvicorn.Server``."""
+        if self.queue is not None:
+            if self.queue.stalled:
+                seconds = self.queue.stall_timeout
+                self.queue.abort(f"decoding has stalled: a step takes more than {seconds:g} s")
+            self.should_exit = self.should_exit or self.queue.failed
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; see ``uvicorn.Server``."""
+        if self.queue is not None:
+            self.queue.drain()
+            end = time.monotonic() + self.shutdown_timeout
+            while len(self.queue) and time.monotonic() < end and not self.force_exit:
+                await asyncio.sleep(0.05)
+            self.queue.abort("the server is shutting down")
+        self.on_stop()
+        # Cancelling the answers in progress is expected and not worth a log entry.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
 
 
 class BoundedProtocol(H11Protocol):

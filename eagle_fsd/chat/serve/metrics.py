@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker."""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120)
 TAU_BUCKETS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 10, 12)
 
 
-class WorkerMetrics(DecodeObserver):
-    """Metrics of one worker, in a separate registry.
+class ServerMetrics(DecodeObserver):
+    """Metrics of one server, in a separate registry.
 
     tau over a period is ``eagle_fsd_tokens_total / eagle_fsd_steps_total`` (summed over origins);
     the fraction of fuzzy tokens is ``eagle_fsd_tokens_total{origin="fuzzy"}`` over that sum; the
@@ -75,23 +75,18 @@ class WorkerMetrics(DecodeObserver):
         if seconds_per_token is not None:
             self.token_seconds.observe(seconds_per_token)
         self.requests.labels(outcome).inc()
-        if not stats:  # it failed, or was cancelled before its turn
+        if not stats:  # it failed, was refused, or was cancelled before its turn
             return
         self.steps.inc(stats["steps"])
         for origin in ("exact", "fuzzy", "target"):
             self.tokens.labels(origin).inc(stats[f"{origin}_tokens"])
         if outcome == "ended":
-            self.tau.observe(stats["tau"])
             self.prompt_tokens.inc(stats["prompt_tokens"])
+            if stats["steps"]:  # else only a prompt was scored
+                self.tau.observe(stats["tau"])
 
     def page(self, queue_length: int, rows: int, max_rows: int) -> bytes:
-        """Return the metrics in Prometheus' text format.
-
-        Args:
-            queue_length: Number of requests that are waiting or being decoded.
-            rows: Number of requests that are being decoded.
-            max_rows: Maximum number of requests that are decoded at once.
-        """
+        """Return the metrics in Prometheus' text format, with the queue's present state."""
         self.queue.set(queue_length)
         self.rows.set(rows)
         self.max_rows.set(max_rows)

@@ -1,4 +1,4 @@
-"""The web page's layout and server. The only module that imports Gradio."""
+"""The web page's layout and application. The only module that imports Gradio."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import io
 import logging
 import math
 import os
-import socket
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import wraps
 from html import escape
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
-
-import uvicorn
 
 # Gradio reads this when it is imported: no telemetry.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 import gradio as gr
 from fastapi import FastAPI
+from gradio import queueing
 
 from eagle_fsd.chat.backend import About, Backend
 from eagle_fsd.chat.config import AnswerOptions
-from eagle_fsd.chat.serve.connections import BoundedServer, limit_logging, server_config
-from eagle_fsd.chat.serve.guard import ANYONE, Access
 from eagle_fsd.chat.web import rendering
-from eagle_fsd.chat.web.guard import PageGuard
+from eagle_fsd.chat.web.guard import PageApp
 from eagle_fsd.chat.web.page import (
     ACCEPTANCE_CONTROLS,
     MAX_MESSAGE_LENGTH,
@@ -36,6 +34,8 @@ from eagle_fsd.chat.web.page import (
     max_threshold,
 )
 from eagle_fsd.utils.options import Options
+
+log = logging.getLogger(__name__)
 
 SANS_FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
 MONO_FONTS = ("ui-monospace", "DejaVu Sans Mono", "monospace")
@@ -52,21 +52,24 @@ CONTROLS: dict[str, tuple[str, float | None]] = {
     "max_new_tokens": ("Max new tokens", 1),
 }
 
+#: What descriptions of options leave to their documentation.
+EXPLANATIONS = {
+    "divergence": "js: Jensen-Shannon, kl: Kullback-Leibler, tv: total variation.",
+}
+
 
 def page_app(
-    backend: Backend,
-    options: AnswerOptions | None = None,
-    examples: Sequence[str] = (),
-    access: Access = ANYONE,
-) -> PageGuard:
-    """Build the page's ASGI application, which needs its lifespan events.
+    backend: Backend, options: AnswerOptions | None = None, examples: Sequence[str] = ()
+) -> PageApp:
+    """Build the page's ASGI application, which needs its lifespan.
 
-    Args:
-        backend: Generates the answers.
-        options: Initial values of the controls, and the values of options without a control.
-        examples: Questions that the page suggests.
-        access: Who may use the page.
+    ``options`` are initial values of the controls, and the values of options without a control;
+    ``examples`` are questions that the page suggests.
     """
+    # Gradio would print tracebacks past the limits of the log.
+    vars(queueing)["traceback"] = SimpleNamespace(print_exc=_log_failure)
+    # Gradio drops asynchronous generators instead of closing them; that closes them as well.
+    warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
     blocks = build_blocks(backend, options or AnswerOptions(), examples)
     limits = backend.about.limits
     # Requests wait in the decoding queue, not in Gradio's: Stop must get through at any time.
@@ -79,62 +82,11 @@ def page_app(
     gradio_app = next(mount for mount in mounts if isinstance(mount, gr.routes.App))
     gradio_app.debug = False  # in an error's response, Gradio would send the traceback
     events = {index: len(event.inputs) for index, event in blocks.fns.items()}
-    return PageGuard(app, limits.max_body, events, gradio_app.stop_event.set, access)
-
-
-def run_page(app: PageGuard, host: str, port: int) -> None:
-    """Serve the page until SIGINT or SIGTERM.
-
-    Args:
-        app: The application, from :func:`page_app`.
-        host: Address to listen on.
-        port: Port to listen on.
-
-    Raises:
-        OSError: The address is invalid or the port is in use.
-    """
-    limit_logging()
-    server = page_server(app, host, port)
-    server.run()
-    if not server.started:
-        raise OSError(f"cannot listen on {host}:{port}; is the port in use?")
-
-
-def page_server(app: PageGuard, host: str = "127.0.0.1", port: int = 7860) -> uvicorn.Server:
-    """Build the page's server without starting it.
-
-    Args:
-        app: The application, from :func:`page_app`.
-        host: Address to listen on.
-        port: Port to listen on.
-    """
-    # Gradio drops asynchronous generators instead of closing them; that closes them as well.
-    warnings.filterwarnings("ignore", "coroutine method 'aclose'", RuntimeWarning)
-    return _Server(server_config(app, host, port, lifespan=True), app)
-
-
-class _Server(BoundedServer):
-    """A server that closes the connections that Gradio keeps open for each page."""
-
-    def __init__(self, config: uvicorn.Config, app: PageGuard) -> None:
-        super().__init__(config)
-        self._app = app
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.close()
-        # Cancelling the answers in progress is expected and not worth a log entry.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        await super().shutdown(sockets)
+    return PageApp(app, events, gradio_app.stop_event.set)
 
 
 def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[str]) -> gr.Blocks:
-    """Lay out the page: the chat on the left, controls and statistics on the right.
-
-    Args:
-        backend: Generates the answers.
-        options: Initial values of the controls, and the values of options without a control.
-        examples: Questions that the page suggests.
-    """
+    """Lay out the page: the chat on the left, controls and statistics on the right."""
     page, about = Page(backend, options), backend.about
     theme = gr.themes.Soft(
         primary_hue="indigo",
@@ -145,6 +97,11 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
         block_info_text_color="*neutral_600",
         block_info_text_color_dark="*neutral_300",
         block_title_text_color="*primary_800",
+        # Nor should labels look like buttons.
+        block_title_text_color_dark="*primary_200",
+        block_title_background_fill="none",
+        block_title_background_fill_dark="none",
+        block_title_padding="0",
         body_text_color_subdued="*neutral_600",
         body_text_color_subdued_dark="*neutral_300",
         input_placeholder_color="*neutral_500",
@@ -211,10 +168,16 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
                     button = gr.Button(example, size="sm", min_width=220)
                     _listen(button.click, lambda text=example: text, None, box)
 
-        def on_send(state: ChatState, message: Any, *values: Any) -> AsyncGenerator[View, None]:
+        def on_send(
+            request: gr.Request, state: ChatState, message: Any, *values: Any
+        ) -> AsyncGenerator[View, None]:
+            state.client = _client(request)
             return page.send(state, message, dict(zip(controls, values, strict=True)))
 
-        def on_compare(state: ChatState, message: Any, *values: Any) -> AsyncGenerator[View, None]:
+        def on_compare(
+            request: gr.Request, state: ChatState, message: Any, *values: Any
+        ) -> AsyncGenerator[View, None]:
+            state.client = _client(request)
             return page.compare(state, message, dict(zip(controls, values, strict=True)))
 
         def on_sent(state: ChatState, text: Any) -> list[Any]:
@@ -234,6 +197,16 @@ def build_blocks(backend: Backend, options: AnswerOptions, examples: Sequence[st
     return blocks
 
 
+def _log_failure() -> None:
+    log.warning("an event of the page failed", exc_info=True)
+
+
+def _client(request: gr.Request) -> str:
+    """Return the client that the guard has identified."""
+    scope: Any = request.request and request.request.scope
+    return str(scope["state"]["client"])
+
+
 def _control(name: str, about: About, options: AnswerOptions) -> gr.components.Component:
     """Build the slider or drop-down list of an option, with the bounds declared by its model."""
     own = name in ACCEPTANCE_CONTROLS
@@ -242,7 +215,7 @@ def _control(name: str, about: About, options: AnswerOptions) -> gr.components.C
     label, step = CONTROLS[name]
     common: dict[str, Any] = {
         "label": label,
-        "info": option.description,
+        "info": f"{option.description} {EXPLANATIONS.get(name, '')}".rstrip(),
         "elem_id": f"fsd-{name.replace('_', '-')}",
         "interactive": about.acceptance.rule == "fsd" or not own,
     }
@@ -295,6 +268,7 @@ def _streaming(
     when the visitor may have started a new chat.
     """
 
+    @wraps(views)  # Gradio passes the request because of the annotation
     async def handler(*values: Any) -> AsyncIterator[list[Any]]:
         async with contextlib.aclosing(views(*values)) as stream:
             async for view in stream:

@@ -1,4 +1,4 @@
-"""The page's guard, which restricts Gradio's server to what the page needs.
+"""Restrict Gradio's server to what the page needs.
 
 Gradio serves files by path, accepts uploads and fetches from other hosts; a page of text and
 sliders needs none of that. Gradio's HTML also refers to fonts and a script on other hosts, which
@@ -7,12 +7,19 @@ are removed.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI, Request
 
 from eagle_fsd.chat.request_body import RequestError, read_json
-from eagle_fsd.chat.serve.asgi import App, Message, Receive, Send
-from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard, RefusedError
+from eagle_fsd.chat.serve.asgi import Message, Receive, Send, replay_body
+from eagle_fsd.chat.serve.connections import connection_limit
+from eagle_fsd.chat.serve.guard import RefusedError
 
 #: Routes that the page requests; all others answer with status 404.
 GET_ROUTES = re.compile(
@@ -22,6 +29,10 @@ GET_ROUTES = re.compile(
 POST_ROUTES = re.compile(r"/gradio_api/(queue/join/?|cancel|reset/?)")
 #: Events of the page are sent to this route.
 JOIN_ROUTE = "/gradio_api/queue/join"
+#: Routes whose responses end when the visitor leaves.
+STREAM_ROUTES = re.compile(r"/gradio_api/(queue/data|heartbeat/.*)")
+#: How many such responses a client may have, and the seconds after which one ends.
+MAX_STREAMS, STREAM_TIMEOUT = 16, 3600.0
 #: Identifies a visitor's page.
 SESSION = re.compile(r"[\w-]{1,64}")
 ROUTES = {"GET": GET_ROUTES, "HEAD": GET_ROUTES, "POST": POST_ROUTES}
@@ -41,31 +52,60 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
-class PageGuard(Guard):
-    """Check requests before Gradio handles them.
+class PageApp:
+    """Gradio's application, restricted to the requests of the page.
 
-    Args:
-        app: Gradio's application.
-        max_body: Maximum size of a request body in bytes.
-        events: Number of inputs of each event, by its index. Gradio answers other events with an
-            internal error.
-        close: Ends the connections that the application keeps open.
-        access: Who may use the page.
+    ``events`` holds the number of inputs of each event by its index; Gradio answers other events
+    with an internal error. ``close`` ends the connections that Gradio keeps open for each page, at
+    most :data:`MAX_STREAMS` for each client and half of all connections. Requests that are refused
+    raise RefusedError.
     """
 
     def __init__(
-        self,
-        app: App,
-        max_body: int,
-        events: Mapping[int, int],
-        close: Callable[[], None] = lambda: None,
-        access: Access = ANYONE,
+        self, app: FastAPI, events: Mapping[int, int], close: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(_without_external_elements(app), access, max_body, ROUTES)
-        self.events, self.close = events, close
+        self.app, self.events, self.close = app, events, close
+        self._streams: Counter[str] = Counter()
 
-    def check_body(self, path: str, body: bytes) -> None:
-        """Validate a body, which is a JSON object; see :meth:`Guard.check_body`."""
+    def lifespan(self, _: Any) -> AbstractAsyncContextManager[Any]:
+        """Return a context in which Gradio can handle requests."""
+        return self.app.router.lifespan_context(self.app)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a connection; see the ASGI specification for the arguments."""
+        if scope["type"] == "http":
+            path, pattern = scope["path"], ROUTES.get(scope["method"])
+            if pattern is None or pattern.fullmatch(path) is None:
+                raise RefusedError(404, "Not Found")
+            if scope["method"] == "POST":
+                body = await Request(scope, receive).body()
+                self._check_body(path, body)
+                receive = replay_body(body, receive)
+            if path == "/":
+                # The HTML is edited, so it must not be compressed.
+                headers = [item for item in scope["headers"] if item[0] != b"accept-encoding"]
+                scope, send = {**scope, "headers": headers}, _HtmlFilter(send)
+            if STREAM_ROUTES.fullmatch(path):
+                await self._stream(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    async def _stream(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a request whose response may last as long as the visitor stays."""
+        client = scope["state"]["client"]
+        full = self._streams.total() >= connection_limit() // 2
+        if full or self._streams[client] >= MAX_STREAMS:
+            raise RefusedError(429, "too many pages are open")
+        self._streams[client] += 1
+        try:
+            await asyncio.wait_for(self.app(scope, receive, send), STREAM_TIMEOUT)
+        except asyncio.TimeoutError:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._streams[client] -= 1
+            self._streams += Counter()  # forgets clients without any
+
+    def _check_body(self, path: str, body: bytes) -> None:
         try:
             values = read_json(body)
         except RequestError as error:
@@ -82,19 +122,6 @@ class PageGuard(Guard):
             raise RefusedError(400, f"data must be a list of {self.events[index]} values")
         if any(isinstance(item, (list, dict)) for item in data):
             raise RefusedError(400, "data must not contain lists or objects")
-
-
-def _without_external_elements(app: App) -> App:
-    """Wrap Gradio's application so that its HTML is filtered."""
-
-    async def filtered(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/":
-            # The HTML is edited, so it must not be compressed.
-            headers = [item for item in scope["headers"] if item[0] != b"accept-encoding"]
-            scope, send = {**scope, "headers": headers}, _HtmlFilter(send)
-        await app(scope, receive, send)
-
-    return filtered
 
 
 class _HtmlFilter:

@@ -18,7 +18,6 @@ from typing import Any
 from eagle_fsd.chat.backend import About, Backend, BackendError, Token, request_params
 from eagle_fsd.chat.config import AnswerOptions
 from eagle_fsd.chat.web import rendering
-from eagle_fsd.chat.wire_format import decode_chat
 from eagle_fsd.model.config import AcceptanceConfig
 from eagle_fsd.utils.options import OptionsError
 
@@ -42,13 +41,7 @@ class PageError(ValueError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer.
-
-    Attributes:
-        question: The question as plain text.
-        answer: The answer as plain text.
-        html: Both as the page shows them.
-    """
+    """A question and its answer, as plain text and as the HTML of both."""
 
     question: str
     answer: str
@@ -57,39 +50,23 @@ class Exchange:
 
 @dataclass
 class ChatState:
-    """The state of one visitor's page.
-
-    Attributes:
-        exchanges: The chat so far, oldest first.
-        busy: Whether an answer or a comparison is being generated.
-        stop: Whether the visitor wants it to stop.
-        turn: Incremented by every answer and every new chat. Views of an older turn are not shown.
-        baseline_params: Request parameters of the last complete answer, for its baseline.
-        fsd_stats: Statistics of the last answer.
-        live: HTML of the newest exchange; errors are shown below it.
-        comparison: HTML of the last comparison.
-        unanswered: A question to put back into the message box.
-        client: Identifies the visitor to the backend; set by the first request.
-    """
+    """The state of one visitor's page."""
 
     exchanges: list[Exchange] = field(default_factory=list)
-    busy: bool = False
-    stop: bool = False
+    busy: bool = False  #: whether an answer or a comparison is being generated
+    stop: bool = False  #: whether the visitor wants it to stop
+    #: Incremented by every answer and every new chat. Views of an older turn are not shown.
     turn: int = 0
+    #: Request parameters of the last complete answer, for its baseline.
     baseline_params: dict[str, Any] | None = None
-    fsd_stats: Mapping[str, float] = field(default_factory=dict)
-    live: str = ""
+    fsd_stats: Mapping[str, float] = field(default_factory=dict)  #: of the last answer
+    live: str = ""  #: HTML of the newest exchange; errors are shown below it
     comparison: str = ""
-    unanswered: str = ""
-    client: str = ""
+    unanswered: str = ""  #: a question to put back into the message box
+    client: str = ""  #: identifies the visitor to the backend
 
     def messages(self, question: str, count: int | None = None) -> list[dict[str, str]]:
-        """Return the messages of some exchanges, followed by a question.
-
-        Args:
-            question: The user's next message.
-            count: Number of exchanges, from the beginning; default: all.
-        """
+        """Return the messages of the first exchanges (default: of all), followed by a question."""
         messages = []
         for exchange in self.exchanges[:count]:
             messages.append({"role": "user", "content": exchange.question})
@@ -99,35 +76,22 @@ class ChatState:
 
 @dataclass(frozen=True)
 class View:
-    """New content for parts of the page; None leaves a part as it is.
-
-    Attributes:
-        box: Text in the message box.
-        log: HTML of the earlier exchanges.
-        live: HTML of the newest exchange.
-        stats: HTML of the statistics.
-        comparison: HTML of the comparison.
-        stoppable: Whether there is anything to stop.
-    """
+    """New HTML (of the box: text) for parts of the page; None leaves a part as it is."""
 
     box: str | None = None
-    log: str | None = None
-    live: str | None = None
+    log: str | None = None  #: the earlier exchanges
+    live: str | None = None  #: the newest exchange
     stats: str | None = None
     comparison: str | None = None
-    stoppable: bool | None = None
+    stoppable: bool | None = None  #: whether there is anything to stop
 
 
 @dataclass
 class PartialAnswer:
     """An answer as far as it has been received.
 
-    Attributes:
-        acceptance: The acceptance options that it is decoded with.
-        tokens: Its tokens so far.
-        stats: Its statistics so far.
-        finish_reason: ``"stop"`` or ``"length"`` once it is complete, ``"stopped"`` or ``"failed"``
-            if it never will be; None while more tokens are expected.
+    ``finish_reason`` is ``"stop"`` or ``"length"`` once it is complete, ``"stopped"`` or
+    ``"failed"`` if it never will be; None while more tokens are expected.
     """
 
     acceptance: AcceptanceConfig
@@ -146,11 +110,7 @@ class PartialAnswer:
         return self.finish_reason in ("stop", "length")
 
     def html(self, difference: int | None = None) -> str:
-        """Render the tokens.
-
-        Args:
-            difference: See :func:`rendering.answer_html`.
-        """
+        """Render the tokens."""
         return rendering.answer_html(self.tokens, self.acceptance, difference, busy=self.busy)
 
     def summary(self) -> str:
@@ -161,12 +121,7 @@ class PartialAnswer:
 
 
 class Page:
-    """The events of the page.
-
-    Args:
-        backend: Generates the answers.
-        options: Answer options, for those without a control on the page.
-    """
+    """The events of the page."""
 
     def __init__(self, backend: Backend, options: AnswerOptions) -> None:
         self.backend, self.options = backend, options
@@ -174,13 +129,7 @@ class Page:
     async def send(
         self, state: ChatState, message: Any, controls: Mapping[str, Any]
     ) -> AsyncGenerator[View, None]:
-        """Answer a message.
-
-        Args:
-            state: The visitor's state.
-            message: Content of the message box.
-            controls: Values of the page's controls by option name.
-        """
+        """Answer a message."""
         try:
             question = _validate_question(state, message)
             acceptance, params = self._validate_controls(state.messages(question), controls)
@@ -233,12 +182,7 @@ class Page:
 
     @staticmethod
     def restore_question(state: ChatState, text: Any) -> View:
-        """Put an unanswered question back into the message box, unless the visitor is typing.
-
-        Args:
-            state: The visitor's state.
-            text: Content of the message box.
-        """
+        """Put an unanswered question back into the message box, unless the visitor is typing."""
         question, state.unanswered = state.unanswered, ""
         return View(box=None if not question or str(text or "").strip() else question)
 
@@ -247,9 +191,6 @@ class Page:
 
         The baseline is decoded without the per-token details that the page's answers carry, which
         favors it: the speedup is not overstated.
-
-        Args:
-            state: The visitor's state.
         """
         params, turn = state.baseline_params, state.turn
         yield View()  # Gradio clears the outputs of an event that yields nothing
@@ -275,13 +216,7 @@ class Page:
     async def compare(
         self, state: ChatState, message: Any, controls: Mapping[str, Any]
     ) -> AsyncGenerator[View, None]:
-        """Decode a message, or else the last question, both exactly and with FSD.
-
-        Args:
-            state: The visitor's state.
-            message: Content of the message box.
-            controls: Values of the page's controls by option name.
-        """
+        """Decode a message, or else the last question, both exactly and with FSD."""
         try:
             count, question_html = None, ""
             if not str(message or "").strip() and state.exchanges:
@@ -299,14 +234,18 @@ class Page:
             return
         seed = self.options.seed
         seed = secrets.randbits(31) if seed is None else seed  # the same one for both answers
-        state.busy, state.stop, turn = True, False, state.turn
+        state.busy, state.stop, state.baseline_params = True, False, None
+        state.turn += 1  # ends the baseline of the last answer, whose statistics are replaced
+        turn = state.turn
         left, right, error_html = PartialAnswer(exact), PartialAnswer(acceptance), ""
 
         def view() -> View:
             comparison = _comparison_html(left, right, sampled=params["temperature"] > 0)
             state.comparison = question_html + comparison
             busy = left.busy or right.busy
-            return View(comparison=state.comparison + error_html, stoppable=busy)
+            stats = rendering.stats_html(right.stats, {})
+            comparison = state.comparison + error_html
+            return View(comparison=comparison, stats=stats, stoppable=busy)
 
         try:
             yield view()
@@ -330,20 +269,12 @@ class Page:
 
     @staticmethod
     def stop(state: ChatState) -> None:
-        """Stop the answer that is being generated.
-
-        Args:
-            state: The visitor's chat.
-        """
+        """Stop the answer that is being generated."""
         state.stop = True
 
     @staticmethod
     async def clear(state: ChatState) -> View:
-        """Start a new chat, after stopping the answer that is being generated.
-
-        Args:
-            state: The visitor's chat.
-        """
+        """Start a new chat, after stopping the answer that is being generated."""
         state.stop, state.baseline_params = True, None
         state.turn += 1
         while state.busy:
@@ -355,11 +286,11 @@ class Page:
     def _export(self, answer: PartialAnswer, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return everything that is known about an answer, as JSON values."""
         settings = {
-            name: value for name, value in params.items() if name not in ("prompt", "logprobs")
+            name: value for name, value in params.items() if name not in ("messages", "logprobs")
         }
         return {
             "model": self.backend.about.name,
-            "messages": decode_chat(params["prompt"]),
+            "messages": params["messages"],
             "settings": settings,
             "answer": "".join(token.text for token in answer.tokens),
             "finish_reason": answer.finish_reason,
@@ -396,10 +327,10 @@ class Page:
     ) -> AsyncGenerator[None, None]:
         """Fill ``answer`` from the backend; yield when it should be rendered, and at its end."""
         rendered = 0.0
-        state.client = state.client or secrets.token_hex(16)  # visitors get copies of one state
-        params = {**params, "client": state.client}
         # Closing the stream at once is what ends the decoding.
-        async with contextlib.aclosing(self.backend.stream(params, method)) as updates:
+        async with contextlib.aclosing(
+            self.backend.stream(params, state.client, method)
+        ) as updates:
             async for update in updates:
                 answer.tokens.extend(update.tokens)
                 answer.stats = update.stats or answer.stats
@@ -414,14 +345,7 @@ class Page:
 
 
 def max_threshold(about: About) -> float:
-    """Return the maximum of the threshold's slider.
-
-    Args:
-        about: Properties of the backend.
-
-    Raises:
-        OptionsError: The backend's threshold is infinite.
-    """
+    """Return the maximum of the threshold's slider; raises OptionsError if it is infinite."""
     threshold = about.acceptance.threshold
     if math.isinf(threshold):
         raise OptionsError(f"threshold must be finite for the web page's slider; got {threshold}")

@@ -28,12 +28,7 @@ BASELINE_TOKENS = 64
 
 
 def describe_token(token: Token, acceptance: AcceptanceConfig) -> str:
-    """Describe a token in a few lines of plain text, for its tooltip and the inspector.
-
-    Args:
-        token: The token.
-        acceptance: The configuration that it was decoded with.
-    """
+    """Describe a token in a few lines of plain text, for its tooltip and the inspector."""
     lines = [f"“{visible(token.text)}” — {token.origin}: {LEGEND[token.origin]}"]
     if token.divergence is None:
         lines.append(NO_DIVERGENCE)
@@ -50,11 +45,7 @@ def describe_token(token: Token, acceptance: AcceptanceConfig) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a token's text on one line, with visible whitespace and end-of-text marks.
-
-    Args:
-        text: The token's text.
-    """
+    """Return a token's text on one line, with visible whitespace and end-of-text marks."""
     return text.replace("\n", "⏎").replace("\t", "⇥") or "<end>"
 
 
@@ -63,11 +54,7 @@ def _rule(acceptance: AcceptanceConfig) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction as a percentage with at most one decimal.
-
-    Args:
-        fraction: A number in [0, 1].
-    """
+    """Format a fraction as a percentage with at most one decimal."""
     return f"{fraction:.1%}" if fraction < 0.9995 else "100%"
 
 
@@ -77,14 +64,8 @@ def token_html(
     """Render one token with its description as the tooltip.
 
     The class is its origin, and the CSS variable ``--d`` its divergence; style.css and script.js
-    use both.
-
-    Args:
-        token: The token; one without text is rendered only where it differs.
-        acceptance: The configuration that it was decoded with.
-        differs: Mark the token as the first difference between two answers.
-        focusable: Make the token reachable with the Tab key. Only one token of an answer is; the
-            arrow keys move on from there.
+    use both. A token without text is rendered only where two answers differ first. One token of an
+    answer is focusable with the Tab key; the arrow keys move on from there.
     """
     if not token.text and not differs:
         return ""
@@ -111,14 +92,7 @@ def answer_html(
     difference: int | None = None,
     busy: bool = False,
 ) -> str:
-    """Render the tokens of an answer.
-
-    Args:
-        tokens: The tokens so far.
-        acceptance: The configuration that they were decoded with.
-        difference: Index of the first token that differs from another answer.
-        busy: Whether more tokens will follow.
-    """
+    """Render the tokens of an answer."""
     first = next((index for index, token in enumerate(tokens) if token.text), 0)
     spans = [
         token_html(token, acceptance, index == difference, index == first)
@@ -135,11 +109,6 @@ def strip_html(tokens: Sequence[Token], acceptance: AcceptanceConfig, max_thresh
     """Render the divergence of each token as a bar, with a line at the threshold.
 
     In the browser, script.js moves the line with the slider and marks the tokens that would flip.
-
-    Args:
-        tokens: The answer; tokens without text have no bar.
-        acceptance: The configuration that it was decoded with.
-        max_threshold: Maximum of the slider, where the scale ends.
     """
     shown = [token for token in tokens if token.text]
     bars = "".join(
@@ -170,11 +139,7 @@ def strip_html(tokens: Sequence[Token], acceptance: AcceptanceConfig, max_thresh
 
 
 def export_html(values: Mapping[str, Any]) -> str:
-    """Render a link that saves ``values`` as a JSON file, without a request to the server.
-
-    Args:
-        values: JSON values.
-    """
+    """Render a link that saves ``values`` as a JSON file, without a request to the server."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
     data = base64.b64encode(text.encode("utf-8", "replace")).decode("ascii")
     return (
@@ -184,13 +149,7 @@ def export_html(values: Mapping[str, Any]) -> str:
 
 
 def message_html(role: str, body: str, note: str = "") -> str:
-    """Render one message of the chat.
-
-    Args:
-        role: ``"user"`` or ``"assistant"``.
-        body: The message as HTML.
-        note: Plain text shown below it.
-    """
+    """Render one message of the chat."""
     author = "You" if role == "user" else "Assistant"
     footer = f'<div class="fsd-note">{escape(note)}</div>' if note else ""
     return (
@@ -200,20 +159,12 @@ def message_html(role: str, body: str, note: str = "") -> str:
 
 
 def question_html(text: str) -> str:
-    """Render the body of a user's message.
-
-    Args:
-        text: The message.
-    """
+    """Render the body of a user's message."""
     return f'<div class="fsd-question">{escape(text)}</div>'
 
 
 def error_html(message: str) -> str:
-    """Render an error message.
-
-    Args:
-        message: The message; an empty one renders as nothing.
-    """
+    """Render an error message."""
     return f'<div class="fsd-error" role="alert">{escape(message)}</div>' if message else ""
 
 
@@ -253,13 +204,7 @@ def inspector_html() -> str:
 def stats_html(
     fsd: Mapping[str, float], baseline: Mapping[str, float], placeholder: str = NONE
 ) -> str:
-    """Render the statistics of an answer beside those of autoregressive decoding.
-
-    Args:
-        fsd: Statistics of the answer, as in :class:`~eagle_fsd.chat.backend.Update`; may be empty.
-        baseline: Statistics of autoregressive decoding of the same prompt; may be empty.
-        placeholder: Shown instead of the speedup until both speeds are known.
-    """
+    """Render the statistics of an answer beside those of autoregressive decoding."""
     rows = [
         ("Tokens/s", *(_number(stats, "tokens_per_second", 1) for stats in (fsd, baseline))),
         ("Tau (tokens per pass)", *(_number(stats, "tau", 2) for stats in (fsd, baseline))),
@@ -296,11 +241,8 @@ def _fuzzy_share(stats: Mapping[str, float]) -> str:
 def first_difference(left: Sequence[Token], right: Sequence[Token], complete: bool) -> int | None:
     """Return the index of the first token at which two answers differ, or None.
 
-    Args:
-        left: Tokens of one answer.
-        right: Tokens of the other.
-        complete: Whether both answers are complete. If so, an answer that is a prefix of the other
-            differs at its end; otherwise only the tokens that both have are compared.
+    If both are complete, an answer that is a prefix of the other differs at its end; otherwise only
+    the tokens that both have are compared.
     """
     length = None if complete else min(len(left), len(right))
     for index, (one, other) in enumerate(zip_longest(left[:length], right[:length])):
@@ -312,14 +254,7 @@ def first_difference(left: Sequence[Token], right: Sequence[Token], complete: bo
 def describe_difference(
     left: Sequence[Token], right: Sequence[Token], complete: bool, sampled: bool
 ) -> str:
-    """Describe the first difference between the exact answer and the FSD answer in a sentence.
-
-    Args:
-        left: Tokens of the exact answer.
-        right: Tokens of the FSD answer.
-        complete: Whether both answers are complete.
-        sampled: Whether the temperature is above 0, so that sampling causes differences as well.
-    """
+    """Describe the first difference between the exact answer and the FSD answer in a sentence."""
     index = first_difference(left, right, complete)
     if index is None and not complete:
         return "No difference so far."
@@ -339,14 +274,7 @@ def describe_difference(
 def comparison_html(
     answers: tuple[str, str], titles: tuple[str, str], notes: tuple[str, str], difference: str
 ) -> str:
-    """Render two answers side by side, stacked where the page is narrow.
-
-    Args:
-        answers: The answers as HTML, from :func:`answer_html`.
-        titles: Their headings.
-        notes: Plain text below each of them.
-        difference: Plain text above both, from :func:`describe_difference`.
-    """
+    """Render two answers side by side, stacked where the page is narrow."""
     columns = "".join(
         f'<section class="fsd-column" aria-label="{escape(title, quote=True)}">'
         f'<h3>{escape(title)}</h3>{body}<div class="fsd-note">{escape(note)}</div></section>'
@@ -359,13 +287,7 @@ def comparison_html(
 
 
 def summarize(stats: Mapping[str, float], acceptance: AcceptanceConfig, status: str = "") -> str:
-    """Summarize an answer in one line of plain text.
-
-    Args:
-        stats: Statistics of the answer; may be empty.
-        acceptance: The configuration that it was decoded with.
-        status: Appended to the line, for example ``"Stopped"``.
-    """
+    """Summarize an answer in one line of plain text."""
     if not stats:
         return status
     parts = [
@@ -375,7 +297,7 @@ def summarize(stats: Mapping[str, float], acceptance: AcceptanceConfig, status: 
         f"{_fuzzy_share(stats)} fuzzy",
         _rule(acceptance),
     ]
-    if dropped := stats.get("dropped"):
+    if dropped := stats.get("dropped_messages"):
         parts.append(f"{dropped} oldest messages dropped to fit the context")
     if status:
         parts.append(status)

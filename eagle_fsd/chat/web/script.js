@@ -18,6 +18,10 @@
       : closest(event, TOKEN);
     if (token) describe(token.title);
   };
+  // On a narrow page the inspector is above the chat: a tap elsewhere closes it.
+  document.addEventListener("click", (event) => {
+    if (!closest(event, `${TOKEN}, .fsd-bar, #fsd-inspector`)) describe("");
+  });
   document.addEventListener("focusin", inspect);
   document.addEventListener("mouseover", inspect);
 
@@ -120,7 +124,7 @@
     if (button.matches("#fsd-send, #fsd-compare-button")) request();
     // An identical comparison is not rendered again.
     if (button.matches("#fsd-compare-button")) find("#fsd-chat").scrollTop = 1e9;
-    if (button.matches("#fsd-clear")) describe("");
+    if (button.matches("#fsd-clear, #fsd-compare-button")) describe("");
     if (button.matches("#fsd-send, #fsd-stop, #fsd-clear, #fsd-examples button")) box()?.focus();
   });
   document.addEventListener("keydown", (event) => {

@@ -6,19 +6,19 @@ skipped when they import ``browsing``, but this module must still load.
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from serving import ServerThread
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.backend import LocalBackend
 from eagle_fsd.chat.config import Limits
-from eagle_fsd.cli.demo import BUNDLED_NAME, EXAMPLES
+from eagle_fsd.chat.serve.guard import Guard
+from eagle_fsd.cli.serve import BUNDLED_NAME, EXAMPLES
 from eagle_fsd.utils.chat_templates import load_chat_template
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def server() -> Iterator[tuple[ControlledBackend, str]]:
     """The page's backend and its URL."""
-    from eagle_fsd.chat.web.app import page_app, page_server
+    from eagle_fsd.chat.web.app import page_app
 
     from .browsing import ControlledBackend
 
@@ -37,16 +37,10 @@ def server() -> Iterator[tuple[ControlledBackend, str]]:
     limits = Limits(max_body=200_000)
     pair = LocalBackend(model, load_chat_template(model.tokenizer), limits, BUNDLED_NAME)
     backend = ControlledBackend(pair)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    web_server = page_server(page_app(backend, examples=EXAMPLES))
-    thread = threading.Thread(target=web_server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not web_server.started:
-        time.sleep(0.02)
-    yield backend, f"http://127.0.0.1:{listener.getsockname()[1]}"
-    web_server.should_exit = True
-    thread.join(10)
+    app = page_app(backend, examples=EXAMPLES)
+    thread = ServerThread(Guard(app, max_body=limits.max_body), on_stop=app.close)
+    yield backend, thread.url
+    thread.stop()
     pair.close()
 
 

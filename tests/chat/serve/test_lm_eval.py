@@ -13,19 +13,21 @@ from harness import (
     requires_harness,
     run_harness,
 )
-from processes import COMPLETIONS, NAME, Servers
+from serving import COMPLETIONS, NAME, APIThread
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_TARGET
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers"), requires_harness]
+pytestmark = [pytest.mark.slow, requires_harness]
 
 
 @pytest.fixture(scope="module")
-def samples(servers: Servers, model: EagleFSD, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+def samples(
+    server: APIThread, model: EagleFSD, tmp_path_factory: pytest.TempPathFactory
+) -> Samples:
     options = {
         "model": NAME,
-        "base_url": servers.url(COMPLETIONS),
+        "base_url": server.url + COMPLETIONS,
         "tokenizer_backend": "huggingface",
         "tokenizer": BUNDLED_TARGET,
         "num_concurrent": 2,

@@ -1,0 +1,315 @@
+"""The server: OpenAI's routes, health and metrics over a pair in this process.
+
+The guard in front of the application checks keys, hosts, content types and the size of bodies
+(:mod:`eagle_fsd.chat.serve.guard`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from eagle_fsd.chat.backend import LocalBackend
+from eagle_fsd.chat.decode_queue import DecodingError, JobUpdate, QueueFullError
+from eagle_fsd.chat.request_body import RequestError, read_json
+from eagle_fsd.chat.serve.asgi import ClosingStream, MountedApp, until_disconnected
+from eagle_fsd.chat.serve.guard import RefusedError
+from eagle_fsd.chat.serve.metrics import ServerMetrics
+from eagle_fsd.chat.serve.openai_format import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ResponseBuilder,
+    TokenizeRequest,
+    acceptance_label,
+    answer_error,
+    check_logprobs,
+    embedding_response,
+    to_chat,
+    validation_error,
+)
+
+#: Status of a response that no client receives.
+CLIENT_CLOSED_REQUEST = 499
+#: How many choices of one request are decoded or wait at the same time, so that a request for many
+#: choices does not fill the queue.
+MAX_CONCURRENT_CHOICES = 4
+#: Tokens that are formatted at once.
+PIECES_PER_PART = 64
+
+
+class JsonRequest(Request):
+    """A request whose body is a bounded JSON object."""
+
+    async def json(self) -> Any:
+        """Parse the body; see :func:`eagle_fsd.chat.request_body.read_json`."""
+        try:
+            return read_json(await self.body())
+        except RequestError as error:
+            raise ApiError(str(error)) from error
+
+
+class CancellableRoute(APIRoute):
+    """A route that reads a :class:`JsonRequest` and is cancelled if its client disconnects."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See ``APIRoute``."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            request = JsonRequest(request.scope, request.receive)
+            await request.body()  # from here on, only a disconnect can be received
+            response = await until_disconnected(request.receive, handle(request))
+            return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
+
+        return handler
+
+
+def api_app(
+    backend: LocalBackend,
+    names: Sequence[str],
+    metrics: ServerMetrics,
+    page: MountedApp | None = None,
+) -> FastAPI:
+    """Return the application: a model under one or several names, and the web page if given."""
+    created = int(time.time())
+    app = FastAPI(
+        title="eagle-fsd",
+        version=version("eagle-fsd"),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=page.lifespan if page is not None else None,
+    )
+    app.router.route_class = CancellableRoute
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        metrics.requests.labels("refused").inc()
+        return _error_response(validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def rejected(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):  # from the router
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            error = ApiError(message, error.status_code)
+        return _error_response(error)
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        return _error_response(ApiError(str(error), error.status))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, __: Exception) -> Response:  # the guard logs the exception
+        return _error_response(ApiError("the request failed", 500))
+
+    def check_model(name: str, message: str) -> None:
+        if name not in names:
+            raise ApiError(message, 404, "model_not_found", "model")
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "created": created,
+            "object": "model",
+            "owned_by": "eagle-fsd",
+            "acceptance": acceptance_label(backend.about.acceptance),
+            "max_model_len": backend.model.target.context_length,
+        }
+
+    async def answer(request: ChatRequest | CompletionRequest, client: str) -> Response:
+        known = f"model must be one of {', '.join(names)}; got {request.model}"
+        check_model(request.model, known)
+        try:
+            acceptance = backend.acceptance(request.fsd, request.lossless)
+        except RequestError as error:
+            metrics.requests.labels("refused").inc()
+            raise answer_error(error) from error
+        headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance)}
+        params = request.answer_params()
+        if not request.stream:
+            check_logprobs(params, backend.about.limits.max_new_tokens)
+        builder = ResponseBuilder(request, len(params), backend.tokens)
+        updates = answer_choices(backend, params, client)
+        if request.stream:
+            events = stream(updates, builder, request.stream_options.include_usage)
+            # An error before the first event sets the HTTP status. The last header tells nginx not
+            # to buffer the response.
+            headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            first = await anext(events)
+            return ClosingStream(events, "text/event-stream", headers, first)
+        async with aclosing(updates):
+            async for index, update in updates:
+                builder.add(index, update)
+        return Response(builder.response(), headers=headers, media_type="application/json")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in sorted(names)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, f"the model {name} does not exist")
+        return card(name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answer(body, request.state.client)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await answer(body, request.state.client)
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest) -> Response:
+        check_model(body.model, f"model must be one of {', '.join(names)}; got {body.model}")
+        try:
+            vectors, tokens = await backend.embed(body.input)
+        except (RequestError, QueueFullError, DecodingError) as error:
+            raise answer_error(error) from error
+        return JSONResponse(embedding_response(body, vectors, tokens))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        chat = to_chat(body.messages) if body.messages else None
+        try:
+            tokens = await backend.tokenize(body.prompt, chat, body.add_special_tokens)
+        except RequestError as error:
+            raise answer_error(error) from error
+        length = backend.model.target.context_length
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        try:
+            return {"prompt": await backend.detokenize(body.tokens)}
+        except RequestError as error:
+            raise answer_error(error) from error
+
+    @app.get("/version")
+    async def package_version() -> dict[str, str]:
+        return {"version": app.version}
+
+    add_status_routes(app, backend, metrics)
+    if page is not None:
+        app.mount("/", page)
+    return app
+
+
+def add_status_routes(app: FastAPI, backend: LocalBackend, metrics: ServerMetrics) -> None:
+    """Add the routes ``/health``, ``/ready`` and ``/metrics``."""
+    queue = backend.queue
+
+    def status(good: bool, otherwise: str) -> Response:
+        body = {"status": "ok" if good else otherwise, "queue": len(queue)}
+        return JSONResponse(body, 200 if good else 503)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return status(queue.alive, "decoding has stopped")
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return status(queue.ready, "no requests are accepted")
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        page = metrics.page(len(queue), queue.rows, queue.max_batch)
+        return PlainTextResponse(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def answer_choices(
+    backend: LocalBackend, params: Sequence[dict[str, Any]], client: str
+) -> AsyncGenerator[tuple[int, JobUpdate], None]:
+    """Answer several requests, at most :data:`MAX_CONCURRENT_CHOICES` at the same time.
+
+    Yields the index of a request and its next update, or a part of it, as they arrive. If one
+    fails, the others are cancelled and ApiError is raised.
+    """
+    arrived: asyncio.Queue[tuple[int, JobUpdate | Exception | None]] = asyncio.Queue()
+    slots = asyncio.Semaphore(MAX_CONCURRENT_CHOICES)
+
+    async def collect(index: int) -> None:
+        try:
+            async with slots, aclosing(backend.answer(params[index], client)) as updates:
+                async for _, update in updates:
+                    assert update is not None  # there is no heartbeat
+                    for part in update.parts(PIECES_PER_PART):
+                        arrived.put_nowait((index, part))
+                        await asyncio.sleep(0)  # formatting a whole prompt would block others
+            arrived.put_nowait((index, None))
+        except Exception as error:  # raised by the loop below
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(collect(index)) for index in range(len(params))]
+    unfinished = len(tasks)
+    try:
+        while unfinished:
+            index, update = await arrived.get()
+            if isinstance(update, (RequestError, QueueFullError, DecodingError)):
+                raise answer_error(update) from update
+            if isinstance(update, Exception):
+                raise update
+            if update is None:
+                unfinished -= 1
+            else:
+                yield index, update
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A response that is cancelled cancels every wait, which must not reach the tasks while
+        # they close their iterators.
+        await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def stream(
+    updates: AsyncGenerator[tuple[int, JobUpdate], None],
+    builder: ResponseBuilder,
+    include_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed response.
+
+    An error before the first event is raised, a later one becomes the last event.
+    """
+    started = False
+    try:
+        async with aclosing(updates):
+            async for index, update in updates:
+                for chunk in builder.chunks(index, update):
+                    yield _event(chunk)
+                    started = True
+    except ApiError as error:
+        if not started:
+            raise
+        yield _event(error.body())
+        return
+    if include_usage:
+        yield _event(builder.usage_chunk())
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status_code, error.headers)
+
+
+def api_error(message: str, status: int) -> dict[str, Any]:
+    """Return the body of an error of the guard."""
+    return ApiError(message, status, "invalid_api_key" if status == 401 else None).body()

@@ -1,0 +1,583 @@
+"""OpenAI's formats: request models, response bodies and errors.
+
+Requests have the parameters of OpenAI's API that are supported, and this project's own. Types are
+strict and other parameters are rejected, so that none is ignored silently. Of the parameters that
+are not supported, those are declared that some clients send with a value that has no effect. Null
+is the same as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import abstractmethod
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from secrets import token_hex
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi.exceptions import RequestValidationError
+from pydantic import AliasChoices, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from starlette.exceptions import HTTPException
+
+from eagle_fsd.chat.config import AnswerOptions
+from eagle_fsd.chat.decode_queue import (
+    AbortedError,
+    ClosedError,
+    DecodingError,
+    JobUpdate,
+    QueueFullError,
+)
+from eagle_fsd.chat.request_body import RequestError, shorten
+from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
+from eagle_fsd.chat.text import Piece, TokenDecoder
+from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.utils.options import Options
+
+#: Maximum number of choices in a response, for all prompts together.
+MAX_CHOICES = 128
+#: Maximum number of texts in a request for embeddings, as in OpenAI's API.
+MAX_EMBEDDING_INPUTS = 2048
+MAX_TOKENS = 1_048_576
+#: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
+MAX_LOGPROBS = 262_144
+#: Maximum number of members of an object; none has as many that are supported.
+MAX_MEMBERS = 100
+MAX_BIASES = 300
+#: Parameters that are passed on as they are.
+_FORWARDED = {
+    *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("fsd", "lossless", "logit_bias", "echo", "logprobs"),
+    *("truncation", "chat_template_kwargs"),
+}
+
+
+def _to_strings(value: Any) -> list[str]:
+    strings = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) for item in strings):
+        raise ValueError("must be a string or a list of strings")
+    return strings
+
+
+def _to_text(content: Any) -> str:
+    """Join the parts of a message's content."""
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [content]:
+        valid = isinstance(part, dict) and part.keys() == {"type", "text"}
+        if not valid or part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError("must be a string or a list of parts of type text")
+    return "\n".join(part["text"] for part in content)
+
+
+def _to_prompts(value: Any) -> list[str | list[int]]:
+    def is_prompt(item: Any) -> bool:
+        return bool(item) and (isinstance(item, str) or is_ids(item))
+
+    def is_ids(item: Any) -> bool:
+        return isinstance(item, list) and all(type(token) is int for token in item)
+
+    prompts = [value] if isinstance(value, str) or is_ids(value) else value
+    valid = isinstance(prompts, list) and 1 <= len(prompts) <= MAX_CHOICES
+    if not valid or not all(map(is_prompt, prompts)):
+        raise ValueError(
+            f"must be a non-empty string, a list of token ids, or a list of 1 to {MAX_CHOICES} of"
+            " these"
+        )
+    return prompts
+
+
+def _to_biases(value: Any) -> dict[int, float]:
+    def valid(token: Any, bias: Any) -> bool:
+        number = type(bias) in (int, float) and -MAX_BIAS <= bias <= MAX_BIAS
+        return isinstance(token, str) and token.isdecimal() and len(token) < 10 and number
+
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_BIASES
+        or not all(valid(*item) for item in value.items())
+    ):
+        raise ValueError(
+            f"must be an object of at most {MAX_BIASES} token ids with numbers in [-{MAX_BIAS},"
+            f" {MAX_BIAS}]"
+        )
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+Biases = Annotated[
+    dict[int, float], PlainValidator(_to_biases, json_schema_input_type=dict[str, float])
+]
+Strings = Annotated[list[str], PlainValidator(_to_strings, json_schema_input_type=str | list[str])]
+Text = Annotated[str, PlainValidator(_to_text, json_schema_input_type=str | list[dict[str, str]])]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        _to_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
+#: Types of parameters that are not supported.
+EmptyList = Annotated[list[Any], Field(default_factory=list, max_length=0)]
+
+
+class Body(Options):
+    """A JSON object whose types are strict."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_MEMBERS:  # describing all of them would take seconds
+            raise ValueError(f"must not have more than {MAX_MEMBERS} members")
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: EmptyList
+    annotations: EmptyList
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_content(cls, values: Any) -> Any:
+        # Assistants' messages may have none.
+        if isinstance(values, dict) and "content" not in values:
+            raise ValueError("must have content")
+        return values
+
+
+def to_chat(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return a chat with one system message, at the beginning: many templates allow no other."""
+    system, chat = [], []
+    for message in messages:
+        if message.role in ("system", "developer"):
+            system.append(message.content)
+        else:
+            extra = message.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
+            chat.append({"role": message.role, "content": message.content, **extra})
+    if system:
+        chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return chat
+
+
+class StreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_usage: bool = Field(default=False, description="End the stream with the usage.")
+    include_obfuscation: Literal[False] = False
+
+
+class TextFormat(Body):
+    """The only supported format of answers."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(AnswerOptions, Body):
+    """Parameters that chats and completions share."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description="Number of choices per prompt.")
+    temperature: float = Field(default=0.7, ge=0, le=2, description="0 is greedy.")
+    top_p: float = Field(default=1.0, ge=0, le=1, description="1 is off; 0 is greedy.")
+    top_k: int = Field(default=-1, ge=-1, description="-1 and 0 are off.")
+    stop: Strings = Field(default=[], description="Strings that end the answer.")
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(
+        default=[], description="Tokens that end the answer."
+    )
+    ignore_eos: bool = Field(default=False, description="Continue after end-of-sequence tokens.")
+    min_tokens: int = Field(default=0, ge=0, description="Number of tokens before any may end it.")
+    fsd: dict[str, Any] = Field(default={}, description="Acceptance options.")
+    lossless: bool = Field(default=False, description="Decode losslessly.")
+    stream: bool = Field(default=False, description="Send server-sent events.")
+    stream_options: StreamOptions = StreamOptions()
+    logit_bias: Biases = Field(default={}, description="Numbers to add to logits, by token id.")
+    user: str = Field(default="", description="Not used.")
+
+    def answer_params(self) -> list[dict[str, Any]]:
+        """Return the parameters of each choice, as ``eagle_fsd.chat.requests`` declares them.
+
+        Choice ``i`` of a prompt has the seed ``seed + i``; otherwise all would be the same.
+        """
+        params = self.model_dump(include=_FORWARDED, exclude_none=True)
+        params["strict_length"] = "max_new_tokens" in self.model_fields_set
+        requests = [{**params, **prompt} for prompt in self._prompts() for _ in range(self.n)]
+        if self.seed is not None:
+            for index, request in enumerate(requests):
+                request["seed"] = (self.seed + index % self.n) % 2**63
+        return requests
+
+    @abstractmethod
+    def _prompts(self) -> list[dict[str, Any]]:
+        """Return the parameters that differ among prompts."""
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Arguments of the tokenizer's chat template."
+    )
+    truncation: Literal["auto", "disabled"] = Field(
+        default="disabled", description="auto: drop the oldest messages if the chat is too long."
+    )
+    max_new_tokens: int | None = Field(  # type: ignore[assignment]
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
+        description="Maximum number of tokens, also as max_tokens; default: the server's limit.",
+    )
+    logprobs: bool = Field(default=False, description="Report log-probabilities.")
+    top_logprobs: int = Field(
+        default=0, ge=0, le=MAX_ALTERNATIVES, description="Alternatives for each token."
+    )
+    response_format: TextFormat = TextFormat(type="text")
+    tools: EmptyList
+    tool_choice: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = True
+    metadata: dict[str, Any] = Field(default={}, description="Not used.")
+    store: bool = Field(default=False, description="Not used.")
+    service_tier: str = Field(default="auto", description="Not used.")
+    safety_identifier: str = Field(default="", description="Not used.")
+    prompt_cache_key: str = Field(default="", description="Not used.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        names = ("max_tokens", "max_completion_tokens")
+        if isinstance(values, dict) and all(values.get(name) is not None for name in names):
+            raise ValueError("must not set both max_tokens and max_completion_tokens")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if all(message.role in ("system", "developer") for message in self.messages):
+            raise ValueError("must have a user message in messages")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("must set logprobs with top_logprobs")
+        return self
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        logprobs = self.top_logprobs if self.logprobs else None
+        return [{"messages": to_chat(self.messages), "logprobs": logprobs}]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Prompts
+    max_new_tokens: int = Field(
+        default=16,
+        ge=0,
+        le=MAX_TOKENS,
+        validation_alias="max_tokens",
+        description="Maximum number of tokens; 0 is allowed with echo.",
+    )
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_ALTERNATIVES,
+        description="Report log-probabilities and this many alternatives.",
+    )
+    echo: bool = Field(default=False, description="Begin the answer with the prompt.")
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(f"must not have more than {MAX_CHOICES} prompts, multiplied by n")
+        if self.max_new_tokens == 0 and not self.echo:
+            raise ValueError("must set max_tokens to at least 1 unless echo is true")
+        return self
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        return [
+            {"prompt": item} if isinstance(item, str) else {"prompt_token_ids": item}
+            for item in self.prompt
+        ]
+
+
+class TokenizeRequest(Body):
+    """Body of ``POST /tokenize``, as in vLLM."""
+
+    model: str = ""
+    prompt: str = ""
+    messages: Annotated[list[Message], FailFast()] = Field(default=[], description="A chat.")
+    add_special_tokens: bool = Field(default=True, description="Of a prompt.")
+    add_generation_prompt: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if bool(self.prompt) == bool(self.messages):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of ``POST /detokenize``, as in vLLM."""
+
+    model: str = ""
+    tokens: Annotated[list[int], FailFast()]
+
+
+class EmbeddingRequest(Body):
+    """Body of ``POST /v1/embeddings``."""
+
+    model: str
+    input: Strings = Field(description="Texts; token ids are not supported.")
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str = Field(default="", description="Not used.")
+
+    @model_validator(mode="after")
+    def _check(self) -> EmbeddingRequest:
+        if not 1 <= len(self.input) <= MAX_EMBEDDING_INPUTS or not all(self.input):
+            raise ValueError(f"must have 1 to {MAX_EMBEDDING_INPUTS} non-empty strings as input")
+        return self
+
+
+class ResponseBuilder:
+    """Builds the response to a request from the updates of its choices, whole or in chunks."""
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        choices: int,
+        tokens: TokenDecoder,
+    ) -> None:
+        self.chat, self.n = isinstance(request, ChatRequest), request.n
+        self.truncation = isinstance(request, ChatRequest) and request.truncation == "auto"
+        self.logprobs = request.logprobs is not None and request.logprobs is not False
+        self._tokens = tokens
+        self._fields: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{token_hex(12)}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._last: list[JobUpdate | None] = [None] * choices
+        self._texts = [""] * choices
+        # Log-probabilities are kept as JSON, in small parts: as Python objects they would take many
+        # times the memory, and converting all of them at once would block other responses.
+        self._logprobs: list[dict[str, list[str]]] = [{} for _ in range(choices)]
+
+    def add(self, index: int, update: JobUpdate) -> None:
+        """Add an update of a choice to the whole response."""
+        if self.logprobs:
+            columns = self._format_logprobs(update.pieces, len(self._texts[index]))
+            for name, values in columns.items():
+                text = json.dumps(values, separators=(",", ":"))[1:-1]
+                self._logprobs[index].setdefault(name, []).extend([text] if text else [])
+        self._texts[index] += update.text
+        self._last[index] = update
+
+    def chunks(self, index: int, update: JobUpdate) -> list[dict[str, Any]]:
+        """Add an update of a choice, and return the chunks of a streamed response for it."""
+        found = []
+        if self.chat and self._last[index] is None:
+            delta = {"role": "assistant", "content": ""}
+            opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            found.append(self._chunk([opening]))
+        text, logprobs = update.text, None
+        if text or update.finish_reason or (self.logprobs and update.pieces):
+            content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+            if self.logprobs:
+                logprobs = self._format_logprobs(update.pieces, len(self._texts[index]))
+                if self.chat:
+                    logprobs["refusal"] = None
+            found.append(self._chunk([self._choice(index, content, logprobs, update)]))
+        self._texts[index] += text
+        self._last[index] = update
+        return found
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a stream, which has no choices."""
+        return self._chunk([], self._usage())
+
+    def response(self) -> bytes:
+        """Return the whole response as JSON."""
+        choices = []
+        for index, (text, update) in enumerate(zip(self._texts, self._last, strict=True)):
+            assert update is not None
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choice = json.dumps(self._choice(index, content, None, update), ensure_ascii=False)
+            if self.logprobs:
+                parts = [
+                    f'"{name}":[{",".join(values)}]'
+                    for name, values in self._logprobs[index].items()
+                ]
+                parts += ['"refusal":null'] if self.chat else []
+                choice = f'{choice[:-1]},"logprobs":{{{",".join(parts)}}}}}'
+            choices.append(choice)
+        kind = "chat.completion" if self.chat else "text_completion"
+        fields = json.dumps({**self._fields, "object": kind, "usage": self._usage()})
+        return f'{fields[:-1]},"choices":[{",".join(choices)}]}}'.encode()
+
+    def _chunk(self, choices: list[Any], usage: Any = None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._fields, "object": kind, "choices": choices, "usage": usage}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], logprobs: Any, update: JobUpdate
+    ) -> dict[str, Any]:
+        """Return a choice; of a whole response, log-probabilities are added as JSON."""
+        choice = {"index": index, **content, "finish_reason": update.finish_reason}
+        if logprobs is not None or not self.logprobs:
+            choice["logprobs"] = logprobs
+        return choice
+
+    def _format_logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        if self.chat:
+            return {"content": chat_logprobs(pieces, self._tokens)}
+        return completion_logprobs(pieces, offset, self._tokens)
+
+    def _usage(self) -> dict[str, Any]:
+        """Return token counts, tau, and tokens by origin; a prompt counts once."""
+        last = [update for update in self._last if update is not None]
+        prompt = sum(update.usage["prompt_tokens"] for update in last[:: self.n])
+        tokens = sum(update.usage["completion_tokens"] for update in last)
+        names = ("fuzzy_tokens", "exact_tokens", "target_tokens")
+        origins = {name: sum(update.stats[name] for update in last) for name in names}
+        steps = sum(update.stats["steps"] for update in last)
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, **origins}
+        usage["completion_tokens_details"] = {"fuzzy_tokens": origins["fuzzy_tokens"]}
+        if self.truncation:
+            usage["dropped_messages"] = last[0].stats["dropped_messages"]
+        return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
+
+
+def acceptance_label(acceptance: AcceptanceConfig) -> str:
+    """Describe how tokens are accepted, for a header."""
+    return "lossless" if acceptance.lossless else acceptance.label
+
+
+def completion_logprobs(
+    pieces: Iterable[Piece], offset: int, tokens: TokenDecoder
+) -> dict[str, list[Any]]:
+    """Return log-probabilities in the format of completions; the text begins at ``offset``."""
+    columns: dict[str, list[Any]] = {
+        "text_offset": [],
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+    }
+    for piece in pieces:
+        columns["text_offset"].append(offset)
+        columns["tokens"].append(tokens.text(piece.token))
+        columns["token_logprobs"].append(piece.detail and piece.detail.log_prob)
+        top: dict[str, float] = {}
+        for other, log_prob in piece.detail.top if piece.detail else ():
+            top.setdefault(tokens.text(other), log_prob)  # of equal texts the likeliest
+        columns["top_logprobs"].append(top or None)
+        offset += len(piece.text)
+    return columns
+
+
+def chat_logprobs(pieces: Iterable[Piece], tokens: TokenDecoder) -> list[dict[str, Any]]:
+    """Return log-probabilities in the format of chats."""
+
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
+        text, data = tokens.text(token), list(tokens.bytes(token))
+        return {"token": text, "logprob": log_prob, "bytes": data}
+
+    return [
+        {
+            **entry(piece.token, piece.detail.log_prob),
+            "top_logprobs": [entry(*item) for item in piece.detail.top],
+        }
+        for piece in pieces
+        if piece.detail is not None
+    ]
+
+
+def check_logprobs(params: Sequence[dict[str, Any]], default: int) -> None:
+    """Raise ApiError if a whole response could hold more than :data:`MAX_LOGPROBS` values.
+
+    ``default`` is the maximum number of tokens of an answer.
+    """
+    values = 0
+    for item in params:
+        if item.get("logprobs") is not None:
+            values += min(item.get("max_new_tokens", default), default) * (1 + item["logprobs"])
+    if values > MAX_LOGPROBS:
+        raise ApiError(
+            f"choices, multiplied by their maximum numbers of tokens and log-probabilities for"
+            f" each, must be at most {MAX_LOGPROBS}; got {values}: stream the response, or set"
+            f" max_tokens"
+        )
+
+
+def embedding_response(
+    request: EmbeddingRequest, vectors: Sequence[Sequence[float]], tokens: int
+) -> dict[str, Any]:
+    """Return the response to a request for embeddings; base64 holds little-endian float32."""
+    base64 = request.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+            if base64
+            else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": request.model, "usage": usage}
+
+
+class ApiError(HTTPException):
+    """An error response with OpenAI's error code, if any, and the invalid parameter, if any."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(status, shorten(message))
+        self.code, self.param = code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status_code == 429 else kind
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def answer_error(error: Exception) -> ApiError:
+    """Convert an exception of :meth:`~eagle_fsd.chat.backend.LocalBackend.answer`."""
+    if isinstance(error, (ClosedError, AbortedError)):
+        return ApiError(str(error), 503)
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), 429)
+    if isinstance(error, DecodingError):
+        return ApiError(str(error), 500)
+    too_long = isinstance(error, RequestError) and error.code == RequestError.CONTEXT
+    message = str(error).replace("max_new_tokens", "max_tokens")  # the client's name of it
+    return ApiError(message, code="context_length_exceeded" if too_long else None)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """Describe the first problem of an invalid request in one line."""
+    problem = error.errors()[0]
+    param = ".".join(map(str, problem["loc"][1:]))  # the first item is "body"
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "extra_forbidden" or context.get("max_length") == 0:
+        message = "is not supported"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "value_error":
+        message = str(context["error"])
+    else:
+        message = f"must {problem['msg'].partition(' should ')[2]}; got {problem['input']!r}"
+    return ApiError(f"{param or 'the request'} {message}", param=param or None)

@@ -1,0 +1,127 @@
+"""What clients see when the server stops, and when decoding fails or stalls."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import CHAT, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
+
+BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1900, **ENDLESS}
+
+
+def ask(url: str, **changes: Any) -> httpx.Response:
+    return httpx.post(url + CHAT, json={**BODY, **changes}, trust_env=False, timeout=TIMEOUT)
+
+
+class Streamed(threading.Thread):
+    """A client that reads a stream to its end; ``started`` once it has the first tokens."""
+
+    def __init__(self, url: str, **changes: Any) -> None:
+        super().__init__(daemon=True)
+        self.url, self.body = url, {**BODY, "stream": True, **changes}
+        self.events: list[Any] = []
+        self.started = threading.Event()
+        self.start()
+        assert self.started.wait(TIMEOUT)
+
+    def run(self) -> None:
+        with httpx.stream(
+            "POST", self.url + CHAT, json=self.body, trust_env=False, timeout=TIMEOUT
+        ) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    self.events.append(json.loads(line[6:]))
+                    if len(self.events) > 1:
+                        self.started.set()
+
+
+@pytest.fixture
+def server(model: EagleFSD) -> Iterator[APIThread]:
+    check_target(model.target)
+    server = APIThread(model, max_batch=2, queue=2, stall_timeout=60.0)
+    yield server
+    server.stop()
+
+
+def test_answers_end_with_an_error_when_the_server_stops(server: APIThread) -> None:
+    stream = Streamed(server.url)
+    replies: list[httpx.Response] = []
+    plain = threading.Thread(target=lambda: replies.append(ask(server.url)))
+    plain.start()
+    assert seconds_until(lambda: server.queue_length() == 2) < TIMEOUT
+    server.server.should_exit = True
+    for thread in (stream, plain, server.thread):
+        thread.join(TIMEOUT)
+    assert stream.events[-1]["error"]["message"] == "the server is shutting down"
+    assert replies[0].status_code == 503
+    assert replies[0].json()["error"]["message"] == "the server is shutting down"
+
+
+def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile further requests are refused, and the server is alive but not ready."""
+    release, forward = threading.Event(), Target.forward_tree
+
+    def gated(*args: Any) -> Any:
+        assert server.backend.queue.ready or release.wait(TIMEOUT)
+        return forward(*args)
+
+    check_target(model.target)
+    server = APIThread(model, shutdown_timeout=TIMEOUT)
+    monkeypatch.setattr(Target, "forward_tree", gated)
+    stream = Streamed(server.url, max_tokens=400)
+    server.server.should_exit = True
+    assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
+    statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]
+    refused = ask(server.url)
+    release.set()
+    stream.join(TIMEOUT)
+    server.thread.join(TIMEOUT)
+    assert statuses == [503, 200]
+    assert refused.status_code == 503
+    assert stream.events[-1]["choices"][0]["finish_reason"] == "length"
+    server.stop()
+
+
+def test_stalled_step_is_reported(server: APIThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, forward = threading.Event(), Target.forward_tree
+
+    def blocked(*args: Any) -> Any:
+        assert release.wait(TIMEOUT)
+        return forward(*args)
+
+    monkeypatch.setattr(Target, "forward_tree", blocked)
+    server.backend.queue.stall_timeout = 0.2
+    reply = ask(server.url)
+    assert reply.status_code == 503
+    assert "a step takes more than 0.2 s" in reply.json()["error"]["message"]
+    assert server.http.get("/health").status_code == 503
+    assert ask(server.url).status_code == 503
+    server.backend.queue.stall_timeout = 60.0
+    release.set()
+    assert server.answer()
+    assert server.http.get("/ready").status_code == 200
+
+
+def test_the_server_exits_if_every_step_fails(
+    server: APIThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Target, "forward_tree", broken)
+    for _ in range(3):
+        assert ask(server.url).status_code == 500
+    begin = time.monotonic()
+    server.thread.join(TIMEOUT)
+    assert time.monotonic() - begin < 30
+    assert server.backend.queue.failed
