@@ -98,7 +98,7 @@ bundled: $(INSTALLED)
 	$(RUN)/python -m recipes.bundled --stage target --stage head \
 		--stage eagle3 --stage draft-model
 	$(RUN)/eagle-fsd tune --install
-	$(RUN)/eagle-fsd calibrate --no-rules --seed 3 --install
+	$(RUN)/eagle-fsd calibrate --install
 	$(RUN)/python -m recipes.bundled --stage card
 
 clean:
