@@ -16,7 +16,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
-BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1900, **ENDLESS}
+BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1900, "ignore_eos": True, **ENDLESS}
 
 
 def ask(url: str, **changes: Any) -> httpx.Response:
