@@ -78,7 +78,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     check_target(model.target)
     server = APIThread(model, shutdown_timeout=TIMEOUT)
     monkeypatch.setattr(Target, "forward_tree", gated)
-    stream = Streamed(server.url, max_tokens=400)
+    stream = Streamed(server.url, max_tokens=40)
     server.server.should_exit = True
     assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
     statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]
