@@ -190,8 +190,8 @@ def test_prompts_are_scored_without_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) -> None:
-    def tokens(**extra: Any) -> list[str]:
-        response = ask(client, max_tokens=80, logprobs=True, extra_body={**EXACT, **extra})
+    def tokens(count: int = 80, **extra: Any) -> list[str]:
+        response = ask(client, max_tokens=count, logprobs=True, extra_body={**EXACT, **extra})
         return [item.token for item in response.choices[0].logprobs.content]
 
     def encode(text: str) -> list[int]:
@@ -206,10 +206,11 @@ def test_sampling_options_take_effect(model: EagleFSD, client: openai.OpenAI) ->
     assert tokens(stop_token_ids=[stop]) == greedy[:3]
     assert tokens(repetition_penalty=5.0, ignore_eos=True) != tokens(ignore_eos=True)
     ids = [str(id_) for word in greedy[:3] for id_ in encode(word)]
-    banned = tokens(logit_bias=dict.fromkeys(ids, -100), fsd={"threshold": 0.4, "min_ratio": 0.0})
+    lossy = {"threshold": 0.4, "min_ratio": 0.0}
+    banned = tokens(16, logit_bias=dict.fromkeys(ids, -100), fsd=lossy)
     assert not set(greedy[:3]) & set(banned)
     (forced,) = encode(" apples")
-    assert set(tokens(logit_bias={str(forced): 100})) == {" apples"}
+    assert set(tokens(4, logit_bias={str(forced): 100})) == {" apples"}
     # Only the most likely token has as much probability as the most likely token.
     sampled = {"temperature": 1.5, "seed": 1}
     assert tokens(min_p=1.0, **sampled) == greedy != tokens(**sampled)
@@ -267,7 +268,7 @@ def test_answers_stream_while_texts_are_embedded(server: APIThread) -> None:
         return embed(*args)
 
     async def work() -> None:
-        params = {"messages": HELLO, "max_new_tokens": 1900, **ENDLESS}
+        params = {"messages": HELLO, "max_new_tokens": 1900, "ignore_eos": True, **ENDLESS}
         updates = backend.answer(params)
         await anext(updates)
         task = asyncio.create_task(backend.embed(["Hello!"] * 8))

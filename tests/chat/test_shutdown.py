@@ -16,7 +16,7 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.target import Target
 
-BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1900, **ENDLESS}
+BODY = {"model": NAME, "messages": HELLO, "max_tokens": 1900, "ignore_eos": True, **ENDLESS}
 
 
 def ask(url: str, **changes: Any) -> httpx.Response:
@@ -78,7 +78,7 @@ def test_answers_get_time_to_end(model: EagleFSD, monkeypatch: pytest.MonkeyPatc
     check_target(model.target)
     server = APIThread(model, shutdown_timeout=TIMEOUT)
     monkeypatch.setattr(Target, "forward_tree", gated)
-    stream = Streamed(server.url, max_tokens=400)
+    stream = Streamed(server.url, max_tokens=40)
     server.server.should_exit = True
     assert seconds_until(lambda: not server.backend.queue.ready) < TIMEOUT
     statuses = [server.http.get(path).status_code for path in ("/ready", "/health")]

@@ -66,7 +66,7 @@ class ControlledBackend:
         vars(self).update(behavior)
 
     async def stream(
-        self, params: Mapping[str, Any], method: str = "fsd"
+        self, params: Mapping[str, Any], client: str = "", method: str = "fsd"
     ) -> AsyncGenerator[Update, None]:
         self.requests.append((dict(params), method))
         self.active += 1
@@ -79,7 +79,8 @@ class ControlledBackend:
                 "fuzzy_tokens": 1,
             }
             if tokens is None:
-                updates = [update async for update in self.pair.stream(params, method)]
+                source = self.pair.stream(params, client, method)
+                updates = [update async for update in source]
                 tokens = [token for update in updates for token in update.tokens]
                 stats = updates[-1].stats
             step = 1 if self.pause else len(tokens)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from eagle_fsd.chat.web.page import BASELINE_DELAY
-from eagle_fsd.cli.demo import EXAMPLES
+from eagle_fsd.cli.serve import EXAMPLES
 
 from .browsing import MARKS, NARROW, QUESTION, ActionChains, Keys, PageObject
 

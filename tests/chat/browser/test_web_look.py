@@ -11,7 +11,7 @@ import pytest
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
-from eagle_fsd.cli.demo import EXAMPLES
+from eagle_fsd.cli.serve import EXAMPLES
 
 from .browsing import MARKS, NARROW, WIDE, ActionChains, PageObject, WebElement
 
