@@ -20,6 +20,7 @@ ALLOWED = {
     "train": {"model", "utils", "bundled"},
     "evaluation": {"model", "utils", "bundled"},
     "chat": {"model", "utils", "bundled"},
+    "engines": {"model", "utils"},
     "cli": {"chat", "evaluation", "train", "model", "utils", "bundled", ""},
     "": {"model", "utils"},
 }

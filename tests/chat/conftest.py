@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serving import MAX_BATCH, MAX_WAITING, APIThread
+from api_servers import MAX_BATCH, MAX_WAITING, APIThread
 
 from eagle_fsd import EagleFSD
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, COMPLETIONS, EMBEDDINGS, HELLO
+from api_servers import CHAT, COMPLETIONS, EMBEDDINGS, HELLO
 
 from eagle_fsd import AcceptanceConfig, Origin
 from eagle_fsd.chat.config import Limits

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from serving import CHAT, HELLO, NAME, ServerProcess
+from api_servers import CHAT, HELLO, NAME, ServerProcess
 
 KEY = "0123456789abcdef"
 MAX_FILES = 256

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from api_servers import QUESTION
 from prompts import HELLO, request
 from resident_memory import resident_memory
-from serving import QUESTION
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.decode_queue import DecodeQueue

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from serving import ServerThread
+from api_servers import ServerThread
 from starlette.responses import JSONResponse
 
 from eagle_fsd.chat.serve import connections

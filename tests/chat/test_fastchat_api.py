@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from api_servers import HELLO, NAME, TIMEOUT, ServerProcess, free_port, seconds_until
 from prompts import reference
-from serving import HELLO, NAME, TIMEOUT, ServerProcess, free_port, seconds_until
 
 from eagle_fsd import EagleFSD
 

@@ -16,10 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from prompts import ENCODED_HELLO
-from serving import (
+from api_servers import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -30,6 +27,9 @@ from serving import (
     ServerThread,
     seconds_until,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prompts import ENCODED_HELLO
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.config import Limits

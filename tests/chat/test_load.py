@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import (
+from api_servers import (
     CHAT,
     COMPLETIONS,
     ENDLESS,

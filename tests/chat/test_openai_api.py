@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 import torch
+from api_servers import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
 from prompts import reference, tokenize
-from serving import ENDLESS, EXACT, HELLO, NAME, QUESTION, TIMEOUT, APIThread, seconds_until
 
 import eagle_fsd
 from eagle_fsd import EagleFSD

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, NAME, TIMEOUT, APIThread, ServerProcess
+from api_servers import CHAT, NAME, TIMEOUT, APIThread, ServerProcess
 
 from eagle_fsd.chat.serve import connections, worker
 from eagle_fsd.chat.serve.guard import Access

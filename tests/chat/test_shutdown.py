@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
+from api_servers import CHAT, ENDLESS, HELLO, NAME, TIMEOUT, APIThread, seconds_until
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.self_check import check_target

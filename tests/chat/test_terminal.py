@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_servers import QUESTION
 from fastchat.serve import inference
 from prompts import reference
 from rich.console import Console
-from serving import QUESTION
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, Origin, TreeConfig
 from eagle_fsd.chat import terminal

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import TIMEOUT
+from api_servers import TIMEOUT
 
 pexpect = pytest.importorskip("pexpect")
 

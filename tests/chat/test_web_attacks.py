@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from api_servers import ServerThread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import ServerThread
 from test_web_page import ScriptedBackend
 
 from eagle_fsd.chat.serve.guard import ANYONE, Access, Guard

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from serving import QUESTION
+from api_servers import QUESTION
 
 from eagle_fsd import AcceptanceConfig, EagleFSD
 from eagle_fsd.chat.backend import About, BackendError, LocalBackend, Token, Update, request_params

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter; run make engines"),
 ]
+DECODE = Path(__file__).parent / "inside_vllm" / "decode.py"
 CHAIN = 5
 QUESTIONS = 10
 HEADS = {"eagle": BUNDLED_HEAD, "eagle3": BUNDLED_EAGLE3}
@@ -75,7 +76,11 @@ def decode(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -
             request["settings"] = settings
         (folder / "request.json").write_text(json.dumps(request))
         done = subprocess.run(
-            [str(PYTHON), Path(__file__).parent / "vllm" / "decode.py", folder / "request.json"],
+            [
+                str(PYTHON),
+                Path(__file__).parent / "inside_vllm" / "decode.py",
+                folder / "request.json",
+            ],
             capture_output=True,
             text=True,
             timeout=300,

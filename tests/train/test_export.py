@@ -27,6 +27,7 @@ from trainings import Train, read_weights, same_weights
 
 from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.model.checkpoint import load_head, save_head
+from eagle_fsd.model.identity import EXPORTED_KEY, fingerprint
 from eagle_fsd.model.loading import load_target
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import ExportFormat
@@ -132,6 +133,7 @@ def test_export_computes_what_the_head_computes(tmp_path: Path) -> None:
         assert loaded.embed_tokens is None  # the target's embedding is not kept twice
         given = torch.randn(1, 5, target.hidden_size), prompt(5), torch.arange(5)[None]
         assert torch.equal(loaded(*given), original(*given))
+        assert config.pop(EXPORTED_KEY)["float32"] == fingerprint(original)
         changed = {"bias": 0, "architectures": 0}
         assert {**before, **changed} == {**config, **changed}
         out = convert_head(tmp_path / "own", target, tmp_path / f"{engine}-own", engine)

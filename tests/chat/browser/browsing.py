@@ -11,7 +11,7 @@ from typing import Any
 
 import chromium
 import pytest
-from serving import QUESTION
+from api_servers import QUESTION
 
 if find_spec("gradio") is None:  # its import takes seconds
     pytest.skip("the web page needs Gradio: the extra [web]", allow_module_level=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serving import ServerThread
+from api_servers import ServerThread
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.chat.backend import LocalBackend

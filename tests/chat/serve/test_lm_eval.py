@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from api_servers import COMPLETIONS, NAME, APIThread
 from harness import (
     Samples,
     check_answers,
@@ -13,7 +14,6 @@ from harness import (
     requires_harness,
     run_harness,
 )
-from serving import COMPLETIONS, NAME, APIThread
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.bundled import BUNDLED_TARGET
