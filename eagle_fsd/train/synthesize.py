@@ -71,7 +71,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class ChatTurn:
+class WrittenTurn:
     """A message for the target to write: ``text`` is what it continues, ``stop`` what ends it."""
 
     role: str
@@ -171,7 +171,7 @@ class Plan:
             return []
         return [{"role": "system", "content": systems[index % len(systems)]}]
 
-    def next_turn(self, draft: Draft) -> ChatTurn | None:
+    def next_turn(self, draft: Draft) -> WrittenTurn | None:
         """Return what to write next; None if the chat is complete."""
         config, chat = self.config, draft.messages
         if not chat:
@@ -184,7 +184,7 @@ class Plan:
             text = self.template.render(chat, add_generation_prompt=True)
             sampling = self._sampling["assistant"].updated(seed=seed)
             stop = tuple(self.template.stop)
-            return ChatTurn("assistant", text, "", stop, config.max_new_tokens, sampling)
+            return WrittenTurn("assistant", text, "", stop, config.max_new_tokens, sampling)
         header, footer = user_header(chat, self.template)
         prefixes = () if answers else config.prefix
         start = ""
@@ -193,9 +193,9 @@ class Plan:
         text = f"{header}{start}" if start else header.rstrip(" ")  # words begin with their space
         sampling = self._sampling["user"].updated(seed=seed)
         stop = (self._end(footer),) if footer.strip() else ()
-        return ChatTurn("user", text, start, stop, config.max_user_tokens, sampling)
+        return WrittenTurn("user", text, start, stop, config.max_user_tokens, sampling)
 
-    def take(self, draft: Draft, turn: ChatTurn, text: str, complete: bool) -> None:
+    def take(self, draft: Draft, turn: WrittenTurn, text: str, complete: bool) -> None:
         """Add a message to its chat, or end the chat before the exchange."""
         for stop in turn.stop:
             before, found, _ = text.partition(stop)
@@ -345,7 +345,7 @@ class LocalWriter:
             "dtype": str(loaded.target.dtype).removeprefix("torch."),
         }
         self._on_tokens = on_tokens
-        self._turns: dict[Draft, ChatTurn] = {}
+        self._turns: dict[Draft, WrittenTurn] = {}
         self._stop = lru_cache(self._stop_options)
 
     def write(self, sieve: Sieve) -> Iterator[Draft]:
