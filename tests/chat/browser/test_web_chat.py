@@ -52,7 +52,7 @@ def test_answers_stream_with_their_stats(page: PageObject) -> None:
     assert tau == "1.00"
     (answered, _), (measured, method) = page.backend.requests
     assert method == "ar"
-    assert measured["prompt"] == answered["prompt"]
+    assert measured["messages"] == answered["messages"]
     assert page.find("#fsd-box textarea").get_attribute("value") == ""
 
 
