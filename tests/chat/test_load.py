@@ -127,7 +127,7 @@ def test_many_clients(warm_up: float, seconds: float, record_property: Any) -> N
         memory, files = process.memory_info().rss, process.num_fds()
         tally = load(server.url, seconds, seed=1)
         seconds_until_empty = seconds_until(lambda: queue_length() == 0, 10)
-        record_property("tally", tally)
+        record_property("tally", vars(tally))
         record_property("seconds_until_empty", seconds_until_empty)
         assert process.memory_info().rss - memory < MAX_GROWTH
         assert seconds_until(lambda: process.num_fds() <= files + 4, 10) < 10
