@@ -507,7 +507,7 @@ def test_a_chosen_rule_is_stored(
 #: Fields of fsd.json, and of what it says about the calibration.
 SETTINGS = {
     *("target", "drafter", "exact", "batch", "total_tokens", "depth", "top_k"),
-    *AcceptanceConfig.model_fields.keys() - {"rule"},
+    *AcceptanceConfig.model_fields.keys() - {"rule", "exact_first"},
 }
 ABOUT = {
     *("accuracy", "accuracy_exact", "answer_batch", "batch", "compiled", "confidence", "count"),
