@@ -209,7 +209,7 @@ def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
         smollm2.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         for chat in chats
     ]
-    text = " ".join(questions * 2)
+    text = " ".join(questions * 3)
     prompts.append(smollm2.tokenizer(text).input_ids[:3000])
     assert len(prompts) == 21
     assert len(prompts[-1]) == 3000

@@ -63,7 +63,7 @@ def test_invalid_values_are_rejected(client: httpx.Client, backend: ControlledBa
     assert client.post("/gradio_api/queue/join", json=large).status_code == 413
     for path in ("/gradio_api/file=/etc/hostname", "/gradio_api/upload", "/monitoring"):
         assert client.get(path).status_code == 404
-    assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 404
+    assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 415  # no JSON
 
 
 def test_stop_works_while_many_requests_wait(
