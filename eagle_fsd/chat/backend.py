@@ -1,4 +1,4 @@
-"""What generates the answers of the API, of FastChat's protocol and of the web page.
+"""Generate the answers of the API, the FastChat worker and the web page.
 
 :class:`LocalBackend` decodes in this process. All servers use :meth:`LocalBackend.answer`, which
 takes the parameters that :func:`eagle_fsd.chat.requests.read_request` validates. The web page

@@ -166,7 +166,7 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the result."""
+        """Whether the result is no longer needed."""
         return self.result.done()
 
     def cancel(self) -> None:

@@ -79,6 +79,9 @@ def check_config(config: VllmConfig) -> None:
     settings = find_settings(config.additional_config)
     if settings is None or config.model_config is None:
         return
+    if settings.lossless:
+        log.info("eagle_fsd: the settings are lossless; vLLM is unchanged")
+        return
     _check_version()
     speculative = config.speculative_config
     if speculative is None:
@@ -100,7 +103,7 @@ def check_config(config: VllmConfig) -> None:
         )
     if reads_draft(rule) and speculative.method not in ("eagle", "eagle3", "draft_model"):
         raise OptionsError(
-            f"a rule that compares distributions needs an EAGLE head or a draft model; got the"
+            "a rule that compares distributions needs an EAGLE head or a draft model; got the"
             f" method {speculative.method}"
         )
     for option in ("use_local_argmax_reduction", "parallel_drafting", "use_heterogeneous_vocab"):

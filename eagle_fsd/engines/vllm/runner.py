@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from eagle_fsd.engines.vllm.sampler import RelaxedSampler, Spent, innermost, reads_draft
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler, Spent, reads_draft
 from eagle_fsd.model.acceptance import DelayedRule, LimitedRule
 
 
@@ -36,7 +36,8 @@ def extend_runner() -> None:
         return output
 
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self, "drafter"):
+        sampler = getattr(self, "rejection_sampler", None)
+        if isinstance(sampler, RelaxedSampler) and reads_draft(sampler.rule):
             self.drafter._eagle_fsd_logits = []
         found = propose(self, *args, **kwargs)
         self._eagle_fsd_requests = list(self.input_batch.req_ids)
@@ -80,7 +81,7 @@ def _prepare(runner: Any, sampler: RelaxedSampler, metadata: Any) -> Spent | Non
         spent = runner._eagle_fsd_spent
         columns.append(spent.of(requests, runner.requests.keys()))
     state = torch.stack(columns, 1) if columns else None
-    logits = _draft_logits(runner, metadata) if reads_draft(innermost(rule)) else None
+    logits = _draft_logits(runner, metadata) if reads_draft(rule) else None
     sampler.prepare(state, logits)
     return spent
 

@@ -151,7 +151,10 @@ class RelaxedSampler(RejectionSampler):
             warped = Distributions.of(_warped(logits, layout.rows, sampling_metadata)[layout.index])
         draft = None if self.draft_logits is None else self.draft_logits.log_softmax(-1)
         tree = layout.tree(metadata.draft_token_ids, draft)
-        inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, self.state)
+        state = self.state
+        if state is None and self.rule.state_size:  # a warm-up of vLLM, which prepares no step
+            state = raw.peak.new_zeros(len(greedy), self.rule.state_size)
+        inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, state)
         flat = least[layout.rows, layout.places]
         raise_probability(logits, metadata.draft_token_ids, flat)
         self.step = inputs, least > 0.0

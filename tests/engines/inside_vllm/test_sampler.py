@@ -122,6 +122,15 @@ def test_greedy_batches_accept_the_library_s_tokens(rule: str) -> None:
     assert fuzzy > 10
 
 
+def test_a_step_that_is_not_prepared_is_verified() -> None:
+    """As in vLLM's warm-up; no request has emitted a token then."""
+    metadata, logits = batch([3, 2], 0)
+    sampler = relaxed(AcceptanceConfig(rule="regret", exact_first=8))
+    found = sampler(metadata, None, logits.clone(), sampling([0.0, 0.0])).sampled_token_ids
+    plain = RejectionSampler(Sampler())(metadata, None, logits.clone(), sampling([0.0, 0.0]))
+    assert found.tolist() == plain.sampled_token_ids.tolist()
+
+
 def test_masked_tokens_are_never_accepted() -> None:
     """Neither tokens that a request forbids nor those outside its top-k, whatever the rule."""
     config = AcceptanceConfig(rule="top-ratio 0.2")
