@@ -55,7 +55,7 @@ def install() -> None:
     if getattr(VllmConfig, "_eagle_fsd", False):
         return
     VllmConfig._eagle_fsd = True
-    _after(VllmConfig, "__post_init__", check_config)
+    _after(VllmConfig, "__post_init__", _check)
     _after(RejectionSampler, "__init__", relax)
 
 
@@ -69,6 +69,14 @@ def _after(cls: type, name: str, function: Callable[[Any], None]) -> None:
         function(self)
 
     setattr(cls, name, wrapped)
+
+
+def _check(config: VllmConfig) -> None:
+    """Refuse a configuration in one line: pydantic would wrap a ``ValueError`` in several."""
+    try:
+        check_config(config)
+    except OptionsError as error:
+        raise RuntimeError(str(error)) from None
 
 
 def check_config(config: VllmConfig) -> None:
