@@ -80,7 +80,7 @@ from eagle_fsd.evaluation.tables import Row, Table
 from eagle_fsd.evaluation.tuning.search import TIMED_TREES, TreePlan, plan_trees
 from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import Settings, TreeConfig
+from eagle_fsd.model.config import Certificate, Settings, TreeConfig
 from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.files import atomic_write
 from eagle_fsd.utils.options import OptionsError
@@ -422,7 +422,21 @@ def chosen_settings(
     }
     model = task.model
     lossless = {task.config.batch: exact.pair_for(model).tree}
-    return settings_values(model, method.pair_for(model), lossless, task.request, about)
+    values = settings_values(model, method.pair_for(model), lossless, task.request, about)
+    if verdicts and verdicts[-1].certified:
+        lost, gained, paired = outcomes(verdicts[-1].row)
+        certificate = Certificate(
+            decoder="eagle-fsd",
+            measure=f"accuracy on {about['questions']}",
+            questions=paired,
+            lost=lost,
+            gained=gained,
+            bound=verdicts[-1].drop,
+            confidence=task.bounds.confidence,
+            revision=report["environment"]["revision"],
+        )
+        values["certificate"] = certificate.model_dump()
+    return values
 
 
 def selection_table(rows: Sequence[Row], tests: Sequence[Method]) -> Table:

@@ -7,6 +7,7 @@ classes. This module imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -404,6 +405,32 @@ class ModelIdentity(Options):
     fingerprint: str = Field(description="Hash of its weights.")
 
 
+class Certificate(Options):
+    """A measured bound on what acceptance settings lose relative to lossless decoding."""
+
+    decoder: str = Field(
+        description="What decoded: eagle-fsd, or the engine whose servers were compared."
+    )
+    measure: str = Field(description="What was counted, such as accuracy on a set of questions.")
+    questions: int = Field(ge=1, description="Number of questions that both decodings answered.")
+    lost: int = Field(ge=0, description="Number of answers that are wrong only with the settings.")
+    gained: int = Field(ge=0, description="Number of answers that are right only with them.")
+    bound: float = Field(ge=0, description="Upper bound on the loss, in percentage points.")
+    confidence: float = Field(
+        gt=0, lt=1, description="Confidence of the bound, whichever setting was selected."
+    )
+    revision: str | None = Field(
+        default=None, description="Revision of this package that measured; default: unknown."
+    )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.measure}: at most {math.ceil(100 * self.bound) / 100:.2f} points lost with"
+            f" {100 * self.confidence:g}% confidence ({self.lost} lost and {self.gained} gained of"
+            f" {self.questions}, decoded by {self.decoder})"
+        )
+
+
 class Settings(AcceptanceConfig, TreeConfig):
     """The contents of an ``fsd.json`` file. Options that were not set explicitly are absent."""
 
@@ -420,6 +447,9 @@ class Settings(AcceptanceConfig, TreeConfig):
     )
     drafter: ModelIdentity | None = Field(
         default=None, description="The drafter that was calibrated; default: not recorded."
+    )
+    certificate: Certificate | None = Field(
+        default=None, description="Bound on the loss of these settings; default: not certified."
     )
     about: dict[str, Any] = Field(
         default_factory=dict, description="How the settings were chosen; not read."

@@ -557,8 +557,14 @@ def test_calibrate_writes_settings_that_the_pair_loads(tmp_path: Path) -> None:
     for values in (about, report["about"]):
         assert (values["batch"], values["answer_batch"]) == (1, 12)
     assert about["environment"]["revision"]
-    assert written.keys() == {*SETTINGS, "about"}
+    assert written.keys() == {*SETTINGS, "certificate", "about"}
     assert about.keys() == ABOUT
+    certificate = read_settings(out / "fsd.json").certificate
+    assert certificate is not None
+    assert (certificate.decoder, certificate.confidence) == ("eagle-fsd", 0.95)
+    assert (certificate.questions, certificate.bound) == (13, test["drop_is_below_points"])
+    assert (certificate.lost, certificate.gained) == (test["lost"], test["gained"])
+    assert certificate.revision == about["environment"]["revision"]
     model = EagleFSD.from_pretrained(BUNDLED_TARGET, head)
     assert (model.tree, model.exact_tree) == (TREE, EXACT_TREE)
     assert model.acceptance == AcceptanceConfig(threshold=0.05, min_ratio=0.3)
