@@ -101,13 +101,8 @@ class EnginePool:
 class EngineOptions:
     """What the engines of a batch consist of.
 
-    Attributes:
-        target: The target.
-        drafter: Proposes the trees of requests that are drafted.
-        execution: How steps may run.
-        batch_trees: Trees of requests whose trees may vary, for so many rows or more.
-        caches: Caches of earlier calls.
-        pool: Gives engines, and receives those that are not used any more.
+    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more; ``caches``
+    those of earlier calls; ``pool`` gives engines, and receives those that are not used any more.
     """
 
     target: Target
@@ -120,8 +115,7 @@ class EngineOptions:
     def engine_for(self, request: Request) -> Engine:
         """Return an engine without rows that decodes requests like this one."""
         target, drafter = self.target, self.drafter if request.drafted else NoDrafter()
-        with using_device(target.device):
-            check_target(target, projected=drafter.projects)
+        check_target(target, projected=drafter.projects)
         key = self._reuse_key(request)
         kept = None if key is None else self.pool.take(key)
         if kept is not None:
@@ -256,7 +250,8 @@ class Batch:
         if answer in self._waiting:
             self._waiting.remove(answer)
         if answer in self._places:
-            self._remove(self._places[answer].engine, [answer])
+            with using_device(self._options.target.device):
+                self._remove(self._places[answer].engine, [answer])
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, StreamChunk]]:
@@ -271,15 +266,16 @@ class Batch:
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True
         try:
-            self._admit(found)
-            for engine in list(self._engines.values()):
-                self._prefill(engine)
-                if engine.rows:
-                    self.passes += 1
-                    found += self._emit(engine, engine.rows, engine.step())
-                engine.clock.enter(None)  # time spent by the caller is not counted
-                engine.clock.collect()
-                self._retire(engine)
+            with using_device(self._options.target.device):
+                self._admit(found)
+                for engine in list(self._engines.values()):
+                    self._prefill(engine)
+                    if engine.rows:
+                        self.passes += 1
+                        found += self._emit(engine, engine.rows, engine.step())
+                    engine.clock.enter(None)  # time spent by the caller is not counted
+                    engine.clock.collect()
+                    self._retire(engine)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
@@ -327,7 +323,7 @@ class Batch:
             if fault and not answer.finished:
                 message = answer.request.decision.describe_fault(fault)
                 answer.error, answer.finished = FloatingPointError(message), True
-                engine.clear(index)
+                engine.caches.clear(index)
             details = result.details[index] if result.details else None
             chunk = StreamChunk(
                 row=answer.request.row,
@@ -422,7 +418,7 @@ class Batch:
             return
         for answer in answers:
             self._places.pop(answer, None)
-        engine.abandon(answers)
+        engine.abandon()
         removed = set(answers)
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 

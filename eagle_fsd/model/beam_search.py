@@ -29,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.model.compilation import using_device
 from eagle_fsd.model.config import BeamSearchConfig
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.engine import Engine, on_target_device
+from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.request import BROKEN_LOGITS, Answer, Request
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import DecodeStats
@@ -64,10 +63,8 @@ class BeamSearchOutput:
 class ScoredTrees:
     """The trees that a target pass scored, on the host.
 
-    Attributes:
-        log_probs: ``[R][N][C]`` the largest log-probabilities at every node, in descending order.
-        tokens: ``[R][N][C]`` their tokens.
-        children: For each row, the child of a node by (node, token).
+    ``log_probs`` are the largest ones at every node, in descending order, with their ``tokens``,
+    both ``[R][N][C]``; ``children`` is, for each row, the child of a node by (node, token).
     """
 
     log_probs: list[list[list[float]]]
@@ -77,36 +74,20 @@ class ScoredTrees:
 
 @dataclass
 class Beam:
-    """A running hypothesis.
-
-    Attributes:
-        row: The engine's row that holds it.
-        score: Sum of the new tokens' log-probabilities.
-        tokens: New tokens.
-        path: The nodes before those of the last token, in the row's tree, root first.
-        node: The node of the last token; None if it was not scored.
-    """
+    """A running hypothesis, held by a row of the engine."""
 
     row: int
-    score: float
-    tokens: list[int]
-    path: list[int] = field(default_factory=list)
-    node: int | None = 0
+    score: float  # sum of the new tokens' log-probabilities
+    tokens: list[int]  # the new ones
+    path: list[int] = field(default_factory=list)  # nodes before the last token's, root first
+    node: int | None = 0  # of the last token; None if it was not scored
 
 
 class Search:
-    """Beam search for one prompt, with Hugging Face's rules.
+    """Beam search for one prompt, with Hugging Face's rules, in some rows of the engine.
 
-    Args:
-        rows: The engine's rows for the beams.
-        config: Options of beam search.
-        limit: Maximum number of new tokens.
-        eos_token_ids: Tokens that end a hypothesis.
-
-    Attributes:
-        rows: The engine's rows for the beams.
-        beams: The running hypotheses, best first.
-        finished: Score and new tokens of the best finished hypotheses, best first.
+    :attr:`beams` are the running hypotheses and :attr:`finished` score and new tokens of the best
+    finished ones, both best first.
     """
 
     def __init__(
@@ -135,14 +116,7 @@ class Search:
         return self.beams[0].score / length**penalty <= self.finished[-1][0]
 
     def replay(self, scored: ScoredTrees) -> int:
-        """Make as many steps as the scored nodes allow.
-
-        Args:
-            scored: Trees whose roots are the last tokens of the beams.
-
-        Returns:
-            Number of steps, at least 1.
-        """
+        """Make as many steps as the scored nodes allow; return their number, at least 1."""
         steps = 0
         while not self.done and self._step(scored):
             steps += 1
@@ -189,12 +163,9 @@ class Search:
         return sorted(found, key=itemgetter(0), reverse=True)
 
     def settle(self) -> list[tuple[int, int]]:
-        """Give every beam a row of its own.
+        """Give every beam a row of its own; return the rows to copy, as (source, target).
 
         Of the beams that share a row, the best one stays, and the others get rows without beams.
-
-        Returns:
-            The rows to copy, as pairs of source and target.
         """
         free = set(self.rows) - {beam.row for beam in self.beams}
         taken: set[int] = set()
@@ -207,11 +178,7 @@ class Search:
         return copies
 
     def renumber(self, rows: dict[int, int]) -> None:
-        """Follow the engine's new numbering of its rows.
-
-        Args:
-            rows: The new index of each row by its previous index.
-        """
+        """Follow the engine's new numbering of its rows, by their previous numbers."""
         self.rows = [rows[row] for row in self.rows]
         for beam in self.beams:
             beam.row = rows[beam.row]
@@ -220,18 +187,10 @@ class Search:
 class BeamEngine(Engine):
     """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
 
-    @on_target_device
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
-        """Draft a tree for every row, and score it.
+        """Draft a tree for every row, and score it: trees, ``[R, N, F]`` features, and scores.
 
-        Args:
-            count: ``C``.
-
-        Returns:
-            The trees, ``[R, N, F]`` features, and the scores.
-
-        Raises:
-            FloatingPointError: The target produced NaN or infinite logits.
+        ``count`` is ``C``. Raises ``FloatingPointError`` for NaN or infinite logits.
         """
         execution, slots = self.execution, self._visible_slots()
         with execution.folded(self.state):
@@ -251,19 +210,13 @@ class BeamEngine(Engine):
         result = ScoredTrees(log_probs.tolist(), best.indices.tolist(), children)
         return tree, scored.features, result
 
-    @on_target_device
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:
-        """Take over the tokens that the searches added, and drop the rows of those that ended.
+        """Take over the tokens that the searches of all rows added, and drop those that ended.
 
-        Args:
-            tree: The trees.
-            features: ``[R, N, F]``.
-            searches: The searches of all rows.
-
-        Returns:
-            The searches that go on.
+        ``tree`` and ``features`` ``[R, N, F]`` are of :meth:`score`. Returns the searches that go
+        on.
         """
         self.clock.enter("cache")
         live = [search for search in searches if not search.done]
@@ -274,7 +227,8 @@ class BeamEngine(Engine):
         for search in live:
             search.renumber(rows)
             for source, target in search.settle():
-                self.copy_row(source, target)
+                self._copy_rows([source], [target])
+                self.rows[target].length = self.rows[source].length
                 order[target] = order[source]
         beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
         tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
@@ -288,12 +242,9 @@ class BeamEngine(Engine):
 
 
 def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> Verification:
-    """Describe the kept paths as the result of a verification.
+    """Describe the kept paths, root first, as the result of a verification.
 
-    Args:
-        tree: The trees; the rows may be others.
-        paths: The kept nodes of each row, root first.
-        tokens: The new tokens of each row: those of the nodes after the root, and another one.
+    ``tokens`` are the new ones of each row: those of the nodes after the root, and another one.
     """
     width = tree.max_depth + 1
     origins = [_origins(len(path)) for path in paths]
@@ -325,21 +276,16 @@ def beam_search(
     eos: frozenset[int],
     pad_token_id: int,
 ) -> BeamSearchOutput:
-    """Run beam search for every request.
+    """Run beam search for every request, on torch's current device.
 
-    ``input_ids`` ``[B, S]`` are the prompts as the caller passed them, padding included. Answers
-    are padded on the right.
-
-    Raises:
-        FloatingPointError: The target produced NaN or infinite logits.
+    ``input_ids`` ``[B, S]`` are the prompts as the caller passed them, padding included.
     """
     width = config.num_beams
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)
         for index, request in enumerate(requests)
     ]
-    with using_device(target.device):
-        check_target(target, projected=drafter.projects)
+    check_target(target, projected=drafter.projects)
     engine = BeamEngine(target, drafter, requests[0].tree)
     rows = [Answer(request) for request in requests for _ in range(width)]
     engine.admit(rows)

@@ -31,7 +31,7 @@ from eagle_fsd.model.arguments import (
 from eagle_fsd.model.batch import Batch, EngineOptions, EnginePool
 from eagle_fsd.model.beam_search import BeamSearchOutput, beam_search
 from eagle_fsd.model.checkpoint import drafter_file
-from eagle_fsd.model.compilation import BackgroundCompiler, forget_compiled
+from eagle_fsd.model.compilation import BackgroundCompiler, forget_compiled, using_device
 from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
@@ -602,18 +602,20 @@ class EagleFSD:
         pad = defaults.pad_token_id if pad_token_id is None else limits.pad_token_id
         prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
         rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
-        return beam_search(
-            target,
-            self.drafter if method == "fsd" else NoDrafter(),
-            [
-                Request(prompt, limit, tree=self.exact_tree)
-                for prompt, limit in zip(prompts, rooms, strict=True)
-            ],
-            input_ids=input_ids,
-            config=config,
-            eos=frozenset(eos),
-            pad_token_id=pad or next(iter(eos), 0),
-        )
+        requests = [
+            Request(prompt, limit, tree=self.exact_tree)
+            for prompt, limit in zip(prompts, rooms, strict=True)
+        ]
+        with using_device(target.device):
+            return beam_search(
+                target,
+                self.drafter if method == "fsd" else NoDrafter(),
+                requests,
+                input_ids=input_ids,
+                config=config,
+                eos=frozenset(eos),
+                pad_token_id=pad or next(iter(eos), 0),
+            )
 
     custom_generate = hugging_face.custom_generate
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pairs import ACCEPT_ALL, aligned_pair, small_tree
 
 from eagle_fsd import DecodeStats, DraftModel, EagleFSD, NGramDrafter, PrefixCache
-from eagle_fsd.model import engine
 
 NEW = 12
 
@@ -105,9 +104,9 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
     assert decode(model, longer, cache)[0] == decode(model, longer, None)[0]
 
 
-def test_caches_grow_and_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SPARE", 0)
+def test_caches_grow_and_keep_their_content() -> None:
     model, cache = aligned_pair(), PrefixCache()
+    cache.spare = 0
     ids, *_ = decode(model, [3, 17, 5], cache, max_new_tokens=4)
     before = cache.target_cache
     longer = [*ids, *range(20, 60)]
