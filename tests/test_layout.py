@@ -160,6 +160,8 @@ def undocumented_arguments(source: str, names: Collection[str]) -> list[str]:
                 continue
             if child.name.startswith("_") and child.name != "__init__":
                 continue
+            if any(ast.unparse(item).endswith(".setter") for item in child.decorator_list):
+                continue  # the property's docstring describes it
             text = ast.get_docstring(child) or ""
             is_method = isinstance(node, ast.ClassDef)
             if is_method and re.search(r"[Ss]ee (:meth:)?`", text):

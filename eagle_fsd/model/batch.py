@@ -185,10 +185,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        max_rows: int,
-        max_length: int | None = None,
+        self, options: EngineOptions, max_rows: int, max_length: int | None = None
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"a batch needs at least one row; got {max_rows}")
@@ -230,22 +227,14 @@ class Batch:
         return max(0, self.max_rows - len(self))
 
     def add(self, request: Request) -> Answer:
-        """Add a request; its answer is complete when it is :attr:`~.Answer.finished`.
-
-        Args:
-            request: The request.
-        """
+        """Add a request, see :meth:`.EagleFSD.request`; the answer says when it is finished."""
         answer = Answer(request)
         self._waiting.append(answer)
         return answer
 
     @torch.inference_mode()
     def cancel(self, answer: Answer) -> None:
-        """Remove an answer; the next step decodes the others only.
-
-        Args:
-            answer: The answer.
-        """
+        """Remove an answer, see :meth:`add`; the next step decodes the others only."""
         answer.finished = True
         if answer in self._waiting:
             self._waiting.remove(answer)
@@ -257,11 +246,8 @@ class Batch:
     def step(self) -> list[tuple[Answer, StreamChunk]]:
         """Give free rows to waiting requests, and take a step with all rows.
 
-        Returns:
-            What was emitted for each answer that is being decoded.
-
-        Raises:
-            MemoryError: There is not enough memory for one row.
+        Returns what was emitted for each answer that is being decoded. Raises ``MemoryError`` if
+        there is not enough memory for one row.
         """
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True

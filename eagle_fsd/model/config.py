@@ -244,12 +244,8 @@ class AcceptanceConfig(Options):
 def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Make a new threshold replace another rule, and another rule replace the threshold.
 
-    Args:
-        changes: Acceptance options to change, by name.
-
-    Returns:
-        The changes, with ``rule="fsd"`` added to a threshold that comes alone, and
-        ``threshold=0.0`` to another rule that comes alone.
+    Return the changes, with ``rule="fsd"`` added to a threshold that comes alone, and
+    ``threshold=0.0`` to another rule that comes alone.
     """
     threshold, rule = changes.get("threshold"), changes.get("rule")
     if rule is None and threshold is not None:
@@ -475,14 +471,9 @@ class Settings(AcceptanceConfig, TreeConfig):
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read an ``fsd.json`` file.
+    """Read an ``fsd.json`` file, a JSON object of the fields of :class:`Settings`.
 
-    Args:
-        path: A file with a JSON object of the fields of :class:`Settings`.
-
-    Raises:
-        ValueError: The file is not a JSON object, or an option is unknown or out of bounds.
-        OSError: The file cannot be read.
+    Raises ``ValueError`` if it is not one, or an option is unknown or out of bounds.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -494,10 +485,5 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def settings_dict(tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
-    """Combine tree and acceptance options into one flat dictionary, as in files and reports.
-
-    Args:
-        tree: Shape of the draft tree.
-        acceptance: Acceptance options; they come first.
-    """
+    """Combine tree and acceptance options, these first, into one flat dictionary, as in files."""
     return {**acceptance.model_dump(), **tree.model_dump()}

@@ -80,15 +80,8 @@ def custom_generate(
         generation_config: Hugging Face's generation configuration.
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
-        threshold: Overrides this field of :attr:`EagleFSD.acceptance`.
-        divergence: Overrides this field of :attr:`EagleFSD.acceptance`.
-        min_ratio: Overrides this field of :attr:`EagleFSD.acceptance`.
-        fallback: Overrides this field of :attr:`EagleFSD.acceptance`.
-        selection: Overrides this field of :attr:`EagleFSD.acceptance`.
-        divergence_on: Overrides this field of :attr:`EagleFSD.acceptance`.
-        price: Overrides this field of :attr:`EagleFSD.acceptance`.
-        max_fuzzy_nats: Overrides this field of :attr:`EagleFSD.acceptance`.
-        exact_first: Overrides this field of :attr:`EagleFSD.acceptance`.
+        threshold, divergence, min_ratio, fallback, selection, divergence_on, price, max_fuzzy_nats,
+            exact_first: Override these fields of :attr:`EagleFSD.acceptance`.
         method: ``"fsd"`` or ``"ar"``.
         seed: Seed that makes sampling reproducible.
         **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty

@@ -104,12 +104,9 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, tensors are missing, unexpected or of the
-            wrong shape, the vocabulary map is wrong, or it is a P-EAGLE head.
-        ValueError: The head belongs to another target.
+    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`. Raises
+    :class:`CheckpointError` for damaged files, tensors that do not match the configuration, a wrong
+    vocabulary map or a P-EAGLE head, and ``ValueError`` if the head belongs to another target.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))
@@ -161,11 +158,9 @@ def save_eagle3(
 
     The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
     of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
-    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``.
-
-    Raises:
-        ValueError: The layout has no place for the rule, a bias of ``fc``, layers other than
-            Llama's, or a head without an output projection.
+    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``. Raises ``ValueError``
+    if the layout has no place for the rule, a bias of ``fc``, layers other than Llama's, or a head
+    without an output projection.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())

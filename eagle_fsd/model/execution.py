@@ -38,18 +38,14 @@ MAX_DECISIONS = 16
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps may run.
+    """How steps may run."""
 
-    Attributes:
-        compiled_rows: Number of rows with which steps are compiled, because every other number
-            would take a compilation of its own; 0 for none. On CUDA, other steps compile the
-            divergence.
-        background: Compiles steps with one row when that pays, instead of ``compiled_rows``.
-        capture: On CUDA, capture steps in graphs and replay them where possible.
-    """
-
+    #: Number of rows with which steps are compiled, because every other number would take a
+    #: compilation of its own; 0 for none. On CUDA, other steps compile the divergence.
     compiled_rows: int = 0
+    #: Compiles steps with one row when that pays, instead of ``compiled_rows``.
     background: BackgroundCompiler | None = None
+    #: On CUDA, capture steps in graphs and replay them where possible.
     capture: bool = True
 
 

@@ -41,11 +41,8 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """The random numbers of one step.
-
-    Attributes:
-        keys: ``[B]`` int64 hashes of the seed and of the answer's tokens before the root.
-        positions: ``[B]`` position of the root.
+    """The random numbers of one step, by ``keys`` ``[B]`` int64, hashes of the seed and of the
+    answer's tokens before the root, and ``positions`` ``[B]`` of the root.
     """
 
     keys: Tensor

@@ -77,12 +77,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    Args:
-        ids: ``[S]`` the prompt as the caller passed it.
-        capacity: Maximum number of tokens added to it.
-        row: Index of the prompt among the ``rows`` of its call.
-        rows: Number of prompts in the call.
-        ends: Tokens that end the row, after which processors are not called.
+    The prompt ``[S]`` is number ``row`` of the ``rows`` of its call, at most ``capacity`` tokens
+    are added to it, and processors are not called after a token in ``ends``.
     """
 
     def __init__(
@@ -111,18 +107,12 @@ class Prefix:
 class Sampler:
     """Compute the processed distributions and the target's sample at every node.
 
-    Args:
-        sampling: Temperature, top-k, top-p and min-p. At temperature 0, the others do not apply,
-            as in Hugging Face.
-        processors: Applied before temperature, in order. Raises ``ValueError`` if one keeps state
-            or combines rows.
-        warpers: Replace those of ``sampling`` at temperatures above 0; they must not read previous
-            tokens.
-        draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
-        warp_draft: Also warp the draft's distributions.
-        draw_uniform: Also draw a uniform random number at every node.
-        block: Verify sampled chains as a block instead of token by token. Only for rules that relax
-            nothing.
+    ``processors`` apply before temperature, in order; ``warpers``, which must not read previous
+    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft`` also samples
+    a token from the draft's distribution at every expanded node, ``warp_draft`` also warps the
+    draft's distributions, and ``draw_uniform`` also draws a uniform random number at every node.
+    ``block`` verifies sampled chains as a block instead of token by token, which is only for rules
+    that relax nothing. Raises ``ValueError`` if a processor keeps state or combines rows.
     """
 
     def __init__(
@@ -228,14 +218,11 @@ class Sampler:
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
-        """Sample from the draft's distributions after temperature, top-k and top-p.
+        """Sample from the draft's distributions after temperature, top-k and top-p: ``[B]``
+        indices.
 
-        Args:
-            log_probs: ``[B, D]`` float32 log-probabilities.
-            points: ``[B]`` float64 random numbers in ``[0, 1)``.
-
-        Returns:
-            ``[B]`` indices into the draft's vocabulary.
+        ``log_probs`` are ``[B, D]`` float32, ``points`` ``[B]`` float64 random numbers in ``[0,
+        1)``.
         """
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 

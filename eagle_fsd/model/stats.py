@@ -22,12 +22,6 @@ class PhaseClock:
 
     On CUDA the boundaries are events in the stream, which :meth:`collect` reads once the device has
     passed them. Elsewhere the boundaries are readings of the host's clock.
-
-    Args:
-        device: Device that decodes.
-
-    Attributes:
-        seconds: Seconds by phase, see :data:`PHASES`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,11 +30,7 @@ class PhaseClock:
         self._marks: list[tuple[str | None, Any]] = []
 
     def enter(self, phase: str | None) -> None:
-        """Begin a phase.
-
-        Args:
-            phase: One of :data:`PHASES`; None stops counting.
-        """
+        """Begin one of :data:`PHASES`; None stops counting."""
         mark: Any
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
