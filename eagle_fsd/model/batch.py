@@ -147,20 +147,6 @@ class EngineOptions:
         return request.engine_key, target, self.drafter, execution, trees, stream
 
 
-@dataclass
-class _Place:
-    """The engine that decodes an answer, and its seconds by phase when the answer was added."""
-
-    engine: Engine
-    began: dict[str, float]
-
-    def measure(self, answer: Answer) -> None:
-        """Update the answer's statistics."""
-        stats, now = answer.stats, self.engine.clock.seconds
-        stats.prefilled = answer.prefilled
-        stats.seconds = {phase: now[phase] - self.began.get(phase, 0.0) for phase in now}
-
-
 class Batch:
     """Requests that are decoded together; they join and leave between steps.
 
@@ -195,7 +181,7 @@ class Batch:
         self._failed = False  # an exception has interrupted a step
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
-        self._places: dict[Answer, _Place] = {}
+        self._places: dict[Answer, Engine] = {}
         self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
 
     def __len__(self) -> int:
@@ -240,7 +226,7 @@ class Batch:
             self._waiting.remove(answer)
         if answer in self._places:
             with using_device(self._options.target.device):
-                self._remove(self._places[answer].engine, [answer])
+                self._remove(self._places[answer], [answer])
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, StreamChunk]]:
@@ -323,8 +309,11 @@ class Batch:
 
     def _retire(self, engine: Engine) -> None:
         """Update the statistics of an engine's answers, and remove those that have ended."""
+        now = engine.clock.seconds
         for answer in engine.rows:
-            self._places[answer].measure(answer)
+            answer.stats.prefilled = answer.prefilled
+            began = answer.began
+            answer.stats.seconds = {phase: now[phase] - began.get(phase, 0.0) for phase in now}
         self._remove(engine, [answer for answer in engine.rows if answer.finished])
 
     def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
@@ -352,7 +341,7 @@ class Batch:
                 self._waiting.popleft()
                 continue
             self._waiting.popleft()
-            self._places[answer] = _Place(engine, dict(engine.clock.seconds))
+            self._places[answer], answer.began = engine, dict(engine.clock.seconds)
             new.setdefault(engine, []).append(answer)
         for engine, rows in new.items():
             engine.admit(rows)
@@ -386,7 +375,7 @@ class Batch:
     def _engine(self, request: Request) -> Engine:
         engine = self._engines.pop(request.engine_key, None)
         if engine is None:
-            busy = {place.engine for place in self._places.values()}
+            busy = set(self._places.values())
             idle = [key for key, other in self._engines.items() if other not in busy]
             for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
                 self._pool.put(self._engines.pop(key))
@@ -412,8 +401,8 @@ class Batch:
         """Let all answers wait again, for half as many rows."""
         self.max_rows = max(1, self.rows // 2)
         log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
-        for answer, place in self._places.items():
-            answer.rule_state = place.engine.rule_state(answer)
+        for answer, engine in self._places.items():
+            answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
         self._spent = self.seconds
         self._places.clear()

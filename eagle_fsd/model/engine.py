@@ -23,11 +23,11 @@ from eagle_fsd.model.compilation import BackgroundCompiler, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.execution import Execution, ExecutionOptions, LaunchedStep
+from eagle_fsd.model.execution import Execution, ExecutionOptions, LaunchedStep, StepResult
 from eagle_fsd.model.prefix_cache import RowCaches
 from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.stats import PhaseClock
-from eagle_fsd.model.step import RowGroup, StepState, TokenDetail
+from eagle_fsd.model.step import RowGroup, StepState
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
 
@@ -37,20 +37,6 @@ PREFILL_CHUNK = 512
 MIN_REUSED = 32
 #: Prompt tokens and new tokens of the steps that are compiled in the background.
 COMPILED_PROMPT, COMPILED_TOKENS = 32, 48
-
-
-@dataclass
-class StepResult:
-    """The tokens that a step emitted for each row, on the host.
-
-    There is at least one, except for a row that joined during the step. ``faults`` says whose
-    logits are broken, see :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`.
-    """
-
-    tokens: list[list[int]]
-    origins: list[list[int]]
-    faults: list[int]
-    details: list[list[TokenDetail] | None] | None = None
 
 
 @dataclass
@@ -437,10 +423,8 @@ class Engine:
 
     def _read(self, launched: LaunchedStep) -> StepResult:
         """Read a step's tokens, which waits for the device."""
-        packed, width = launched.read(), launched.tokens.shape[1]
-        tokens = [values[2 : 2 + values[0]] for values in packed]
-        origins = [values[2 + width : 2 + width + values[0]] for values in packed]
-        for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+        result = launched.read()
+        for place, (row, new) in enumerate(zip(self.rows, result.tokens, strict=True)):
             if not new:
                 continue
             cached = self.caches.rows[place]
@@ -452,9 +436,8 @@ class Engine:
             row.length, row.root = row.length + len(new), new[-1]
             if row.prefix is not None:
                 row.prefix.append(launched.tokens[launched.order[place], : len(new)])
-        self.draft.observe(tokens)
-        faults = [values[1] for values in packed]
-        return StepResult(tokens, origins, faults, launched.read_details(tokens))
+        self.draft.observe(result.tokens)
+        return result
 
     def _count(self, background: BackgroundCompiler, tokens: int, seconds: float) -> None:
         """Count an eager step of a single row toward background compilation."""

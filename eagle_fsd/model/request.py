@@ -286,6 +286,7 @@ class Answer:
         self.prompt = request.tokens  # that of the row: includes new tokens if it was resumed
         self.length = 0  # tokens in the target's cache
         self.root = 0  # the last token, which is not in the cache
+        self.began: dict[str, float] = {}  # the engine's seconds by phase when the row was added
         self.prefilled = 0  # prompt tokens that were processed, without those that were cached
         self.prefix: Prefix | None = None  # the row's tokens for processors that read them
         self.rule_state: Tensor | None = None  # to resume from; default: fresh

@@ -18,7 +18,8 @@ from transformers import LogitsProcessor, MaxLengthCriteria, RepetitionPenaltyLo
 from eagle_fsd import EagleFSD, NGramDrafter, Prompt, TreeConfig
 from eagle_fsd.model import engine, memory
 from eagle_fsd.model.acceptance import FuzzyRule, LimitedRule, TypicalRule
-from eagle_fsd.model.engine import Engine, StepResult
+from eagle_fsd.model.engine import Engine
+from eagle_fsd.model.execution import StepResult
 from eagle_fsd.model.self_check import check_target
 
 PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
