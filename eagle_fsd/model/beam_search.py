@@ -136,7 +136,8 @@ class Search:
             tokens = [*beam.tokens, token]
             if not last and token not in self.eos_token_ids:
                 node = scored.children[beam.row].get((beam.node, token))
-                running.append(Beam(beam.row, score, tokens, [*beam.path, beam.node], node))
+                path = [*beam.path, beam.node]
+                running.append(Beam(beam.row, score, tokens, path=path, node=node))
             elif rank < width:
                 finished.append((score / length**self.config.length_penalty, tokens))
         self.beams = running
@@ -257,7 +258,13 @@ def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> V
     )
     path, new, origin = packed.to(tree.tokens.device).split(width, 1)
     accepted = torch.zeros(len(paths), tree.size, dtype=torch.bool, device=path.device)
-    return Verification(new, origin, count.to(path.device), path, accepted.scatter(1, path, True))
+    return Verification(
+        tokens=new,
+        origins=origin,
+        count=count.to(path.device),
+        path=path,
+        accepted=accepted.scatter(1, path, True),
+    )
 
 
 def _origins(steps: int) -> list[int]:

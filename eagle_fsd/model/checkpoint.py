@@ -87,7 +87,7 @@ def save_head(
     ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
     dtype = dtype or head.dtype
-    write_head(path, head_config(head, dtype), head.state_dict(), dtype, binary)
+    write_head(path, head_config(head, dtype), head.state_dict(), dtype=dtype, binary=binary)
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:

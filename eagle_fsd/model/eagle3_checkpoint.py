@@ -127,11 +127,11 @@ def load_eagle3(
     with building_head(path), target.device:
         head = Eagle3Head(
             config,
-            int(values.get("target_hidden_size") or config.hidden_size),
-            values.get("draft_vocab_size", config.vocab_size),
-            candidates[0],
-            _flags(values),
-            dtype or target.dtype,
+            target_hidden_size=int(values.get("target_hidden_size") or config.hidden_size),
+            draft_vocab_size=values.get("draft_vocab_size", config.vocab_size),
+            reads=candidates[0],
+            flags=_flags(values),
+            dtype=dtype or target.dtype,
         )
     t2d = weights.pop(T2D, None)
     d2t = weights.get(D2T) if head.d2t is not None else weights.pop(D2T, None)
@@ -214,7 +214,7 @@ def save_eagle3(
                 "use_aux_hidden_state": True,
             },
         }
-    write_head(path, config, weights, dtype, binary)
+    write_head(path, config, weights, dtype=dtype, binary=binary)
 
 
 def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:

@@ -255,7 +255,7 @@ class Engine:
             chunk = ids[:, group.start : stop]
             with self.cache.from_row(group.first):
                 features = self.target.prefill(chunk, group.start, self.cache, self.drafter.reads)
-            self.draft.prefill(group.first, ids, group.start, stop, features)
+            self.draft.prefill(group.first, ids, start=group.start, stop=stop, features=features)
             for place, row in enumerate(group.rows, group.first):
                 row.prefilled += max(0, min(stop, row.length) - group.start)
                 self.caches.rows[place].tokens = row.prompt[: min(stop, row.length)]

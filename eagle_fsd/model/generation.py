@@ -163,7 +163,13 @@ def decode_many(batch: Batch, requests: Iterator[Request]) -> Iterator[Completio
                     continue
                 index, details = running.pop(answer)
                 if answer.error is None:
-                    yield Completion(index, answer.tokens, answer.origins, answer.stats, details)
+                    yield Completion(
+                        index=index,
+                        tokens=answer.tokens,
+                        origins=answer.origins,
+                        stats=answer.stats,
+                        details=details,
+                    )
                 else:
                     log.warning("prompt %d failed: %s", index, answer.error)
                     error = error or answer.error

@@ -307,9 +307,13 @@ class Answer:
         self.prompt = [*request.tokens, *self.tokens]
         self.length, self.root, self.prefilled = len(self.prompt) - 1, self.prompt[-1], 0
         if request.decision.sampler.needs_prefix:
-            capacity = request.max_new_tokens + width
-            ends = request.eos_token_ids
-            self.prefix = Prefix(request.ids, capacity, request.row, request.rows, ends)
+            self.prefix = Prefix(
+                request.ids,
+                capacity=request.max_new_tokens + width,
+                row=request.row,
+                rows=request.rows,
+                ends=request.eos_token_ids,
+            )
             new = torch.tensor(self.tokens, dtype=torch.long, device=request.ids.device)
             self.prefix.append(new)
 

@@ -195,7 +195,15 @@ class Sampler:
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
         return VerificationInputs(
-            tree, raw, processed, warped, draft, sampled, drawn, uniforms, faults=faults
+            tree=tree,
+            raw=raw,
+            processed=processed,
+            warped=warped,
+            warped_draft=draft,
+            sampled=sampled,
+            drawn=drawn,
+            uniform=uniforms,
+            faults=faults,
         )
 
     def _greedy_inputs(
@@ -209,7 +217,14 @@ class Sampler:
         # round to the same value.
         sampled = arg_max(processed.logits)
         return VerificationInputs(
-            tree, raw, processed, processed, draft, sampled, drawn, faults=faults
+            tree=tree,
+            raw=raw,
+            processed=processed,
+            warped=processed,
+            warped_draft=draft,
+            sampled=sampled,
+            drawn=drawn,
+            faults=faults,
         )
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:

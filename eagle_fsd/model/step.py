@@ -115,7 +115,7 @@ def decoding_step(
     enter: EnterPhase = ignore_phase,
 ) -> StepOutput:
     """Take a step; ``draft_keys`` and ``keys`` are the visible slots of both caches."""
-    tree, scored = draft_and_score(state, draft_keys, keys, prepare, enter)
+    tree, scored = draft_and_score(state, draft_keys, keys, prepare=prepare, enter=enter)
     enter("verify")
     conclude = prepare(verify_and_commit, state.target.model, state.verifies_on_device)
     return conclude(state, tree, scored, enter)

@@ -227,7 +227,9 @@ class Target:
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
         mask = additive_mask(keys <= positions[:, :, None], self.dtype)
         cache.place(positions.expand_as(ids), keys)
-        return self.encode(ids, positions, mask, keys[None, None], cache, states)
+        return self.encode(
+            ids, positions, mask=mask, keys=keys[None, None], cache=cache, states=states
+        )
 
     def encode(
         self,

@@ -378,7 +378,7 @@ def verify(
     origins = torch.where(own, int(Origin.EXACT), int(Origin.FUZZY))
     origins = torch.where(own & (step == count[:, None] - 1), int(Origin.TARGET), origins)
     origins = torch.where(step < count[:, None], origins, int(Origin.PADDING))
-    return Verification(emitted, origins, count, path, accepted)
+    return Verification(tokens=emitted, origins=origins, count=count, path=path, accepted=accepted)
 
 
 def verify_root(inputs: VerificationInputs) -> Verification:
@@ -386,7 +386,13 @@ def verify_root(inputs: VerificationInputs) -> Verification:
     root = torch.zeros_like(inputs.sampled)
     origins = torch.full_like(root, int(Origin.TARGET))
     accepted = torch.ones_like(root, dtype=torch.bool)
-    return Verification(inputs.sampled, origins, torch.ones_like(root[:, 0]), root, accepted)
+    return Verification(
+        tokens=inputs.sampled,
+        origins=origins,
+        count=torch.ones_like(root[:, 0]),
+        path=root,
+        accepted=accepted,
+    )
 
 
 def _preferred_child(

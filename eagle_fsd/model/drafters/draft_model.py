@@ -146,7 +146,7 @@ class DraftModel(LevelDrafter):
         slot's position is the number of visible slots before it.
         """
         slots = (mask[:, 0] == 0).cumsum(-1) - 1
-        return self._inner.encode(tokens, positions, mask, slots, cache)
+        return self._inner.encode(tokens, positions, mask=mask, keys=slots, cache=cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         logits = self._inner.project(hidden)[..., : self._vocab_size]

@@ -147,7 +147,8 @@ class DraftHead(nn.Module, LevelDrafter):
         seen = keys <= positions[:, :, None]
         cache.place(positions, keys)
         mask = fold_mask(additive_mask(seen, self.dtype), self.groups)
-        return self.forward(self.fuse(features), tokens, positions, mask, cache)
+        x = self.fuse(features)
+        return self.forward(x, tokens, positions, mask=mask, cache=cache)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         self._set_plain()
@@ -178,7 +179,8 @@ class DraftHead(nn.Module, LevelDrafter):
         cache: TreeCache,
     ) -> Tensor:
         mask = fold_mask(mask, self.groups)
-        return self.forward(self.carry(hidden), tokens, positions, mask, cache, rotary)
+        x = self.carry(hidden)
+        return self.forward(x, tokens, positions, mask=mask, cache=cache, rotary=rotary)
 
 
 def decoder_layers(

@@ -142,7 +142,11 @@ class LevelState(DraftState):
         drafter = self.drafter
         if tree not in self._builders:
             self._builders[tree] = TreeBuilder(
-                tree, drafter.vocab_size, drafter.device, drafter.token_ids, self.draw
+                tree,
+                drafter.vocab_size,
+                drafter.device,
+                token_ids=drafter.token_ids,
+                draw=self.draw,
             )
         self.builder = self._builders[tree]
 
@@ -191,7 +195,7 @@ class LevelState(DraftState):
         keys = self.cache.keys(stop, ids.device)
         with self.cache.from_row(first):
             done = torch.full_like(lengths, start)
-            self.drafter.append(features, tokens, done, keys, self.cache)
+            self.drafter.append(features, tokens, lengths=done, keys=keys, cache=self.cache)
         # The last pair stays pending, because the next draft needs its output.
         index = (last - start).clamp(0, stop - start - 1)[:, None, None]
         here = features.gather(1, index.expand(-1, 1, features.shape[-1]))[:, 0]  # [B, F]
@@ -210,7 +214,7 @@ class LevelState(DraftState):
         assert keys is not None
         drafter, builder, cache = self.drafter, self.builder, self.cache
         output = drafter.append(
-            self.pending_features, self.pending_tokens, self.lengths, keys, cache
+            self.pending_features, self.pending_tokens, lengths=self.lengths, keys=keys, cache=cache
         )
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         hidden = output.gather(1, last)  # [B, 1, H], at the root
@@ -239,10 +243,10 @@ class LevelState(DraftState):
             hidden = drafter.extend(
                 hidden,
                 tokens,
-                positions[:, level * width : (level + 1) * width],
-                tuple(part[level] for part in rotary),
-                mask,
-                cache,
+                positions=positions[:, level * width : (level + 1) * width],
+                rotary=tuple(part[level] for part in rotary),
+                mask=mask,
+                cache=cache,
             )
             builder.extend(drafter.log_probs(hidden))
         return builder.finish(roots)
