@@ -21,7 +21,7 @@ Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows, ``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -29,7 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.model.config import BeamSearchConfig
+from eagle_fsd.model.arguments import (
+    CallOptions,
+    end_tokens,
+    limit_new_tokens,
+    model_end_tokens,
+    read_prompts,
+)
+from eagle_fsd.model.config import BeamSearchConfig, TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.request import BROKEN_LOGITS, Answer, Request
@@ -276,24 +283,35 @@ def _origins(steps: int) -> list[int]:
 def beam_search(
     target: Target,
     drafter: Drafter,
-    requests: Sequence[Request],
+    tree: TreeConfig,
     *,
     input_ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
     config: BeamSearchConfig,
-    eos: frozenset[int],
-    pad_token_id: int,
+    eos_token_id: int | Sequence[int] | Set[int] | None,
+    pad_token_id: int | None,
 ) -> BeamSearchOutput:
-    """Run beam search for every request, on torch's current device.
-
-    ``input_ids`` ``[B, S]`` are the prompts as the caller passed them, padding included.
-    """
-    width = config.num_beams
+    """Search on torch's current device; see :meth:`EagleFSD.beam_search`."""
+    model, width = target.model, config.num_beams
+    limits = CallOptions.from_dict({"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id})
+    ordered = model_end_tokens(model) if eos_token_id is None else end_tokens(eos_token_id)
+    eos = frozenset(ordered)
+    if width + len(eos) > target.vocab_size:
+        raise ValueError(
+            "num_beams and the end-of-sequence tokens must be at most as many as the"
+            f" {target.vocab_size} tokens of the vocabulary; got {width} and {len(eos)}"
+        )
+    pad = model.generation_config.pad_token_id if pad_token_id is None else limits.pad_token_id
+    prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
+    rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
+    requests = [Request(*prompt, tree=tree) for prompt in zip(prompts, rooms, strict=True)]
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)
         for index, request in enumerate(requests)
     ]
     check_target(target, projected=drafter.projects)
-    engine = BeamEngine(target, drafter, requests[0].tree)
+    engine = BeamEngine(target, drafter, tree)
     rows = [Answer(request) for request in requests for _ in range(width)]
     engine.admit(rows)
     while engine.joining:
@@ -303,19 +321,20 @@ def beam_search(
     live = searches
     while live:
         # A step takes at most `width` continuations of a beam, and skips those that end.
-        tree, features, scored = engine.score(width + len(eos))
+        trees, features, scored = engine.score(width + len(eos))
         stats.passes += 1
         for search in live:
             stats.add(searches.index(search), _origins(search.replay(scored)))
-        live = engine.advance(tree, features, live)
+        live = engine.advance(trees, features, live)
         engine.clock.enter(None)
         engine.clock.collect()
     best = [
         found for search in searches for found in search.finished[: config.num_return_sequences]
     ]
     longest = max(len(tokens) for _, tokens in best)
+    fill = pad or next(iter(ordered), 0)  # as in Hugging Face, 0 stands for the first of them
     new = torch.tensor(
-        [tokens + [pad_token_id] * (longest - len(tokens)) for _, tokens in best],
+        [tokens + [fill] * (longest - len(tokens)) for _, tokens in best],
         dtype=input_ids.dtype,
         device=input_ids.device,
     )

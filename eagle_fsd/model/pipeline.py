@@ -21,7 +21,6 @@ from eagle_fsd.model import custom_generate as hugging_face
 from eagle_fsd.model.arguments import (
     MAX_BATCH,
     CallOptions,
-    end_tokens,
     limit_new_tokens,
     model_end_tokens,
     prompt_tensor,
@@ -502,32 +501,18 @@ class EagleFSD:
             }
         )
         self._check_method(method)
-        target, defaults = self.target, self.model.generation_config
-        limits = CallOptions.from_dict(
-            {"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
-        )
-        eos = self.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id)
-        if num_beams + len(set(eos)) > target.vocab_size:
-            raise ValueError(
-                "num_beams and the end-of-sequence tokens must be at most as many as the"
-                f" {target.vocab_size} tokens of the vocabulary; got {num_beams} and {len(eos)}"
-            )
-        pad = defaults.pad_token_id if pad_token_id is None else limits.pad_token_id
-        prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
-        requests = [
-            Request(prompt, limit, tree=self.exact_tree)
-            for prompt, limit in zip(prompts, rooms, strict=True)
-        ]
-        with using_device(target.device):
+        drafter = self.drafter if method == "fsd" else NoDrafter()
+        with using_device(self.target.device):
             return beam_search(
-                target,
-                self.drafter if method == "fsd" else NoDrafter(),
-                requests,
+                self.target,
+                drafter,
+                self.exact_tree,
                 input_ids=input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
                 config=config,
-                eos=frozenset(eos),
-                pad_token_id=pad or next(iter(eos), 0),
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
             )
 
     custom_generate = hugging_face.custom_generate
