@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import eagle_fsd
@@ -67,6 +68,7 @@ def imported_modules(module: str, source: str) -> Iterator[str]:
                     yield target
 
 
+@cache
 def import_graph() -> Graph:
     """Return the modules that each module imports."""
     return {

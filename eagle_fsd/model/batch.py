@@ -162,9 +162,6 @@ class Batch:
         max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
             allocated at once; default: as requests arrive, which copies what is cached.
 
-    Raises:
-        ValueError: ``max_rows`` is less than 1.
-
     Attributes:
         max_rows: As above.
         passes: Number of steps so far.
@@ -173,8 +170,6 @@ class Batch:
     def __init__(
         self, options: EngineOptions, max_rows: int, max_length: int | None = None
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"a batch needs at least one row; got {max_rows}")
         self.max_rows, self.passes = max_rows, 0
         self._options, self._max_length = options, max_length
         self._pool = options.pool

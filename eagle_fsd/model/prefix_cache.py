@@ -154,6 +154,11 @@ class PrefixCache(RowCaches):
     spare = 512
     _in_use = False
 
+    @property
+    def tokens(self) -> list[list[int]]:
+        """For each row, the tokens in the target's cache."""
+        return [row.tokens for row in self.rows]
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep other calls from using the caches.
