@@ -174,10 +174,10 @@ def undocumented_arguments(source: str, names: Collection[str]) -> list[str]:
                 text += ast.get_docstring(node) or ""
             arguments = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
             found.extend(
-                f"{child.name}({argument.arg})"
-                for argument in arguments
-                if argument.arg not in ("self", "cls")
-                and not re.search(rf"^\s*{argument.arg}\b.*:", text, re.MULTILINE)
+                f"{child.name}({name})"
+                for name in (argument.arg for argument in arguments)
+                if name not in ("self", "cls")
+                and not re.search(rf"^\s*{name}\b.*:|``{name}``", text, re.MULTILINE)
             )
 
     visit(ast.parse(source))

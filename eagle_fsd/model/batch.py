@@ -208,14 +208,14 @@ class Batch:
         return max(0, self.max_rows - len(self))
 
     def add(self, request: Request) -> Answer:
-        """Add a request, see :meth:`.EagleFSD.request`; the answer says when it is finished."""
+        """Add ``request``, see :meth:`EagleFSD.request`; the answer says when it is finished."""
         answer = Answer(request)
         self._waiting.append(answer)
         return answer
 
     @torch.inference_mode()
     def cancel(self, answer: Answer) -> None:
-        """Remove an answer, see :meth:`add`; the next step decodes the others only."""
+        """Remove ``answer``; the next step decodes the others only."""
         answer.finished = True
         if answer in self._waiting:
             self._waiting.remove(answer)

@@ -109,13 +109,10 @@ class TreeConfig(Options):
 
     @classmethod
     def for_device(cls, device_type: str) -> TreeConfig:
-        """Return the default tree for a device.
+        """Return the default tree for a target on a device of type ``device_type``.
 
-        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a
-        CPU, where a small tree wins.
-
-        Args:
-            device_type: ``torch.device.type`` of the target.
+        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a CPU,
+        where a small tree wins.
         """
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
@@ -222,22 +219,11 @@ class AcceptanceConfig(Options):
         return f"threshold {self.threshold:g}" if self.rule == "fsd" else f"rule {self.rule}"
 
     def updated(self: Self, **changes: Any) -> Self:
-        """Return a copy with some options changed; see :meth:`Options.updated`.
-
-        Args:
-            **changes: New values by name; see :func:`one_rule`.
-        """
+        """Return a copy with ``changes``, as by :func:`one_rule`; see :meth:`Options.updated`."""
         return super().updated(**one_rule(changes))
 
     def overridden(self, changes: Mapping[str, Any]) -> AcceptanceConfig:
-        """Return a copy with some options changed, where ``None`` is a value.
-
-        Args:
-            changes: New values by name; see :func:`one_rule`.
-
-        Raises:
-            OptionsError: See :meth:`Options.updated`.
-        """
+        """Return a copy with ``changes``, as by :func:`one_rule`, where None is a value."""
         return AcceptanceConfig.from_dict({**self.model_dump(), **one_rule(changes)})
 
 

@@ -49,8 +49,10 @@ class _Prompts:
 
 
 class _RowTensors(NamedTuple):
-    """The tensors of all rows that there is room for; ``read_state`` is the state of the rules
-    after the last step whose tokens have been read."""
+    """The tensors of all rows that there is room for.
+
+    ``read_state`` is the state of the rules after the last step whose tokens have been read.
+    """
 
     roots: Tensor
     lengths: Tensor

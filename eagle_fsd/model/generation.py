@@ -101,8 +101,7 @@ class Generation:
     def finish(self, streamer: BaseStreamer | None = None) -> GenerateOutput:
         """Decode until every row has ended, and return everything emitted.
 
-        Args:
-            streamer: A Hugging Face streamer that receives the tokens of each step.
+        A Hugging Face ``streamer`` receives the tokens of each step.
         """
         for chunk in self:
             if streamer is not None:

@@ -237,13 +237,10 @@ class EagleFSD:
         self._compile = compile
 
     def configure(self, settings: Settings) -> None:
-        """Override the tree and acceptance options that a file sets.
+        """Override the tree and acceptance options that ``settings``, an ``fsd.json`` file, sets.
 
         Logs a warning if the file was written for another target, drafter or data type, whose
         settings may lose more accuracy here.
-
-        Args:
-            settings: The contents of an ``fsd.json`` file.
         """
         if settings.tree:
             self.tree = self.tree.updated(**settings.tree)
@@ -254,11 +251,7 @@ class EagleFSD:
         warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
-        """Return the draft tree of calls with given acceptance options.
-
-        Args:
-            acceptance: The acceptance options.
-        """
+        """Return the draft tree of calls with the options ``acceptance``."""
         return self.exact_tree if acceptance.lossless else self.tree
 
     @cached_property

@@ -41,8 +41,10 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """The random numbers of one step, by ``keys`` ``[B]`` int64, hashes of the seed and of the
-    answer's tokens before the root, and ``positions`` ``[B]`` of the root.
+    """The random numbers of one step.
+
+    ``keys`` ``[B]`` are int64 hashes of the seed and of the answer's tokens before the root, which
+    is at ``positions`` ``[B]``.
     """
 
     keys: Tensor

@@ -233,11 +233,10 @@ class Sampler:
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
-        """Sample from the draft's distributions after temperature, top-k and top-p: ``[B]``
-        indices.
+        """Sample from the draft's distributions after temperature, top-k and top-p.
 
         ``log_probs`` are ``[B, D]`` float32, ``points`` ``[B]`` float64 random numbers in ``[0,
-        1)``.
+        1)``, and the result is ``[B]`` indices into the draft's vocabulary.
         """
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 

@@ -72,20 +72,11 @@ class DecodeStats:
 
     @classmethod
     def empty(cls, rows: int) -> DecodeStats:
-        """Return the statistics of a call that has emitted nothing yet.
-
-        Args:
-            rows: Number of prompts.
-        """
+        """Return the statistics of a call with ``rows`` prompts that has emitted nothing yet."""
         return cls([[] for _ in range(rows)], [Counter() for _ in range(rows)])
 
     def add(self, row: int, origins: Iterable[int]) -> None:
-        """Count the tokens that one target pass emitted for one row.
-
-        Args:
-            row: Index of the prompt.
-            origins: :class:`Origin` of each token.
-        """
+        """Count the tokens that one target pass emitted for ``row``; ``origins`` are their origins."""
         names = [Origin(item).name.lower() for item in origins]
         self.accepted[row].append(len(names))
         self.origins[row].update(names)

@@ -95,8 +95,11 @@ GroupDetails = tuple[list[int], Tensor, Tensor]
 
 @dataclass
 class StepOutput:
-    """``packed`` ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins; ``[B, A]``
-    tokens; and the details of each group that asks for them."""
+    """The emitted tokens of a step, on the device.
+
+    ``packed`` is ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins; ``tokens``
+    is ``[B, A]``; ``details`` are those of each group that asks for them.
+    """
 
     packed: Tensor
     tokens: Tensor

@@ -43,8 +43,7 @@ class DraftState(ABC):
         return
 
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
-        """Make room for at least as many rows as before, without changing them; by default,
-        nothing.
+        """Make room for more rows, without changing those that there are; by default, nothing.
 
         Rows have at most ``max_length`` tokens, prompt included, and ``cache`` has at least
         :meth:`Drafter.cache_length` slots and the contents of the one before; None if that is 0.
@@ -56,12 +55,11 @@ class DraftState(ABC):
         return
 
     def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
-        """Process a chunk of new prompts, from positions ``start`` to ``stop``; by default,
-        nothing.
+        """Process a chunk of new prompts; by default, nothing.
 
         ``ids`` ``[B, longest]`` are the prompts of the rows from ``first`` on, padded on the right,
         the last token of each included, and ``features`` ``[B, stop - start, F]`` the hidden states
-        that the drafter reads.
+        that the drafter reads at positions ``start`` to ``stop``.
         """
         return
 
@@ -165,28 +163,17 @@ class Drafter(ABC):
 
     @abstractmethod
     def max_nodes(self, tree: TreeConfig) -> int:
-        """Return the largest number of nodes of a tree, its root included.
-
-        Args:
-            tree: Shape of the draft trees.
-        """
+        """Return the largest number of nodes of a ``tree``, its root included."""
 
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         """Return the number of slots that the drafter's cache needs per row; 0 for no cache.
 
-        Args:
-            max_length: Maximum number of tokens in a row, prompt included.
-            tree: Shape of the draft trees.
+        Rows have at most ``max_length`` tokens, prompt included, and trees have the shape ``tree``.
         """
         return 0
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Create a cache, if :meth:`cache_length` is not 0.
-
-        Args:
-            rows: Number of sequences.
-            length: Slots per sequence.
-        """
+        """Create a cache for ``rows`` rows of ``length`` slots, see :meth:`cache_length`."""
         raise NotImplementedError
 
 

@@ -63,12 +63,11 @@ class LevelDrafter(Drafter):
         keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Process accepted tokens that follow those in the cache, causally: ``[B, S, H]`` hidden
-        states.
+        """Process accepted tokens that follow those in the cache: ``[B, S, H]`` hidden states.
 
         ``features`` ``[B, S, F]`` are the target's before each of the ``tokens`` ``[B, S]``,
         ``lengths`` ``[B]`` the number of entries in the cache, and ``keys`` ``[L]`` a result of
-        :meth:`TreeCache.keys` for ``S`` slots beyond any of them.
+        :meth:`TreeCache.keys` for ``S`` slots beyond any of them. Attention is causal.
         """
 
     def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
