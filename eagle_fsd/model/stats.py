@@ -76,7 +76,7 @@ class DecodeStats:
         return cls([[] for _ in range(rows)], [Counter() for _ in range(rows)])
 
     def add(self, row: int, origins: Iterable[int]) -> None:
-        """Count the tokens that one target pass emitted for ``row``; ``origins`` are their origins."""
+        """Count the tokens that a target pass emitted for ``row``, given their ``origins``."""
         names = [Origin(item).name.lower() for item in origins]
         self.accepted[row].append(len(names))
         self.origins[row].update(names)
