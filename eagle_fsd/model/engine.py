@@ -240,13 +240,13 @@ class Engine:
             self.reserved = 0, 0
         self.execution.renew(modules, described, changed)
 
-    def prefill(self) -> list[Answer]:
-        """Process the next chunk of the prompts that were added first.
+    def prefill(self) -> None:
+        """Process the next chunk of the prompts that were added first, if there are any.
 
-        Returns the rows whose prompts are complete: the next step decodes them, too.
+        The next step also decodes the rows whose prompts are complete then.
         """
         if not self._prompts:
-            return []
+            return
         self.clock.enter("prefill")
         group = self._prompts[0]
         longest = max(row.length for row in group.rows)
@@ -263,7 +263,7 @@ class Engine:
                 self.caches.rows[place].tokens = row.prompt[: min(stop, row.length)]
             group.start = stop
         if stop < longest:
-            return []
+            return
         self._prompts.popleft()
         live = len(self.rows)
         for place, row in enumerate(group.rows):
@@ -273,7 +273,6 @@ class Engine:
         self._set_rows([*self.rows, *group.rows])
         if self._ahead:
             self._ahead.order += [None] * len(group.rows)
-        return group.rows
 
     # -- rows leave ------------------------------------------------------------------------------
 

@@ -220,10 +220,10 @@ class AdaptiveNGramDrafter(_CountingDrafter):
     def new_row(self) -> _Occurrences | _TableRow:
         return _TableRow(self, [])
 
-    def _learn(self, context: list[int], token: int) -> None:
-        """Count a token after the last tokens of a context, of each length.
+    def learn(self, context: list[int], token: int) -> None:
+        """Count ``token`` after the last tokens of ``context``, of each length.
 
-        The context has at least ``order - 1`` tokens unless it is near the beginning.
+        There are at least ``order - 1`` of them unless it is near the beginning.
         """
         for length in range(self.min_order - 1, min(self.order - 1, len(context)) + 1):
             key = tuple(context[len(context) - length :])
@@ -237,8 +237,8 @@ class AdaptiveNGramDrafter(_CountingDrafter):
                 del counts[min(counts, key=counts.__getitem__)]
             counts[token] = count
 
-    def _followers(self, context: list[int]) -> list[tuple[int, int]]:
-        """Return what followed the longest known end of a context; see :data:`Followers`."""
+    def followers(self, context: list[int]) -> list[tuple[int, int]]:
+        """Return what followed the longest known end of ``context``; see :data:`Followers`."""
         for length in range(min(self.order - 1, len(context)), self.min_order - 2, -1):
             counts = self.table.get(tuple(context[len(context) - length :]))
             if counts is not None:
@@ -253,12 +253,12 @@ class _TableRow:
         self.drafter, self.tokens = drafter, tokens
 
     def append(self, token: int) -> None:
-        self.drafter._learn(self.tokens, token)
+        self.drafter.learn(self.tokens, token)
         self.tokens.append(token)
         del self.tokens[: max(0, len(self.tokens) - self.drafter.order + 1)]
 
     def look_up(self) -> Followers:
-        return lambda path: self.drafter._followers([*self.tokens, *path])
+        return lambda path: self.drafter.followers([*self.tokens, *path])
 
     def copy(self) -> Self:
         return type(self)(self.drafter, self.tokens.copy())
