@@ -32,6 +32,7 @@ from pairs import (
 )
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
@@ -67,6 +68,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 #: A small tree: tracing takes time for every level.
 TREE = small_tree(total_tokens=5, depth=1, top_k=2)
+#: Processors are not traced, which saves most of the time of tests about the models' passes.
+EAGER_VERIFICATION: dict[str, Any] = {"logits_processor": InfNanRemoveLogitsProcessor()}
 PAIRS: dict[str, Callable[[], EagleFSD]] = {
     "eagle": lambda: EagleFSD(aligned_pair().model, aligned_pair().drafter, TREE),
     "eagle3": lambda: EagleFSD(model := target_model(), untrained_eagle3(model), TREE),
@@ -202,7 +205,7 @@ def test_changes_of_attributes_are_seen() -> None:
     model.add_adapter("other", config)
     pair, ids, kept = EagleFSD(model, NGramDrafter(), TREE), prompt(40), PrefixCache()
     pair.compile, open_batch = True, pair.batch(1)
-    options: Any = {"max_new_tokens": 6, "method": "ar"}  # verification takes long to trace
+    options: Any = {"max_new_tokens": 6, "method": "ar", **EAGER_VERIFICATION}
     layer = model.base_model.model.model.layers[0]
     query, forward = layer.self_attn.q_proj, layer.mlp.forward
     changes: dict[str, Callable[[], object]] = {
@@ -236,10 +239,10 @@ def test_versions_belong_to_one_model_and_data_type(graphs: list[torch.fx.GraphM
     first, second = (EagleFSD(target, NGramDrafter(), TREE) for target in targets)
     for pair, dtype in ((first, torch.float32), (second, torch.float32), (first, torch.float64)):
         pair.model.to(dtype)
-        both(pair, *prompts, method="ar", max_new_tokens=6)
+        both(pair, *prompts, method="ar", max_new_tokens=6, **EAGER_VERIFICATION)
     count = len(graphs)
     first.release_memory()
-    both(first, *prompts, method="ar", max_new_tokens=6)
+    both(first, *prompts, method="ar", max_new_tokens=6, **EAGER_VERIFICATION)
     assert len(graphs) > count
     with pytest.raises(ValueError, match=r"^compile must be True, False or 'auto'; got 'yes'$"):
         first.compile = "yes"  # type: ignore[assignment]
