@@ -101,19 +101,7 @@ def custom_generate(
     if synced_gpus:
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config
-    if config.num_beams not in (None, 1):
-        raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
-    mode = config.get_generation_mode(_assistant_model())
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            "custom_generate replaces greedy search and sampling only, but the options select"
-            f" {mode.value.replace('_', ' ')}"
-        )
-    if config.return_dict_in_generate:
-        raise ValueError(
-            "custom_generate returns sequences only: leave return_dict_in_generate out, or"
-            " call EagleFSD.generate for origins and statistics"
-        )
+    _check_config(config)
     attention_mask = model_kwargs.pop("attention_mask", None)
     if attention_mask is None:  # also if it was all ones
         attention_mask = torch.ones_like(input_ids)
@@ -153,6 +141,23 @@ def custom_generate(
         method=method,
         seed=seed,
     ).sequences
+
+
+def _check_config(config: GenerationConfig) -> None:
+    """Reject options that select another decoding method or another result."""
+    if config.num_beams not in (None, 1):
+        raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
+    mode = config.get_generation_mode(_assistant_model())
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            "custom_generate replaces greedy search and sampling only, but the options select"
+            f" {mode.value.replace('_', ' ')}"
+        )
+    if config.return_dict_in_generate:
+        raise ValueError(
+            "custom_generate returns sequences only: leave return_dict_in_generate out, or"
+            " call EagleFSD.generate for origins and statistics"
+        )
 
 
 def _check_inputs(inputs: dict[str, Any], attention_mask: Tensor) -> None:
