@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from eagle_fsd.model.drafters.interface import Drafter as Drafter
     from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter as AdaptiveNGramDrafter
     from eagle_fsd.model.drafters.ngram import NGramDrafter as NGramDrafter
+    from eagle_fsd.model.generation import Completion as Completion
     from eagle_fsd.model.generation import GenerateOutput as GenerateOutput
     from eagle_fsd.model.generation import Generation as Generation
     from eagle_fsd.model.loading import LoadError as LoadError
-    from eagle_fsd.model.pipeline import Completion as Completion
     from eagle_fsd.model.pipeline import EagleFSD as EagleFSD
     from eagle_fsd.model.prefix_cache import PrefixCache as PrefixCache
     from eagle_fsd.model.request import DecodeOptions as DecodeOptions
@@ -51,7 +51,7 @@ _MODULES = {
     "Batch": "model.batch",
     "BeamSearchOutput": "model.beam_search",
     "CheckpointError": "model.checkpoint",
-    "Completion": "model.pipeline",
+    "Completion": "model.generation",
     "DecodeOptions": "model.request",
     "DecodeStats": "model.stats",
     "DraftModel": "model.drafters.draft_model",

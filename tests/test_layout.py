@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import eagle_fsd
@@ -67,6 +68,7 @@ def imported_modules(module: str, source: str) -> Iterator[str]:
                     yield target
 
 
+@cache
 def import_graph() -> Graph:
     """Return the modules that each module imports."""
     return {
@@ -160,6 +162,8 @@ def undocumented_arguments(source: str, names: Collection[str]) -> list[str]:
                 continue
             if child.name.startswith("_") and child.name != "__init__":
                 continue
+            if any(ast.unparse(item).endswith(".setter") for item in child.decorator_list):
+                continue  # the property's docstring describes it
             text = ast.get_docstring(child) or ""
             is_method = isinstance(node, ast.ClassDef)
             if is_method and re.search(r"[Ss]ee (:meth:)?`", text):
@@ -170,10 +174,10 @@ def undocumented_arguments(source: str, names: Collection[str]) -> list[str]:
                 text += ast.get_docstring(node) or ""
             arguments = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
             found.extend(
-                f"{child.name}({argument.arg})"
-                for argument in arguments
-                if argument.arg not in ("self", "cls")
-                and not re.search(rf"^\s*{argument.arg}\b.*:", text, re.MULTILINE)
+                f"{child.name}({name})"
+                for name in (argument.arg for argument in arguments)
+                if name not in ("self", "cls")
+                and not re.search(rf"^\s*{name}\b.*:|``{name}``", text, re.MULTILINE)
             )
 
     visit(ast.parse(source))

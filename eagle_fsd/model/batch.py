@@ -101,13 +101,8 @@ class EnginePool:
 class EngineOptions:
     """What the engines of a batch consist of.
 
-    Attributes:
-        target: The target.
-        drafter: Proposes the trees of requests that are drafted.
-        execution: How steps may run.
-        batch_trees: Trees of requests whose trees may vary, for so many rows or more.
-        caches: Caches of earlier calls.
-        pool: Gives engines, and receives those that are not used any more.
+    ``batch_trees`` are those of requests whose trees may vary, for so many rows or more; ``caches``
+    those of earlier calls; ``pool`` gives engines, and receives those that are not used any more.
     """
 
     target: Target
@@ -120,8 +115,7 @@ class EngineOptions:
     def engine_for(self, request: Request) -> Engine:
         """Return an engine without rows that decodes requests like this one."""
         target, drafter = self.target, self.drafter if request.drafted else NoDrafter()
-        with using_device(target.device):
-            check_target(target, projected=drafter.projects)
+        check_target(target, projected=drafter.projects)
         key = self._reuse_key(request)
         kept = None if key is None else self.pool.take(key)
         if kept is not None:
@@ -153,20 +147,6 @@ class EngineOptions:
         return request.engine_key, target, self.drafter, execution, trees, stream
 
 
-@dataclass
-class _Place:
-    """The engine that decodes an answer, and its seconds by phase when the answer was added."""
-
-    engine: Engine
-    began: dict[str, float]
-
-    def measure(self, answer: Answer) -> None:
-        """Update the answer's statistics."""
-        stats, now = answer.stats, self.engine.clock.seconds
-        stats.prefilled = answer.prefilled
-        stats.seconds = {phase: now[phase] - self.began.get(phase, 0.0) for phase in now}
-
-
 class Batch:
     """Requests that are decoded together; they join and leave between steps.
 
@@ -182,29 +162,21 @@ class Batch:
         max_length: Maximum number of tokens that a row is expected to have. Memory for all rows is
             allocated at once; default: as requests arrive, which copies what is cached.
 
-    Raises:
-        ValueError: ``max_rows`` is less than 1.
-
     Attributes:
         max_rows: As above.
         passes: Number of steps so far.
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        max_rows: int,
-        max_length: int | None = None,
+        self, options: EngineOptions, max_rows: int, max_length: int | None = None
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"a batch needs at least one row; got {max_rows}")
         self.max_rows, self.passes = max_rows, 0
         self._options, self._max_length = options, max_length
         self._pool = options.pool
         self._failed = False  # an exception has interrupted a step
         self._engines: dict[Hashable, Engine] = {}
         self._waiting: deque[Answer] = deque()
-        self._places: dict[Answer, _Place] = {}
+        self._places: dict[Answer, Engine] = {}
         self._spent: dict[str, float] = {}  # seconds of engines that lost their rows
 
     def __len__(self) -> int:
@@ -236,50 +208,41 @@ class Batch:
         return max(0, self.max_rows - len(self))
 
     def add(self, request: Request) -> Answer:
-        """Add a request; its answer is complete when it is :attr:`~.Answer.finished`.
-
-        Args:
-            request: The request.
-        """
+        """Add ``request``, see :meth:`EagleFSD.request`; the answer says when it is finished."""
         answer = Answer(request)
         self._waiting.append(answer)
         return answer
 
     @torch.inference_mode()
     def cancel(self, answer: Answer) -> None:
-        """Remove an answer; the next step decodes the others only.
-
-        Args:
-            answer: The answer.
-        """
+        """Remove ``answer``; the next step decodes the others only."""
         answer.finished = True
         if answer in self._waiting:
             self._waiting.remove(answer)
         if answer in self._places:
-            self._remove(self._places[answer].engine, [answer])
+            with using_device(self._options.target.device):
+                self._remove(self._places[answer], [answer])
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, StreamChunk]]:
         """Give free rows to waiting requests, and take a step with all rows.
 
-        Returns:
-            What was emitted for each answer that is being decoded.
-
-        Raises:
-            MemoryError: There is not enough memory for one row.
+        Returns what was emitted for each answer that is being decoded. Raises ``MemoryError`` if
+        there is not enough memory for one row.
         """
         found: list[tuple[Answer, StreamChunk]] = []  # kept if memory runs out later
         failed, self._failed = self._failed, True
         try:
-            self._admit(found)
-            for engine in list(self._engines.values()):
-                self._prefill(engine)
-                if engine.rows:
-                    self.passes += 1
-                    found += self._emit(engine, engine.rows, engine.step())
-                engine.clock.enter(None)  # time spent by the caller is not counted
-                engine.clock.collect()
-                self._retire(engine)
+            with using_device(self._options.target.device):
+                self._admit(found)
+                for engine in list(self._engines.values()):
+                    self._prefill(engine)
+                    if engine.rows:
+                        self.passes += 1
+                        found += self._emit(engine, engine.rows, engine.step())
+                    engine.clock.enter(None)  # time spent by the caller is not counted
+                    engine.clock.collect()
+                    self._retire(engine)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
@@ -327,7 +290,7 @@ class Batch:
             if fault and not answer.finished:
                 message = answer.request.decision.describe_fault(fault)
                 answer.error, answer.finished = FloatingPointError(message), True
-                engine.clear(index)
+                engine.caches.clear(index)
             details = result.details[index] if result.details else None
             chunk = StreamChunk(
                 row=answer.request.row,
@@ -341,8 +304,11 @@ class Batch:
 
     def _retire(self, engine: Engine) -> None:
         """Update the statistics of an engine's answers, and remove those that have ended."""
+        now = engine.clock.seconds
         for answer in engine.rows:
-            self._places[answer].measure(answer)
+            answer.stats.prefilled = answer.prefilled
+            began = answer.began
+            answer.stats.seconds = {phase: now[phase] - began.get(phase, 0.0) for phase in now}
         self._remove(engine, [answer for answer in engine.rows if answer.finished])
 
     def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
@@ -370,7 +336,7 @@ class Batch:
                 self._waiting.popleft()
                 continue
             self._waiting.popleft()
-            self._places[answer] = _Place(engine, dict(engine.clock.seconds))
+            self._places[answer], answer.began = engine, dict(engine.clock.seconds)
             new.setdefault(engine, []).append(answer)
         for engine, rows in new.items():
             engine.admit(rows)
@@ -404,7 +370,7 @@ class Batch:
     def _engine(self, request: Request) -> Engine:
         engine = self._engines.pop(request.engine_key, None)
         if engine is None:
-            busy = {place.engine for place in self._places.values()}
+            busy = set(self._places.values())
             idle = [key for key, other in self._engines.items() if other not in busy]
             for key in idle[: len(idle) + 1 - MAX_IDLE_ENGINES]:  # the least recently used
                 self._pool.put(self._engines.pop(key))
@@ -422,7 +388,7 @@ class Batch:
             return
         for answer in answers:
             self._places.pop(answer, None)
-        engine.abandon(answers)
+        engine.abandon()
         removed = set(answers)
         engine.drop([index for index, answer in enumerate(engine.rows) if answer in removed])
 
@@ -430,8 +396,8 @@ class Batch:
         """Let all answers wait again, for half as many rows."""
         self.max_rows = max(1, self.rows // 2)
         log.warning("memory ran out: decoding at most %d prompts at once", self.max_rows)
-        for answer, place in self._places.items():
-            answer.rule_state = place.engine.rule_state(answer)
+        for answer, engine in self._places.items():
+            answer.rule_state = engine.rule_state(answer)
         self._waiting.extendleft(reversed(self._places))
         self._spent = self.seconds
         self._places.clear()

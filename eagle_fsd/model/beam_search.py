@@ -21,7 +21,7 @@ Shape letters: ``B`` prompts, ``K`` beams per prompt, ``R`` = ``B * K`` rows, ``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -29,10 +29,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.model.compilation import using_device
-from eagle_fsd.model.config import BeamSearchConfig
+from eagle_fsd.model.arguments import (
+    CallOptions,
+    end_tokens,
+    limit_new_tokens,
+    model_end_tokens,
+    read_prompts,
+)
+from eagle_fsd.model.config import BeamSearchConfig, TreeConfig
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.engine import Engine, on_target_device
+from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.request import BROKEN_LOGITS, Answer, Request
 from eagle_fsd.model.self_check import check_target
 from eagle_fsd.model.stats import DecodeStats
@@ -64,10 +70,8 @@ class BeamSearchOutput:
 class ScoredTrees:
     """The trees that a target pass scored, on the host.
 
-    Attributes:
-        log_probs: ``[R][N][C]`` the largest log-probabilities at every node, in descending order.
-        tokens: ``[R][N][C]`` their tokens.
-        children: For each row, the child of a node by (node, token).
+    ``log_probs`` are the largest ones at every node, in descending order, with their ``tokens``,
+    both ``[R][N][C]``; ``children`` is, for each row, the child of a node by (node, token).
     """
 
     log_probs: list[list[list[float]]]
@@ -77,36 +81,20 @@ class ScoredTrees:
 
 @dataclass
 class Beam:
-    """A running hypothesis.
-
-    Attributes:
-        row: The engine's row that holds it.
-        score: Sum of the new tokens' log-probabilities.
-        tokens: New tokens.
-        path: The nodes before those of the last token, in the row's tree, root first.
-        node: The node of the last token; None if it was not scored.
-    """
+    """A running hypothesis, held by a row of the engine."""
 
     row: int
-    score: float
-    tokens: list[int]
-    path: list[int] = field(default_factory=list)
-    node: int | None = 0
+    score: float  # sum of the new tokens' log-probabilities
+    tokens: list[int]  # the new ones
+    path: list[int] = field(default_factory=list)  # nodes before the last token's, root first
+    node: int | None = 0  # of the last token; None if it was not scored
 
 
 class Search:
-    """Beam search for one prompt, with Hugging Face's rules.
+    """Beam search for one prompt, with Hugging Face's rules, in some rows of the engine.
 
-    Args:
-        rows: The engine's rows for the beams.
-        config: Options of beam search.
-        limit: Maximum number of new tokens.
-        eos_token_ids: Tokens that end a hypothesis.
-
-    Attributes:
-        rows: The engine's rows for the beams.
-        beams: The running hypotheses, best first.
-        finished: Score and new tokens of the best finished hypotheses, best first.
+    :attr:`beams` are the running hypotheses and :attr:`finished` score and new tokens of the best
+    finished ones, both best first.
     """
 
     def __init__(
@@ -135,14 +123,7 @@ class Search:
         return self.beams[0].score / length**penalty <= self.finished[-1][0]
 
     def replay(self, scored: ScoredTrees) -> int:
-        """Make as many steps as the scored nodes allow.
-
-        Args:
-            scored: Trees whose roots are the last tokens of the beams.
-
-        Returns:
-            Number of steps, at least 1.
-        """
+        """Make as many steps as the scored nodes allow; return their number, at least 1."""
         steps = 0
         while not self.done and self._step(scored):
             steps += 1
@@ -162,7 +143,8 @@ class Search:
             tokens = [*beam.tokens, token]
             if not last and token not in self.eos_token_ids:
                 node = scored.children[beam.row].get((beam.node, token))
-                running.append(Beam(beam.row, score, tokens, [*beam.path, beam.node], node))
+                path = [*beam.path, beam.node]
+                running.append(Beam(beam.row, score, tokens, path=path, node=node))
             elif rank < width:
                 finished.append((score / length**self.config.length_penalty, tokens))
         self.beams = running
@@ -189,12 +171,9 @@ class Search:
         return sorted(found, key=itemgetter(0), reverse=True)
 
     def settle(self) -> list[tuple[int, int]]:
-        """Give every beam a row of its own.
+        """Give every beam a row of its own; return the rows to copy, as (source, target).
 
         Of the beams that share a row, the best one stays, and the others get rows without beams.
-
-        Returns:
-            The rows to copy, as pairs of source and target.
         """
         free = set(self.rows) - {beam.row for beam in self.beams}
         taken: set[int] = set()
@@ -207,11 +186,7 @@ class Search:
         return copies
 
     def renumber(self, rows: dict[int, int]) -> None:
-        """Follow the engine's new numbering of its rows.
-
-        Args:
-            rows: The new index of each row by its previous index.
-        """
+        """Follow the engine's new numbering of its rows, by their previous numbers."""
         self.rows = [rows[row] for row in self.rows]
         for beam in self.beams:
             beam.row = rows[beam.row]
@@ -220,18 +195,10 @@ class Search:
 class BeamEngine(Engine):
     """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
 
-    @on_target_device
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
-        """Draft a tree for every row, and score it.
+        """Draft a tree for every row, and score it: trees, ``[R, N, F]`` features, and scores.
 
-        Args:
-            count: ``C``.
-
-        Returns:
-            The trees, ``[R, N, F]`` features, and the scores.
-
-        Raises:
-            FloatingPointError: The target produced NaN or infinite logits.
+        ``count`` is ``C``. Raises ``FloatingPointError`` for NaN or infinite logits.
         """
         execution, slots = self.execution, self._visible_slots()
         with execution.folded(self.state):
@@ -251,19 +218,13 @@ class BeamEngine(Engine):
         result = ScoredTrees(log_probs.tolist(), best.indices.tolist(), children)
         return tree, scored.features, result
 
-    @on_target_device
     def advance(
         self, tree: DraftTree, features: Tensor, searches: Sequence[Search]
     ) -> list[Search]:
-        """Take over the tokens that the searches added, and drop the rows of those that ended.
+        """Take over the tokens that the searches of all rows added, and drop those that ended.
 
-        Args:
-            tree: The trees.
-            features: ``[R, N, F]``.
-            searches: The searches of all rows.
-
-        Returns:
-            The searches that go on.
+        ``tree`` and ``features`` ``[R, N, F]`` are of :meth:`score`. Returns the searches that go
+        on.
         """
         self.clock.enter("cache")
         live = [search for search in searches if not search.done]
@@ -274,7 +235,8 @@ class BeamEngine(Engine):
         for search in live:
             search.renumber(rows)
             for source, target in search.settle():
-                self.copy_row(source, target)
+                self._copy_rows([source], [target])
+                self.rows[target].length = self.rows[source].length
                 order[target] = order[source]
         beams = sorted((beam for search in live for beam in search.beams), key=attrgetter("row"))
         tokens = [beam.tokens[-len(beam.path) :] for beam in beams]
@@ -288,12 +250,9 @@ class BeamEngine(Engine):
 
 
 def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> Verification:
-    """Describe the kept paths as the result of a verification.
+    """Describe the kept paths, root first, as the result of a verification.
 
-    Args:
-        tree: The trees; the rows may be others.
-        paths: The kept nodes of each row, root first.
-        tokens: The new tokens of each row: those of the nodes after the root, and another one.
+    ``tokens`` are the new ones of each row: those of the nodes after the root, and another one.
     """
     width = tree.max_depth + 1
     origins = [_origins(len(path)) for path in paths]
@@ -306,7 +265,13 @@ def _kept(tree: DraftTree, paths: list[list[int]], tokens: list[list[int]]) -> V
     )
     path, new, origin = packed.to(tree.tokens.device).split(width, 1)
     accepted = torch.zeros(len(paths), tree.size, dtype=torch.bool, device=path.device)
-    return Verification(new, origin, count.to(path.device), path, accepted.scatter(1, path, True))
+    return Verification(
+        tokens=new,
+        origins=origin,
+        count=count.to(path.device),
+        path=path,
+        accepted=accepted.scatter(1, path, True),
+    )
 
 
 def _origins(steps: int) -> list[int]:
@@ -318,29 +283,35 @@ def _origins(steps: int) -> list[int]:
 def beam_search(
     target: Target,
     drafter: Drafter,
-    requests: Sequence[Request],
+    tree: TreeConfig,
     *,
     input_ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
     config: BeamSearchConfig,
-    eos: frozenset[int],
-    pad_token_id: int,
+    eos_token_id: int | Sequence[int] | Set[int] | None,
+    pad_token_id: int | None,
 ) -> BeamSearchOutput:
-    """Run beam search for every request.
-
-    ``input_ids`` ``[B, S]`` are the prompts as the caller passed them, padding included. Answers
-    are padded on the right.
-
-    Raises:
-        FloatingPointError: The target produced NaN or infinite logits.
-    """
-    width = config.num_beams
+    """Search on torch's current device; see :meth:`EagleFSD.beam_search`."""
+    model, width = target.model, config.num_beams
+    limits = CallOptions.from_dict({"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id})
+    ordered = model_end_tokens(model) if eos_token_id is None else end_tokens(eos_token_id)
+    eos = frozenset(ordered)
+    if width + len(eos) > target.vocab_size:
+        raise ValueError(
+            "num_beams and the end-of-sequence tokens must be at most as many as the"
+            f" {target.vocab_size} tokens of the vocabulary; got {width} and {len(eos)}"
+        )
+    pad = model.generation_config.pad_token_id if pad_token_id is None else limits.pad_token_id
+    prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
+    rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
+    requests = [Request(*prompt, tree=tree) for prompt in zip(prompts, rooms, strict=True)]
     searches = [
         Search(list(range(index * width, (index + 1) * width)), config, request.max_new_tokens, eos)
         for index, request in enumerate(requests)
     ]
-    with using_device(target.device):
-        check_target(target, projected=drafter.projects)
-    engine = BeamEngine(target, drafter, requests[0].tree)
+    check_target(target, projected=drafter.projects)
+    engine = BeamEngine(target, drafter, tree)
     rows = [Answer(request) for request in requests for _ in range(width)]
     engine.admit(rows)
     while engine.joining:
@@ -350,19 +321,20 @@ def beam_search(
     live = searches
     while live:
         # A step takes at most `width` continuations of a beam, and skips those that end.
-        tree, features, scored = engine.score(width + len(eos))
+        trees, features, scored = engine.score(width + len(eos))
         stats.passes += 1
         for search in live:
             stats.add(searches.index(search), _origins(search.replay(scored)))
-        live = engine.advance(tree, features, live)
+        live = engine.advance(trees, features, live)
         engine.clock.enter(None)
         engine.clock.collect()
     best = [
         found for search in searches for found in search.finished[: config.num_return_sequences]
     ]
     longest = max(len(tokens) for _, tokens in best)
+    fill = pad or next(iter(ordered), 0)  # as in Hugging Face, 0 stands for the first of them
     new = torch.tensor(
-        [tokens + [pad_token_id] * (longest - len(tokens)) for _, tokens in best],
+        [tokens + [fill] * (longest - len(tokens)) for _, tokens in best],
         dtype=input_ids.dtype,
         device=input_ids.device,
     )

@@ -74,13 +74,8 @@ class TreeCache(Cache):
     all slots, too.
 
     The first pass allocates the memory (:attr:`nbytes`) from the keys and values that the layers
-    pass, so neither shapes nor dtypes need to be known in advance.
-
-    Args:
-        rows: Number of sequences.
-        length: Slots per sequence.
-        layout: What earlier caches of the same model allocated; updated by this one. With it, all
-            planes of a kind are allocated together.
+    pass, so neither shapes nor dtypes need to be known in advance. With ``layout``, what earlier
+    caches of the same model allocated, all planes of a kind are allocated together.
     """
 
     def __init__(self, rows: int, length: int, layout: Layout | None = None) -> None:

@@ -68,10 +68,8 @@ def load_head(
 ) -> EagleHead:
     """Load a draft head and attach it to its target; ``dtype`` is the target's by default.
 
-    Raises:
-        CheckpointError: Files are missing or damaged, or tensors are missing, unexpected or of the
-            wrong shape; the message names each.
-        ValueError: The head's hidden size or vocabulary is not the target's.
+    Raises :class:`CheckpointError` if files are missing or damaged, or tensors do not match the
+    configuration, and ``ValueError`` if the head belongs to another target.
     """
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
@@ -89,7 +87,7 @@ def save_head(
     ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
     """
     dtype = dtype or head.dtype
-    write_head(path, head_config(head, dtype), head.state_dict(), dtype, binary)
+    write_head(path, head_config(head, dtype), head.state_dict(), dtype=dtype, binary=binary)
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
@@ -227,15 +225,11 @@ def _damage_reported() -> Iterator[None]:
 
 
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
-    """Attach a head to its target and set its weights.
+    """Attach a head to its target and set its weights, in evaluation mode and without gradients.
 
-    An embedding is kept only if it differs from the target's. The head is in evaluation mode and
-    without gradients.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected or of the wrong shape; the message names
-            each.
-        ValueError: The head belongs to another target.
+    An embedding is kept only if it differs from the target's. Raises :class:`CheckpointError` for
+    tensors that are missing, unexpected or of the wrong shape, and ``ValueError`` if the head
+    belongs to another target.
     """
     embedding = weights.get(EMBEDDING)
     if embedding is not None:

@@ -109,13 +109,10 @@ class TreeConfig(Options):
 
     @classmethod
     def for_device(cls, device_type: str) -> TreeConfig:
-        """Return the default tree for a device.
+        """Return the default tree for a target on a device of type ``device_type``.
 
-        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a
-        CPU, where a small tree wins.
-
-        Args:
-            device_type: ``torch.device.type`` of the target.
+        A pass over 60 nodes costs about as much as a pass over one node on a GPU, but not on a CPU,
+        where a small tree wins.
         """
         return cls(total_tokens=16, depth=8, top_k=2) if device_type == "cpu" else cls()
 
@@ -222,34 +219,19 @@ class AcceptanceConfig(Options):
         return f"threshold {self.threshold:g}" if self.rule == "fsd" else f"rule {self.rule}"
 
     def updated(self: Self, **changes: Any) -> Self:
-        """Return a copy with some options changed; see :meth:`Options.updated`.
-
-        Args:
-            **changes: New values by name; see :func:`one_rule`.
-        """
+        """Return a copy with ``changes``, as by :func:`one_rule`; see :meth:`Options.updated`."""
         return super().updated(**one_rule(changes))
 
     def overridden(self, changes: Mapping[str, Any]) -> AcceptanceConfig:
-        """Return a copy with some options changed, where ``None`` is a value.
-
-        Args:
-            changes: New values by name; see :func:`one_rule`.
-
-        Raises:
-            OptionsError: See :meth:`Options.updated`.
-        """
+        """Return a copy with ``changes``, as by :func:`one_rule`, where None is a value."""
         return AcceptanceConfig.from_dict({**self.model_dump(), **one_rule(changes)})
 
 
 def one_rule(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Make a new threshold replace another rule, and another rule replace the threshold.
 
-    Args:
-        changes: Acceptance options to change, by name.
-
-    Returns:
-        The changes, with ``rule="fsd"`` added to a threshold that comes alone, and
-        ``threshold=0.0`` to another rule that comes alone.
+    Return the changes, with ``rule="fsd"`` added to a threshold that comes alone, and
+    ``threshold=0.0`` to another rule that comes alone.
     """
     threshold, rule = changes.get("threshold"), changes.get("rule")
     if rule is None and threshold is not None:
@@ -475,14 +457,9 @@ class Settings(AcceptanceConfig, TreeConfig):
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read an ``fsd.json`` file.
+    """Read an ``fsd.json`` file, a JSON object of the fields of :class:`Settings`.
 
-    Args:
-        path: A file with a JSON object of the fields of :class:`Settings`.
-
-    Raises:
-        ValueError: The file is not a JSON object, or an option is unknown or out of bounds.
-        OSError: The file cannot be read.
+    Raises ``ValueError`` if it is not one, or an option is unknown or out of bounds.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -494,10 +471,5 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def settings_dict(tree: TreeConfig, acceptance: AcceptanceConfig) -> dict[str, Any]:
-    """Combine tree and acceptance options into one flat dictionary, as in files and reports.
-
-    Args:
-        tree: Shape of the draft tree.
-        acceptance: Acceptance options; they come first.
-    """
+    """Combine tree and acceptance options, these first, into one flat dictionary, as in files."""
     return {**acceptance.model_dump(), **tree.model_dump()}

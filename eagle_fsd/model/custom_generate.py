@@ -80,15 +80,8 @@ def custom_generate(
         generation_config: Hugging Face's generation configuration.
         synced_gpus: Must be False: ranks take different numbers of passes.
         streamer: See :meth:`EagleFSD.generate`.
-        threshold: Overrides this field of :attr:`EagleFSD.acceptance`.
-        divergence: Overrides this field of :attr:`EagleFSD.acceptance`.
-        min_ratio: Overrides this field of :attr:`EagleFSD.acceptance`.
-        fallback: Overrides this field of :attr:`EagleFSD.acceptance`.
-        selection: Overrides this field of :attr:`EagleFSD.acceptance`.
-        divergence_on: Overrides this field of :attr:`EagleFSD.acceptance`.
-        price: Overrides this field of :attr:`EagleFSD.acceptance`.
-        max_fuzzy_nats: Overrides this field of :attr:`EagleFSD.acceptance`.
-        exact_first: Overrides this field of :attr:`EagleFSD.acceptance`.
+        threshold, divergence, min_ratio, fallback, selection, divergence_on, price, max_fuzzy_nats,
+            exact_first: Override these fields of :attr:`EagleFSD.acceptance`.
         method: ``"fsd"`` or ``"ar"``.
         seed: Seed that makes sampling reproducible.
         **model_kwargs: ``attention_mask``, and what Hugging Face adds by itself: an empty
@@ -108,19 +101,7 @@ def custom_generate(
     if synced_gpus:
         raise ValueError("custom_generate does not support synced_gpus")
     config = generation_config
-    if config.num_beams not in (None, 1):
-        raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
-    mode = config.get_generation_mode(_assistant_model())
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            "custom_generate replaces greedy search and sampling only, but the options select"
-            f" {mode.value.replace('_', ' ')}"
-        )
-    if config.return_dict_in_generate:
-        raise ValueError(
-            "custom_generate returns sequences only: leave return_dict_in_generate out, or"
-            " call EagleFSD.generate for origins and statistics"
-        )
+    _check_config(config)
     attention_mask = model_kwargs.pop("attention_mask", None)
     if attention_mask is None:  # also if it was all ones
         attention_mask = torch.ones_like(input_ids)
@@ -160,6 +141,23 @@ def custom_generate(
         method=method,
         seed=seed,
     ).sequences
+
+
+def _check_config(config: GenerationConfig) -> None:
+    """Reject options that select another decoding method or another result."""
+    if config.num_beams not in (None, 1):
+        raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
+    mode = config.get_generation_mode(_assistant_model())
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            "custom_generate replaces greedy search and sampling only, but the options select"
+            f" {mode.value.replace('_', ' ')}"
+        )
+    if config.return_dict_in_generate:
+        raise ValueError(
+            "custom_generate returns sequences only: leave return_dict_in_generate out, or"
+            " call EagleFSD.generate for origins and statistics"
+        )
 
 
 def _check_inputs(inputs: dict[str, Any], attention_mask: Tensor) -> None:

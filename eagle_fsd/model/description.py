@@ -34,10 +34,9 @@ UNREAD = nn.Module().__dict__.keys() - {
 class Description:
     """What modules compute with.
 
-    Attributes:
-        structures: For each module, its parts, their attributes and hooks, and the addresses of
-            weights; without what the modules before it have in common with it.
-        versions: How often each weight has been changed in place.
+    ``structures`` are, for each module, its parts, their attributes and hooks, and the addresses of
+    weights, without what the modules before it have in common with it. ``versions`` say how often
+    each weight has been changed in place.
     """
 
     structures: list[list[object]]

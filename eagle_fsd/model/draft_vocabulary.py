@@ -36,11 +36,9 @@ def select_tokens(
     """Return the tokens ``[D]`` of a draft vocabulary in ascending order.
 
     ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
-    of ranked tokens, all of which are used.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or has a token outside the vocabulary.
-        ValueError: The number is out of bounds.
+    of ranked tokens, all of which are used. Raises :class:`CheckpointError` if the file is missing
+    or damaged or has a token outside the vocabulary, and ``ValueError`` if the number is out of
+    bounds.
     """
     if isinstance(vocabulary, int):
         found = drafter_file(drafter, RANKS_FILE, token)

@@ -104,12 +104,9 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, tensors are missing, unexpected or of the
-            wrong shape, the vocabulary map is wrong, or it is a P-EAGLE head.
-        ValueError: The head belongs to another target.
+    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`. Raises
+    :class:`CheckpointError` for damaged files, tensors that do not match the configuration, a wrong
+    vocabulary map or a P-EAGLE head, and ``ValueError`` if the head belongs to another target.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))
@@ -130,11 +127,11 @@ def load_eagle3(
     with building_head(path), target.device:
         head = Eagle3Head(
             config,
-            int(values.get("target_hidden_size") or config.hidden_size),
-            values.get("draft_vocab_size", config.vocab_size),
-            candidates[0],
-            _flags(values),
-            dtype or target.dtype,
+            target_hidden_size=int(values.get("target_hidden_size") or config.hidden_size),
+            draft_vocab_size=values.get("draft_vocab_size", config.vocab_size),
+            reads=candidates[0],
+            flags=_flags(values),
+            dtype=dtype or target.dtype,
         )
     t2d = weights.pop(T2D, None)
     d2t = weights.get(D2T) if head.d2t is not None else weights.pop(D2T, None)
@@ -161,11 +158,9 @@ def save_eagle3(
 
     The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
     of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
-    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``.
-
-    Raises:
-        ValueError: The layout has no place for the rule, a bias of ``fc``, layers other than
-            Llama's, or a head without an output projection.
+    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``. Raises ``ValueError``
+    if the layout has no place for the rule, a bias of ``fc``, layers other than Llama's, or a head
+    without an output projection.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())
@@ -173,53 +168,59 @@ def save_eagle3(
         held = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=token_ids.device)
         weights[T2D] = held.index_fill(0, token_ids, True)
     layers = layer_fields(head.config, len(head.layers), dtype)
-    flags = dict(vars(head.flags))
-    common = {
-        "draft_vocab_size": head.draft_vocab_size,
-        "target_hidden_size": head.target_hidden_size,
-    }
     if layout == "speculators":
-        if flags.pop("bias"):
-            raise ValueError("the speculators layout has no bias in fc")
-        if head.draft_vocab_size is None:
-            raise ValueError("the speculators layout needs a head with an output projection")
-        layers.pop("architectures", None)
-        config = {
-            **common,
-            **flags,
-            "architectures": ["Eagle3Speculator"],
-            SPECULATORS_TYPE: "eagle3",
-            "speculators_version": SPECULATORS_VERSION,
-            "transformer_layer_config": layers,
-            "speculators_config": _speculators_config(head, target_name, rule),
-            LAYER_IDS: list(head.reads),
-            "dtype": layers["dtype"],
-            "torch_dtype": layers["torch_dtype"],
-        }
+        config = _speculators_layout(head, layers, target_name, rule)
     else:
         if rule is not None:
             raise ValueError("the eagle layout declares no acceptance rule")
-        if head.config.model_type != "llama":
-            raise ValueError(
-                f"the eagle layout is for Llama layers; got {head.config.model_type}: use the"
-                " speculators layout"
-            )
+        config = _eagle_layout(head, layers)
         weights = {
             name.replace(FIRST_LAYER, MIDLAYER, 1) if name.startswith(FIRST_LAYER) else name: tensor
             for name, tensor in weights.items()
         }
-        config = {
-            **layers,
-            **common,
-            # SpecForge takes ``norm_output: false`` for no norm before the output projection.
-            **{name: value for name, value in flags.items() if value},
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {
-                LAYER_IDS: [index - 1 for index in head.reads],
-                "use_aux_hidden_state": True,
-            },
-        }
-    write_head(path, config, weights, dtype, binary)
+    config["draft_vocab_size"] = head.draft_vocab_size
+    config["target_hidden_size"] = head.target_hidden_size
+    write_head(path, config, weights, dtype=dtype, binary=binary)
+
+
+def _eagle_layout(head: Eagle3Head, layers: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``config.json``, given those of the decoder layers."""
+    if head.config.model_type != "llama":
+        raise ValueError(
+            f"the eagle layout is for Llama layers; got {head.config.model_type}: use the"
+            " speculators layout"
+        )
+    reads = [index - 1 for index in head.reads]
+    return {
+        **layers,
+        # SpecForge takes ``norm_output: false`` for no norm before the output projection.
+        **{name: value for name, value in vars(head.flags).items() if value},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {LAYER_IDS: reads, "use_aux_hidden_state": True},
+    }
+
+
+def _speculators_layout(
+    head: Eagle3Head, layers: dict[str, Any], target_name: str | None, rule: TopKRule | None
+) -> dict[str, Any]:
+    """Return the fields of ``config.json``, given those of the decoder layers."""
+    flags = dict(vars(head.flags))
+    if flags.pop("bias"):
+        raise ValueError("the speculators layout has no bias in fc")
+    if head.draft_vocab_size is None:
+        raise ValueError("the speculators layout needs a head with an output projection")
+    layers.pop("architectures", None)
+    return {
+        **flags,
+        "architectures": ["Eagle3Speculator"],
+        SPECULATORS_TYPE: "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "transformer_layer_config": layers,
+        "speculators_config": _speculators_config(head, target_name, rule),
+        LAYER_IDS: list(head.reads),
+        "dtype": layers["dtype"],
+        "torch_dtype": layers["torch_dtype"],
+    }
 
 
 def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:

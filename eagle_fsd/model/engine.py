@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ from eagle_fsd.model.compilation import BackgroundCompiler, using_device
 from eagle_fsd.model.config import TreeConfig
 from eagle_fsd.model.description import describe_modules
 from eagle_fsd.model.drafters.interface import Drafter
-from eagle_fsd.model.execution import Execution, ExecutionOptions, LaunchedStep
-from eagle_fsd.model.prefix_cache import SPARE, PrefixCache
+from eagle_fsd.model.execution import Execution, ExecutionOptions, LaunchedStep, StepResult
+from eagle_fsd.model.prefix_cache import RowCaches
 from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.stats import PhaseClock
-from eagle_fsd.model.step import RowGroup, StepState, TokenDetail
+from eagle_fsd.model.step import RowGroup, StepState
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import Draw
 
@@ -37,28 +37,6 @@ PREFILL_CHUNK = 512
 MIN_REUSED = 32
 #: Prompt tokens and new tokens of the steps that are compiled in the background.
 COMPILED_PROMPT, COMPILED_TOKENS = 32, 48
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-AnyEngine = TypeVar("AnyEngine", bound="Engine")
-
-
-@dataclass
-class StepResult:
-    """The tokens that a step emitted, on the host.
-
-    Attributes:
-        tokens: For each row, the emitted tokens, at least one; none for a row that joined during
-            the step.
-        origins: The :class:`~eagle_fsd.model.verify.Origin` of each token.
-        faults: For each row, whose logits are NaN or infinite, see
-            :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`.
-        details: The details of each token; None unless requested.
-    """
-
-    tokens: list[list[int]]
-    origins: list[list[int]]
-    faults: list[int]
-    details: list[list[TokenDetail] | None] | None = None
 
 
 @dataclass
@@ -71,8 +49,10 @@ class _Prompts:
 
 
 class _RowTensors(NamedTuple):
-    """The tensors of all rows that there is room for; ``read_state`` is the state of the rules
-    after the last step whose tokens have been read."""
+    """The tensors of all rows that there is room for.
+
+    ``read_state`` is the state of the rules after the last step whose tokens have been read.
+    """
 
     roots: Tensor
     lengths: Tensor
@@ -90,21 +70,6 @@ class _RowTensors(NamedTuple):
         return cls(roots, lengths, states[0], keys, states[1])
 
 
-def on_target_device(
-    method: Callable[Concatenate[AnyEngine, Arguments], Result],
-) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
-    """Let a method of an engine run on the target's device, which need not be torch's current."""
-
-    @wraps(method)
-    def run(
-        engine: AnyEngine, /, *arguments: Arguments.args, **options: Arguments.kwargs
-    ) -> Result:
-        with using_device(engine.target.device):
-            return method(engine, *arguments, **options)
-
-    return run
-
-
 class Engine:
     """Rows that are decoded together, and their state on the device.
 
@@ -112,25 +77,12 @@ class Engine:
     in every :meth:`step` until :meth:`drop` removes them. Rows may be added and removed between any
     two steps. The rows being decoded come first in all tensors, in the order of :attr:`rows`.
 
-    Args:
-        target: The target.
-        drafter: Proposes the trees.
-        tree: Shape of the draft trees.
-        draw: Samples the tokens of chains, see :meth:`Drafter.start`.
-        caches: Caches of earlier calls.
-        clock: Measures the phases of a step.
-        execution: How steps may run.
-        batch_trees: Trees for so many rows or more, where they differ from ``tree``.
-
-    Attributes:
-        rows: The rows being decoded.
-        reserved: Number of rows, and of tokens in a row, that there is memory for.
-        width: The most tokens that a step emits for a row.
-        reuse_key: Engines with equal keys are interchangeable; None if the engine is not reused.
-        state: What the steps of the rows read and change.
+    ``draw`` samples the tokens of chains, see :meth:`Drafter.start`, and ``batch_trees`` are trees
+    for so many rows or more, where they differ from ``tree``. The target's device must be torch's
+    current one, see :func:`~eagle_fsd.model.compilation.using_device`.
     """
 
-    reuse_key: Hashable = None
+    reuse_key: Hashable = None  # engines with equal keys are interchangeable; None if not reused
     cache: TreeCache
     state: StepState
 
@@ -140,14 +92,14 @@ class Engine:
         drafter: Drafter,
         tree: TreeConfig,
         draw: Draw | None = None,
-        caches: PrefixCache | None = None,
+        caches: RowCaches | None = None,
         clock: PhaseClock | None = None,
         execution: ExecutionOptions | None = None,
         batch_trees: Mapping[int, TreeConfig] | None = None,
     ) -> None:
         self.target, self.drafter, self.tree = target, drafter, tree
         self._trees = {0: tree, **(batch_trees or {})}
-        self.caches, self._spare = caches or PrefixCache(), SPARE if caches else 0
+        self.caches = caches or RowCaches()
         clock = clock or PhaseClock(target.device)
         self.execution = Execution(target, execution or ExecutionOptions(), clock)
         self._draw = draw
@@ -156,11 +108,10 @@ class Engine:
         self.draft = drafter.start(max(trees, key=lambda item: item.depth), draw)
         self.draft.use(tree)
         self._nodes = max(map(drafter.max_nodes, trees))
-        self.width = max(item.depth for item in trees) + 2
-        self.reserved = 0, 0
+        self.width = max(item.depth for item in trees) + 2  # most tokens of a step per row
+        self.reserved = 0, 0  # rows, and tokens in a row, that there is memory for
         self._tensors = _RowTensors.new(target.device, 0, 0)
         self._prompts: deque[_Prompts] = deque()
-        self._abandoned: set[Answer] = set()  # rows of these prompts that are not needed any more
         self._ahead: LaunchedStep | None = None
 
     @property
@@ -193,19 +144,17 @@ class Engine:
         """Return how many rows of at most ``max_length`` tokens fit in the free memory."""
         return self.target.agree(memory.fitting_rows(self.row_bytes(max_length)))
 
-    @on_target_device
     def reserve(self, rows: int, max_length: int) -> None:
-        """Allocate memory; on CUDA for somewhat longer rows, see :func:`cache_slots`.
-
-        Raises ``ValueError`` if the caches belong to another model.
-        """
+        """Allocate memory; on CUDA for somewhat longer rows, see :func:`cache_slots`."""
         rows, max_length = max(rows, self.reserved[0]), max(max_length, self.reserved[1])
         if (rows, max_length) == self.reserved:
             return
         self.reserved = rows, self._room(max_length)
         length, draft_length = self._slots(max_length)
         caches = self.caches
-        caches.reserve(self.target, self.drafter, rows, length, draft_length, self._spare)
+        caches.reserve(
+            self.target, self.drafter, rows=rows, length=length, draft_length=draft_length
+        )
         assert caches.target_cache is not None
         self.cache = caches.target_cache
         self._drafts_from_cache = draft_length > 0
@@ -239,12 +188,8 @@ class Engine:
 
     # -- rows join -------------------------------------------------------------------------------
 
-    @on_target_device
     def admit(self, rows: Sequence[Answer]) -> None:
-        """Add rows. What the caches hold of a prompt is not processed again.
-
-        Raises ``ValueError`` if the caches belong to another model.
-        """
+        """Add rows; what the caches hold of their prompts is not processed again."""
         self._renew()
         first = len(self.rows)
         for group in self._prompts:  # fill the gap that dropped rows left
@@ -256,11 +201,11 @@ class Engine:
         if width > self._tensors.rule_state.shape[1]:
             self._resize(self.reserved[0], width)
         groups: list[_Prompts] = []
-        cached = any(self.caches.tokens[first:])
+        cached = any(row.tokens for row in self.caches.rows[first:])
         for place, row in enumerate(rows, first):
             row.start(self.width)
             start = self._reuse(place, row.prompt) if cached else 0
-            self.caches.epochs[place] = self.caches.epoch
+            self.caches.rows[place].epoch = self.caches.epoch
             if groups and abs(groups[-1].start - start) < MIN_REUSED:
                 groups[-1].rows.append(row)
                 groups[-1].start = min(groups[-1].start, start)
@@ -295,14 +240,13 @@ class Engine:
             self.reserved = 0, 0
         self.execution.renew(modules, described, changed)
 
-    @on_target_device
-    def prefill(self) -> list[Answer]:
-        """Process the next chunk of the prompts that were added first.
+    def prefill(self) -> None:
+        """Process the next chunk of the prompts that were added first, if there are any.
 
-        Returns the rows whose prompts are complete: the next step decodes them, too.
+        The next step also decodes the rows whose prompts are complete then.
         """
         if not self._prompts:
-            return []
+            return
         self.clock.enter("prefill")
         group = self._prompts[0]
         longest = max(row.length for row in group.rows)
@@ -313,27 +257,25 @@ class Engine:
             chunk = ids[:, group.start : stop]
             with self.cache.from_row(group.first):
                 features = self.target.prefill(chunk, group.start, self.cache, self.drafter.reads)
-            self.draft.prefill(group.first, ids, group.start, stop, features)
+            self.draft.prefill(group.first, ids, start=group.start, stop=stop, features=features)
             for place, row in enumerate(group.rows, group.first):
                 row.prefilled += max(0, min(stop, row.length) - group.start)
-                self.caches.tokens[place] = row.prompt[: min(stop, row.length)]
+                self.caches.rows[place].tokens = row.prompt[: min(stop, row.length)]
             group.start = stop
         if stop < longest:
-            return []
+            return
         self._prompts.popleft()
         live = len(self.rows)
         for place, row in enumerate(group.rows):
             self._swap(live + place, group.first + place)
             if self._drafts_from_cache and row.length:
-                self.caches.entries[live + place] = row.length - 1
+                self.caches.rows[live + place].entries = row.length - 1
         self._set_rows([*self.rows, *group.rows])
         if self._ahead:
             self._ahead.order += [None] * len(group.rows)
-        return group.rows
 
     # -- rows leave ------------------------------------------------------------------------------
 
-    @on_target_device
     def drop(self, rows: Sequence[int]) -> list[int]:
         """Remove the rows with these indices.
 
@@ -350,35 +292,20 @@ class Engine:
             self._ahead.order = [self._ahead.order[row] for row in order]
         return order
 
-    def abandon(self, rows: Sequence[Answer]) -> None:
-        """Stop processing prompts whose rows are not needed any more."""
-        self._abandoned.update(rows)
+    def abandon(self) -> None:
+        """Do not process prompts any further whose rows have all been canceled."""
         self._prompts = deque(
-            group for group in self._prompts if not self._abandoned.issuperset(group.rows)
+            group for group in self._prompts if not all(row.finished for row in group.rows)
         )
-        self._abandoned.intersection_update(row for group in self._prompts for row in group.rows)
 
-    @on_target_device
     def reset(self) -> None:
         """Remove all rows, and forget what the caches hold and how long steps took."""
         self._prompts.clear()
-        self._abandoned.clear()
         self._ahead = None
         self._set_rows([])
-        for row in range(self.caches.rows):
-            self.caches.truncate(row, 0)
+        for row in self.caches.rows:
+            row.truncate(0)
         self.execution.clock = PhaseClock(self.target.device)
-
-    @on_target_device
-    def clear(self, row: int) -> None:
-        """Overwrite all that the caches hold of a row, even NaN, which no mask hides."""
-        self.caches.clear(row)
-
-    @on_target_device
-    def copy_row(self, source: int, target: int) -> None:
-        """Overwrite a row with another."""
-        self._copy_rows([source], [target])
-        self.rows[target].length = self.rows[source].length
 
     def rule_state(self, row: Answer) -> Tensor | None:
         """Return the state of a row's rule after the last step whose tokens have been read."""
@@ -392,7 +319,7 @@ class Engine:
             self._copy_rows([one, other], [other, one])
 
     def _copy_rows(self, source: list[int], target: list[int]) -> None:
-        longest = max(len(self.caches.tokens[row]) for row in (*source, *target))
+        longest = max(len(self.caches.rows[row].tokens) for row in (*source, *target))
         longest = max([longest, *(row.length for row in self.rows)])
         self.caches.copy_rows(source, target, longest + self._nodes + self.width)
         self.draft.copy_rows(source, target)
@@ -406,15 +333,16 @@ class Engine:
         the longest time.
         """
         caches, drafter = self.caches, self.drafter if self._drafts_from_cache else None
-        shared = [caches.shared(row, ids, drafter) for row in range(place, caches.rows)]
+        places = range(place, len(caches.rows))
+        shared = [caches.shared(row, ids, drafter) for row in places]
         best = max(range(len(shared)), key=shared.__getitem__)
         if shared[best] < shared[0] + MIN_REUSED:
             best = 0  # moving a row costs more than processing a few tokens
         self._swap(place, place + best)
-        oldest = min(range(place, caches.rows), key=caches.used.__getitem__)
-        if oldest != place and len(caches.tokens[place]) >= shared[best] + MIN_REUSED:
+        oldest = min(places, key=lambda row: caches.rows[row].used)
+        if oldest != place and len(caches.rows[place].tokens) >= shared[best] + MIN_REUSED:
             self._copy_rows([place], [oldest])
-        caches.truncate(place, shared[best])
+        caches.rows[place].truncate(shared[best])
         caches.touch(place)
         return shared[best]
 
@@ -469,7 +397,6 @@ class Engine:
         order = [place for group in groups for place in group.places]
         return groups, torch.tensor(order, device=device).argsort()
 
-    @on_target_device
     def step(self) -> StepResult:
         """Emit at least one token for each of :attr:`rows`, except for rows that joined during it.
 
@@ -497,23 +424,21 @@ class Engine:
 
     def _read(self, launched: LaunchedStep) -> StepResult:
         """Read a step's tokens, which waits for the device."""
-        packed, width = launched.read(), launched.tokens.shape[1]
-        tokens = [values[2 : 2 + values[0]] for values in packed]
-        origins = [values[2 + width : 2 + width + values[0]] for values in packed]
-        for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+        result = launched.read()
+        for place, (row, new) in enumerate(zip(self.rows, result.tokens, strict=True)):
             if not new:
                 continue
-            self.caches.tokens[place] += [row.root, *new[:-1]]
+            cached = self.caches.rows[place]
+            cached.tokens += [row.root, *new[:-1]]
             if self._drafts_from_cache and len(row.prompt) > 1:
                 # The drafter has not processed the new tokens. After a prompt of one token, a
                 # head's pairs are shifted by one slot.
-                self.caches.entries[place] = row.length
+                cached.entries = row.length
             row.length, row.root = row.length + len(new), new[-1]
             if row.prefix is not None:
                 row.prefix.append(launched.tokens[launched.order[place], : len(new)])
-        self.draft.observe(tokens)
-        faults = [values[1] for values in packed]
-        return StepResult(tokens, origins, faults, launched.read_details(tokens))
+        self.draft.observe(result.tokens)
+        return result
 
     def _count(self, background: BackgroundCompiler, tokens: int, seconds: float) -> None:
         """Count an eager step of a single row toward background compilation."""
@@ -533,10 +458,11 @@ def compile_steps(
     length = min(COMPILED_PROMPT, target.stable_rope_length // 2)
     limit = min(COMPILED_TOKENS, target.stable_rope_length - length)
     options = ExecutionOptions(compiled_rows=1, capture=False)
-    engine = Engine(target, drafter.fresh().attach(target), tree, draw, execution=options)
-    prompt = [token % target.vocab_size for token in range(length)]
-    engine.admit([Answer(Request(prompt, limit, decision))])
-    engine.prefill()
-    emitted = 0
-    while emitted < limit:
-        emitted += len(engine.step().tokens[0])
+    with using_device(target.device):
+        engine = Engine(target, drafter.fresh().attach(target), tree, draw, execution=options)
+        prompt = [token % target.vocab_size for token in range(length)]
+        engine.admit([Answer(Request(prompt, limit, decision))])
+        engine.prefill()
+        emitted = 0
+        while emitted < limit:
+            emitted += len(engine.step().tokens[0])

@@ -38,18 +38,14 @@ MAX_DECISIONS = 16
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps may run.
+    """How steps may run."""
 
-    Attributes:
-        compiled_rows: Number of rows with which steps are compiled, because every other number
-            would take a compilation of its own; 0 for none. On CUDA, other steps compile the
-            divergence.
-        background: Compiles steps with one row when that pays, instead of ``compiled_rows``.
-        capture: On CUDA, capture steps in graphs and replay them where possible.
-    """
-
+    #: Number of rows with which steps are compiled, because every other number would take a
+    #: compilation of its own; 0 for none. On CUDA, other steps compile the divergence.
     compiled_rows: int = 0
+    #: Compiles steps with one row when that pays, instead of ``compiled_rows``.
     background: BackgroundCompiler | None = None
+    #: On CUDA, capture steps in graphs and replay them where possible.
     capture: bool = True
 
 
@@ -67,18 +63,14 @@ class Execution:
         self.overlaps = False  # whether the next step may start before this one has been read
         self._graphs = StepGraphs(target.model)
         self._decisions: list[Decision] = []  # those that graphs were captured for
-        self._compiles = self._captures = False
+        self.compiles = False  # whether the steps of the present rows are compiled
+        self._captures = False
         self._captured = 0
 
     @property
     def has_graphs(self) -> bool:
         """Whether steps have been captured, or will be when they occur again."""
         return len(self._graphs) > 0
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the steps of the present rows are compiled."""
-        return self._compiles
 
     def forget_graphs(self) -> None:
         """Drop all graphs, because the tensors that they read have been replaced."""
@@ -99,7 +91,7 @@ class Execution:
         """Decide how the steps of the rows run."""
         decisions = [group.decision for group in state.groups]
         device = self.target.device
-        self._compiles = len(state.roots) == self.compiled_rows
+        self.compiles = len(state.roots) == self.compiled_rows
         fixed = not state.draft.waits and not any(
             decision.sampler.needs_prefix for decision in decisions
         )
@@ -136,7 +128,7 @@ class Execution:
             if self._captures:
                 self.clock.enter("graph")
                 sizes = len(state.roots), len(keys), 0 if draft_keys is None else len(draft_keys)
-                key = *sizes, self._captured, tree, self._compiles
+                key = *sizes, self._captured, tree, self.compiles
                 output = self._graphs.run(key, step, partial(step, self.clock.enter))
             else:
                 output = step(self.clock.enter)
@@ -151,7 +143,7 @@ class Execution:
         self, part: Callable[..., Any], module: nn.Module | None, static: bool
     ) -> Callable[..., Any]:
         """Return a part of a step as it is, or compiled; see :data:`~.step.Prepare`."""
-        if not (self._compiles and static):
+        if not (self.compiles and static):
             return part
         version = compiled(part, module, trace=self.background is None)
 
@@ -164,16 +156,27 @@ class Execution:
         return run
 
 
-class LaunchedStep:
-    """A step that the device has been told to take.
+@dataclass
+class StepResult:
+    """The tokens that a step emitted for each row, on the host.
 
-    :attr:`order` is the row of its tensors for each row that is being decoded now; None for rows
-    that have joined since.
+    There is at least one, except for a row that joined during the step. ``faults`` says whose
+    logits are broken, see :meth:`~eagle_fsd.model.verify.VerificationInputs.row_faults`.
     """
+
+    tokens: list[list[int]]
+    origins: list[list[int]]
+    faults: list[int]
+    details: list[list[TokenDetail] | None] | None
+
+
+class LaunchedStep:
+    """A step that the device has been told to take."""
 
     def __init__(self, output: StepOutput) -> None:
         packed = output.packed
-        self.tokens, self.details = output.tokens, output.details
+        self.tokens, self._details = output.tokens, output.details
+        # The row of its tensors for each row that is being decoded now; None if it joined since.
         self.order: list[int | None] = list(range(len(packed)))
         self._packed, self._copied = packed, None
         if packed.is_cuda:  # the next step may overwrite the tensors
@@ -182,19 +185,24 @@ class LaunchedStep:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(packed.device))
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> StepResult:
         """Wait for the step, and return what it emitted for every row."""
         if self._copied is not None:
             self._copied.synchronize()
-        packed = self._packed.tolist()
-        return [[0, 0] if row is None else packed[row] for row in self.order]
+        packed, width = self._packed.tolist(), self.tokens.shape[1]
+        rows = [[0, 0] if row is None else packed[row] for row in self.order]
+        tokens = [values[2 : 2 + values[0]] for values in rows]
+        return StepResult(
+            tokens=tokens,
+            origins=[values[2 + width : 2 + width + values[0]] for values in rows],
+            faults=[values[1] for values in rows],
+            details=self._read_details(tokens) if self._details else None,
+        )
 
-    def read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None] | None:
-        """Return the details of every row's tokens; None if no row asks for them."""
-        if not self.details:
-            return None
+    def _read_details(self, tokens: list[list[int]]) -> list[list[TokenDetail] | None]:
+        """Return the details of every row's tokens; None for rows that do not ask for them."""
         found: dict[int | None, tuple[list[list[float]], list[list[int]]]] = {}
-        for places, values, alternatives in self.details:
+        for places, values, alternatives in self._details:
             own = zip(values.tolist(), alternatives.tolist(), strict=True)
             found.update(zip(places, own, strict=True))
         return [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +16,10 @@ from eagle_fsd.model.batch import Batch, EngineOptions, StreamChunk
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import Answer, Request
 from eagle_fsd.model.stats import DecodeStats
+from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.verify import Origin
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,6 +37,26 @@ class GenerateOutput:
     stats: DecodeStats
 
 
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt of :meth:`EagleFSD.generate_many`.
+
+    Attributes:
+        index: Index of the prompt.
+        tokens: The new tokens.
+        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
+        stats: Statistics; their seconds are those during which the answer was decoded, together
+            with others.
+        details: The details of each token; empty unless requested.
+    """
+
+    index: int
+    tokens: list[int]
+    origins: list[int]
+    stats: DecodeStats
+    details: list[TokenDetail]
+
+
 class Generation:
     """A call in progress, returned by :meth:`EagleFSD.stream`.
 
@@ -46,10 +71,7 @@ class Generation:
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        requests: Sequence[Request],
-        pad_token_id: int,
+        self, options: EngineOptions, requests: Sequence[Request], pad_token_id: int
     ) -> None:
         self._pad_token_id = pad_token_id
         batch = Batch(options, len(requests))
@@ -79,8 +101,7 @@ class Generation:
     def finish(self, streamer: BaseStreamer | None = None) -> GenerateOutput:
         """Decode until every row has ended, and return everything emitted.
 
-        Args:
-            streamer: A Hugging Face streamer that receives the tokens of each step.
+        A Hugging Face ``streamer`` receives the tokens of each step.
         """
         for chunk in self:
             if streamer is not None:
@@ -119,3 +140,37 @@ def _decode(
                 if answer.error is not None:
                     raise answer.error
                 yield chunk
+
+
+def decode_many(batch: Batch, requests: Iterator[Request]) -> Iterator[Completion]:
+    """Decode requests, which are read as far as there are free rows, and close the batch.
+
+    The first error of an answer is raised when all others have been yielded.
+    """
+    source = enumerate(requests)
+    running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
+    error: Exception | None = None
+    with closing(batch):
+        while True:
+            for index, request in islice(source, batch.free):
+                running[batch.add(request)] = index, []
+            if not len(batch):
+                break
+            for answer, chunk in batch.step():
+                running[answer][1].extend(chunk.details or [])
+                if not chunk.finished:
+                    continue
+                index, details = running.pop(answer)
+                if answer.error is None:
+                    yield Completion(
+                        index=index,
+                        tokens=answer.tokens,
+                        origins=answer.origins,
+                        stats=answer.stats,
+                        details=details,
+                    )
+                else:
+                    log.warning("prompt %d failed: %s", index, answer.error)
+                    error = error or answer.error
+    if error is not None:
+        raise error

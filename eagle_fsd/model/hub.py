@@ -24,10 +24,9 @@ def find_file(name: str | Path, file: str, token: str | None = None) -> str | No
     that the cache does not have counts as missing if the cache has the repository's
     ``config.json``.
 
-    Raises:
-        OSError: There is no such repository, it is not accessible, or the Hub cannot be reached and
-            the repository is not in the local cache. In the last case, nothing is retried.
-        ValueError: ``name`` is neither a folder nor a valid Hub name.
+    Raises ``OSError`` if there is no such repository, it is not accessible, or the Hub cannot be
+    reached and the repository is not in the local cache (nothing is retried then), and
+    ``ValueError`` if ``name`` is neither a folder nor a valid Hub name.
     """
     if Path(name).is_dir():
         path = Path(name) / file

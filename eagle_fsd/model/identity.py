@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle_fsd.model.config import ModelIdentity
+from eagle_fsd.model.config import ModelIdentity, Settings
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.weights import plain_tensors, read_tensors, tensor_files
+
+log = logging.getLogger(__name__)
 
 #: Key of an exported head's ``config.json`` with the original's fingerprint in each data type.
 EXPORTED_KEY = "eagle_fsd_fingerprints"
@@ -34,6 +37,34 @@ def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dt
     """
     same_type = recorded.dtype == str(dtype).removeprefix("torch.")
     return same_type and recorded.fingerprint != fingerprint(model)
+
+
+def warn_of_other_models(
+    settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
+) -> None:
+    """Log a warning for each model or data type that settings were not calibrated for."""
+    advice = "run eagle-fsd calibrate, or pass --threshold 0"
+    for kind, recorded, model in (
+        ("target", settings.target, target),
+        ("drafter", settings.drafter, drafter),
+    ):
+        if recorded is not None and differs(recorded, model, dtype):
+            log.warning(
+                "the settings were calibrated for another %s (%s): no bound on the loss holds"
+                " for this one; %s",
+                kind,
+                recorded.name,
+                advice,
+            )
+    own, calibrated = str(dtype).removeprefix("torch."), settings.target
+    if not settings.lossless and calibrated is not None and calibrated.dtype != own:
+        log.warning(
+            "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
+            " holds; %s",
+            calibrated.dtype,
+            own,
+            advice,
+        )
 
 
 def fingerprint(model: nn.Module | Drafter) -> str:

@@ -64,26 +64,16 @@ def load_target(
 ) -> PreTrainedModel:
     """Load a causal language model with Hugging Face's ``from_pretrained``.
 
-    A checkpoint with quantized weights needs no option: its configuration says how to load it.
+    ``name`` is a folder, a Hub name or a GGUF file, see :func:`~eagle_fsd.model.gguf.locate_model`,
+    and ``dtype`` a torch dtype or a key of :data:`DTYPES`, by default float32 on a CPU, else the
+    checkpoint's own. ``device_map`` is the GPU by default if there is one. ``role`` is what error
+    messages call the model. ``quantize`` is a type for the weights of the layers, see
+    :func:`quantization_config`; a checkpoint with quantized weights needs no option. ``tp_plan``
+    splits every layer over the processes that ``torchrun`` started, which must then make the same
+    calls: ``"auto"`` for the plan of the model's architecture, or rules that override it.
 
-    Args:
-        name: A folder, a Hub name or a GGUF file, see :func:`~eagle_fsd.model.gguf.locate_model`.
-        dtype: A torch dtype or a key of :data:`DTYPES`. Default: float32 on a CPU, else the
-            checkpoint's own.
-        device_map: As in Hugging Face. Default: the GPU if there is one, else the CPU.
-        role: What error messages call the model.
-        quantize: Type to quantize the weights of the layers to, see :func:`quantization_config`;
-            ``dtype`` is that of the other weights and of all activations. Default: none.
-        tp_plan: Split every layer over the processes that ``torchrun`` started, one device each:
-            ``"auto"`` for the plan of the model's architecture, or rules that override it. All
-            processes then decode the same calls in step. Default: load the whole model.
-        **options: Passed to ``AutoModelForCausalLM.from_pretrained``.
-
-    Raises:
-        LoadError: The files are missing or damaged, or the weights cannot be quantized or split.
-        ValueError: The dtype, the device or the type of quantization does not exist, its package is
-            not installed, or options exclude each other.
-        TypeError: An option does not exist.
+    Raises :class:`LoadError` if files are missing or damaged, or the weights cannot be quantized or
+    split, ``ValueError`` for invalid options, and ``TypeError`` for unknown ones.
     """
     if tp_plan is not None and device_map is not None:
         raise ValueError("tp_plan and device_map exclude each other: every process has one device")
@@ -154,11 +144,8 @@ def load_embeddings(
 
     The other weights stay on the meta device: they are not read and, from the Hub, not downloaded.
     Such a model cannot decode. A device map that spreads a model stands for the default device.
-
-    Raises:
-        LoadError: The files are missing or damaged, or do not hold the two as plain tensors (with
-            an adapter, or if they are quantized).
-        ValueError: The dtype or the device does not exist.
+    Raises :class:`LoadError` if the two are not in the files as plain tensors (with an adapter, or
+    if they are quantized).
     """
     dtype, device = _check_placement(name, dtype, None if device in SPREAD else device)
     try:
@@ -251,11 +238,10 @@ def load_tokenizer(name: str | Path, token: str | None = None) -> Tokenizer:
 def _check_placement(
     name: str | Path, dtype: str | torch.dtype | None, device_map: Any, role: str = "target"
 ) -> tuple[str | torch.dtype, Any]:
-    """Return dtype and device map, with their defaults.
+    """Return dtype and device map, with their defaults, if both exist.
 
-    Raises:
-        LoadError: ``name`` is an absolute path, and not that of a folder or a GGUF file.
-        ValueError: The dtype or the device does not exist.
+    Raises :class:`LoadError` if ``name`` is an absolute path, and not that of a folder or a GGUF
+    file.
     """
     if isinstance(dtype, str):
         if dtype not in DTYPES:

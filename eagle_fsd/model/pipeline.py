@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,6 @@ from eagle_fsd.model import custom_generate as hugging_face
 from eagle_fsd.model.arguments import (
     MAX_BATCH,
     CallOptions,
-    end_tokens,
     limit_new_tokens,
     model_end_tokens,
     prompt_tensor,
@@ -31,7 +29,7 @@ from eagle_fsd.model.arguments import (
 from eagle_fsd.model.batch import Batch, EngineOptions, EnginePool
 from eagle_fsd.model.beam_search import BeamSearchOutput, beam_search
 from eagle_fsd.model.checkpoint import drafter_file
-from eagle_fsd.model.compilation import BackgroundCompiler, forget_compiled
+from eagle_fsd.model.compilation import BackgroundCompiler, forget_compiled, using_device
 from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
@@ -43,12 +41,11 @@ from eagle_fsd.model.config import (
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
 from eagle_fsd.model.drafters.loading import WITHOUT_FILES, load_drafter
 from eagle_fsd.model.execution import ExecutionOptions
-from eagle_fsd.model.generation import GenerateOutput, Generation
-from eagle_fsd.model.identity import differs
+from eagle_fsd.model.generation import Completion, GenerateOutput, Generation, decode_many
+from eagle_fsd.model.identity import warn_of_other_models
 from eagle_fsd.model.loading import load_target, load_tokenizer
 from eagle_fsd.model.prefix_cache import PrefixCache
 from eagle_fsd.model.request import (
-    Answer,
     DecodeOptions,
     Prompt,
     PromptDecodeOptions,
@@ -56,8 +53,6 @@ from eagle_fsd.model.request import (
     override,
     read_options,
 )
-from eagle_fsd.model.stats import DecodeStats
-from eagle_fsd.model.step import TokenDetail
 from eagle_fsd.model.target import Target
 from eagle_fsd.model.wrappers import unwrap_model
 
@@ -65,26 +60,6 @@ log = logging.getLogger(__name__)
 
 #: Values of ``method``: draft trees, or plain autoregressive decoding.
 METHODS = ("fsd", "ar")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt of :meth:`EagleFSD.generate_many`.
-
-    Attributes:
-        index: Index of the prompt.
-        tokens: The new tokens.
-        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
-        stats: Statistics; their seconds are those during which the answer was decoded, together
-            with others.
-        details: The details of each token; empty unless requested.
-    """
-
-    index: int
-    tokens: list[int]
-    origins: list[int]
-    stats: DecodeStats
-    details: list[TokenDetail]
 
 
 class EagleFSD:
@@ -247,11 +222,6 @@ class EagleFSD:
 
     @tree.setter
     def tree(self, tree: TreeConfig) -> None:
-        """Set the trees of all calls.
-
-        Args:
-            tree: Shape of the draft tree.
-        """
         self._tree = self.exact_tree = tree
         self.batch_trees: dict[int, TreeConfig] = {}
 
@@ -262,26 +232,15 @@ class EagleFSD:
 
     @compile.setter
     def compile(self, compile: bool | Literal["auto"]) -> None:
-        """Set whether passes are compiled.
-
-        Args:
-            compile: True, False or ``"auto"``.
-
-        Raises:
-            ValueError: Another value.
-        """
         if not (isinstance(compile, bool) or compile == "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; got {compile!r}")
         self._compile = compile
 
     def configure(self, settings: Settings) -> None:
-        """Override the tree and acceptance options that a file sets.
+        """Override the tree and acceptance options that ``settings``, an ``fsd.json`` file, sets.
 
         Logs a warning if the file was written for another target, drafter or data type, whose
         settings may lose more accuracy here.
-
-        Args:
-            settings: The contents of an ``fsd.json`` file.
         """
         if settings.tree:
             self.tree = self.tree.updated(**settings.tree)
@@ -289,32 +248,10 @@ class EagleFSD:
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
         self.acceptance = self.acceptance.updated(**settings.acceptance)
-        recorded = {"target": settings.target, "drafter": settings.drafter}
-        for kind, module in (("target", self.model), ("drafter", self.drafter)):
-            identity = recorded[kind]
-            if identity is not None and differs(identity, module, self.target.dtype):
-                log.warning(
-                    "the settings were calibrated for another %s (%s): no bound on the loss holds"
-                    " for this one; run eagle-fsd calibrate, or pass --threshold 0",
-                    kind,
-                    identity.name,
-                )
-        dtype = str(self.target.dtype).removeprefix("torch.")
-        calibrated = None if settings.lossless else settings.target
-        if calibrated is not None and calibrated.dtype != dtype:
-            log.warning(
-                "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
-                " holds; run eagle-fsd calibrate, or pass --threshold 0",
-                calibrated.dtype,
-                dtype,
-            )
+        warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
-        """Return the draft tree of calls with given acceptance options.
-
-        Args:
-            acceptance: The acceptance options.
-        """
+        """Return the draft tree of calls with the options ``acceptance``."""
         return self.exact_tree if acceptance.lossless else self.tree
 
     @cached_property
@@ -407,21 +344,11 @@ class EagleFSD:
         max_new_tokens: int = 256,
         **options: Unpack[DecodeOptions],
     ) -> Generation:
-        """Decode step by step.
-
-        Args:
-            input_ids: See :meth:`generate`.
-            attention_mask: See :meth:`generate`.
-            max_new_tokens: See :meth:`generate`.
-            **options: See :meth:`generate`.
+        """Decode step by step; see :meth:`generate` for arguments and errors.
 
         Returns:
             An iterable of one :class:`StreamChunk` per row and step. Nothing is decoded until it is
             iterated.
-
-        Raises:
-            ValueError: See :meth:`generate`.
-            FloatingPointError: While iterating; see :meth:`generate`.
         """
         return self._prepare(input_ids, attention_mask, max_new_tokens, **options)
 
@@ -465,33 +392,16 @@ class EagleFSD:
         max_batch = CallOptions.from_dict({"max_batch": max_batch}).max_batch
         if not isinstance(prompts, Iterable) or isinstance(prompts, str):
             raise ValueError(f"prompts must be several prompts; got {prompts!r}")
-        source = enumerate(prompts)
-        running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
-        error: Exception | None = None
-        with closing(self.batch(max_batch, compiled_rows=max_batch)) as batch:
-            while True:
-                for index, prompt in itertools.islice(source, batch.free):
-                    if not isinstance(prompt, Prompt):
-                        prompt = Prompt(prompt)
-                    given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
-                    row = 0 if "seed" in prompt.options else index
-                    answer = batch.add(self._request(prompt.ids, row=row, **given))
-                    running[answer] = index, []
-                if not len(batch):
-                    break
-                for answer, chunk in batch.step():
-                    running[answer][1].extend(chunk.details or [])
-                    if not chunk.finished:
-                        continue
-                    index, details = running.pop(answer)
-                    if answer.error is not None:
-                        log.warning("prompt %d failed: %s", index, answer.error)
-                        error = error or answer.error
-                        continue
-                    stats = answer.stats
-                    yield Completion(index, answer.tokens, answer.origins, stats, details)
-        if error is not None:
-            raise error
+
+        def requests() -> Iterator[Request]:
+            for index, prompt in enumerate(prompts):
+                if not isinstance(prompt, Prompt):
+                    prompt = Prompt(prompt)
+                given: Any = {"max_new_tokens": max_new_tokens, **options, **prompt.options}
+                row = 0 if "seed" in prompt.options else index
+                yield self._request(prompt.ids, row=row, **given)
+
+        return decode_many(self.batch(max_batch, compiled_rows=max_batch), requests())
 
     def request(
         self,
@@ -499,15 +409,10 @@ class EagleFSD:
         max_new_tokens: int = 256,
         **options: Unpack[DecodeOptions],
     ) -> Request:
-        """Validate a prompt for a :class:`~eagle_fsd.model.generation.Batch`.
+        """Validate the token ids ``[S]`` of a prompt for a :class:`Batch`.
 
-        Args:
-            ids: ``[S]`` token ids.
-            max_new_tokens: See :meth:`generate`.
-            **options: See :meth:`generate`; without ``prefix_cache`` and ``pad_token_id``.
-
-        Raises:
-            ValueError: See :meth:`generate`.
+        See :meth:`generate` for the options, which are the same but for ``prefix_cache`` and
+        ``pad_token_id``.
         """
         return self._request(ids, max_new_tokens=max_new_tokens, **options)
 
@@ -518,7 +423,7 @@ class EagleFSD:
 
         Args:
             max_rows: Maximum number of requests that are decoded at once.
-            max_length: See :class:`~eagle_fsd.model.generation.Batch`.
+            max_length: See :class:`Batch`.
             compiled_rows: Number of requests with which steps are compiled if :attr:`compile` is
                 True; any other number would take a compilation of its own.
 
@@ -589,31 +494,19 @@ class EagleFSD:
             }
         )
         self._check_method(method)
-        target, defaults = self.target, self.model.generation_config
-        limits = CallOptions.from_dict(
-            {"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
-        )
-        eos = self.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id)
-        if num_beams + len(set(eos)) > target.vocab_size:
-            raise ValueError(
-                "num_beams and the end-of-sequence tokens must be at most as many as the"
-                f" {target.vocab_size} tokens of the vocabulary; got {num_beams} and {len(eos)}"
+        drafter = self.drafter if method == "fsd" else NoDrafter()
+        with using_device(self.target.device):
+            return beam_search(
+                self.target,
+                drafter,
+                self.exact_tree,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
+                config=config,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
             )
-        pad = defaults.pad_token_id if pad_token_id is None else limits.pad_token_id
-        prompts = read_prompts(input_ids, attention_mask, target, None if pad in eos else pad)
-        rooms = limit_new_tokens(target, list(map(len, prompts)), limits.max_new_tokens)
-        return beam_search(
-            target,
-            self.drafter if method == "fsd" else NoDrafter(),
-            [
-                Request(prompt, limit, tree=self.exact_tree)
-                for prompt, limit in zip(prompts, rooms, strict=True)
-            ],
-            input_ids=input_ids,
-            config=config,
-            eos=frozenset(eos),
-            pad_token_id=pad or next(iter(eos), 0),
-        )
 
     custom_generate = hugging_face.custom_generate
 

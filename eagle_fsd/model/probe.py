@@ -16,10 +16,8 @@ from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
 class ProbeRecord:
     """The ``K`` expanded nodes with children that exact verification reached in one step.
 
-    Attributes:
-        depths: ``[K]`` edges from the root.
-        drafted: ``[K]`` bool, whether the target's sample is among the node's children.
-        divergences: ``[K]`` values by name of the divergence.
+    ``depths`` are ``[K]`` edges from the root, ``drafted`` is ``[K]`` bool, whether the target's
+    sample is among the node's children, and ``divergences`` are ``[K]`` values by name.
     """
 
     depths: Tensor

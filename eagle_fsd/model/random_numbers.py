@@ -43,9 +43,8 @@ class Purpose(IntEnum):
 class RandomNumbers:
     """The random numbers of one step.
 
-    Attributes:
-        keys: ``[B]`` int64 hashes of the seed and of the answer's tokens before the root.
-        positions: ``[B]`` position of the root.
+    ``keys`` ``[B]`` are int64 hashes of the seed and of the answer's tokens before the root, which
+    is at ``positions`` ``[B]``.
     """
 
     keys: Tensor

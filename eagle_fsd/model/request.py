@@ -150,33 +150,20 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt, and how it is to be continued."""
 
-    Attributes:
-        tokens: Token ids of the prompt, without padding.
-        max_new_tokens: Number of tokens after which the answer ends.
-        decision: How tokens are decided.
-        key: Key of the random numbers, see :mod:`~eagle_fsd.model.random_numbers`.
-        tree: Shape of the draft trees.
-        drafted: Whether trees are drafted; otherwise decoding is plain.
-        varies: Whether the shape of the trees may follow the number of rows.
-        draws: Whether the trees are chains that are sampled.
-        ids: ``[P]`` the prompt as the caller passed it, padding included.
-        row: Index of the prompt in its call.
-        rows: Number of prompts in the call.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # of the prompt, without padding
     max_new_tokens: int
     decision: Decision = field(default_factory=Decision.of)
-    key: int = 0
+    key: int = 0  # of the random numbers, see `random_numbers`
     tree: TreeConfig = field(default_factory=TreeConfig)
-    drafted: bool = True
-    varies: bool = False
-    draws: bool = False
+    drafted: bool = True  # otherwise decoding is plain
+    varies: bool = False  # whether the shape of the trees may follow the number of rows
+    draws: bool = False  # whether the trees are chains that are sampled
     eos_token_ids: list[int] = field(default_factory=list)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     pad_token_id: int | None = None
+    # The prompt [P] as the caller passed it, padding included: number `row` of `rows` in its call.
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     row: int = 0
     rows: int = 1
@@ -209,53 +196,25 @@ def read_options(
     default: AcceptanceConfig,
     max_new_tokens: int,
     offset: int = 0,
-    *,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    sampling: SamplingConfig | Mapping[str, Any] | None = None,
-    threshold: float | None = None,
-    min_ratio: float | None = None,
-    divergence: str | None = None,
-    acceptance: AcceptanceConfig | Mapping[str, Any] | None = None,
-    method: str = "fsd",
-    rule: AcceptanceRule | str | None = None,
-    eos_token_id: int | Sequence[int] | Set[int] | None = None,
-    pad_token_id: int | None = None,
-    stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
-    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
-    logits_warper: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
-    prefix_cache: PrefixCache | None = None,
-    details: int | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> Request:
     """Validate the options of :meth:`EagleFSD.generate`, for a request that has no prompt yet.
 
     Its key is the seed; if sampling has none, a number drawn from torch's generator plus
     ``offset``.
     """
+    given: dict[str, Any] = {**dict.fromkeys(DecodeOptions.__annotations__), **options}
+    if unknown := given.keys() - DecodeOptions.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    prefix_cache, rule = given["prefix_cache"], given["rule"]
     if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache):
         raise ValueError(f"prefix_cache must be a PrefixCache; got {prefix_cache!r}")
-    sampling = override(
-        SamplingConfig(),
-        "sampling",
-        sampling,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-    )
-    acceptance = override(
-        default,
-        "acceptance",
-        acceptance,
-        threshold=threshold,
-        min_ratio=min_ratio,
-        divergence=divergence,
-        rule=rule if isinstance(rule, str) and acceptance is None else None,
-    )
+    fields = {name: given[name] for name in SamplingConfig.model_fields}
+    sampling = override(SamplingConfig(), "sampling", given["sampling"], **fields)
+    fields = {name: given[name] for name in ("threshold", "min_ratio", "divergence")}
+    if isinstance(rule, str) and given["acceptance"] is None:
+        fields["rule"] = rule
+    acceptance = override(default, "acceptance", given["acceptance"], **fields)
     if isinstance(rule, str):
         acceptance, rule = acceptance.updated(rule=rule), None
     elif rule is not None and not isinstance(rule, AcceptanceRule):
@@ -266,14 +225,20 @@ def read_options(
             f" got {sampling.top_k}"
         )
     limits = CallOptions.from_dict(
-        {"max_new_tokens": max_new_tokens, "details": details, "pad_token_id": pad_token_id}
+        {
+            "max_new_tokens": max_new_tokens,
+            "details": given["details"],
+            "pad_token_id": given["pad_token_id"],
+        }
     )
-    warpers = None if logits_warper is None else as_list("logits_warper", logits_warper)
+    warpers = given["logits_warper"]
+    if warpers is not None:
+        warpers = as_list("logits_warper", warpers)
     decision = Decision.of(
         sampling=sampling,
         acceptance=acceptance,
         rule=rule,
-        processors=as_list("logits_processor", logits_processor),
+        processors=as_list("logits_processor", given["logits_processor"]),
         warpers=warpers,
         details=limits.details,
     )
@@ -281,18 +246,17 @@ def read_options(
     key = sampling.seed
     if key is None and sampling.temperature > 0.0:
         key = target.agree(int(torch.randint(2**62, ()))) + offset
-    if eos_token_id is None:
-        eos_token_id = model_end_tokens(target.model)
+    ends = given["eos_token_id"]
     return Request(
         tokens=[],
         max_new_tokens=limits.max_new_tokens,
         decision=decision,
         key=key or 0,
-        drafted=method == "fsd",
+        drafted=options.get("method", "fsd") == "fsd",
         # The tokens of lossless decoding do not depend on the draft trees.
         varies=rule is None and acceptance.lossless,
-        eos_token_ids=end_tokens(eos_token_id),
-        criteria=StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria)),
+        eos_token_ids=model_end_tokens(target.model) if ends is None else end_tokens(ends),
+        criteria=StoppingCriteriaList(as_list("stopping_criteria", given["stopping_criteria"])),
         pad_token_id=limits.pad_token_id,
     )
 
@@ -310,34 +274,22 @@ def override(
 
 
 class Answer:
-    """A request in progress: what has been emitted for it, and where its row in an engine stands.
-
-    Attributes:
-        tokens: The new tokens.
-        origins: The :class:`~eagle_fsd.model.verify.Origin` of each.
-        stats: Statistics; their seconds are those during which the answer was decoded.
-        finished: Whether it has ended or was canceled.
-        error: Why decoding failed, if it did.
-        prompt: The tokens that an engine processes first: the request's, and the new ones that
-            there were when the row was added.
-        length: Number of tokens in the target's cache.
-        root: The last token, which is not in the cache.
-        prefilled: Number of prompt tokens that were processed, without those that were cached.
-        prefix: The row's tokens for processors that read them.
-        rule_state: State of the acceptance rule to resume from; default: fresh.
-    """
+    """A request in progress: what was emitted for it, and where its row in an engine stands."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # the new ones
         self.origins: list[int] = []
-        self.stats = DecodeStats.empty(1)
-        self.finished = False
-        self.error: Exception | None = None
-        self.prompt = request.tokens
-        self.length = self.root = self.prefilled = 0
-        self.prefix: Prefix | None = None
-        self.rule_state: Tensor | None = None
+        self.stats = DecodeStats.empty(1)  # its seconds are those during which it was decoded
+        self.finished = False  # whether it has ended or was canceled
+        self.error: Exception | None = None  # why decoding failed
+        self.prompt = request.tokens  # that of the row: includes new tokens if it was resumed
+        self.length = 0  # tokens in the target's cache
+        self.root = 0  # the last token, which is not in the cache
+        self.began: dict[str, float] = {}  # the engine's seconds by phase when the row was added
+        self.prefilled = 0  # prompt tokens that were processed, without those that were cached
+        self.prefix: Prefix | None = None  # the row's tokens for processors that read them
+        self.rule_state: Tensor | None = None  # to resume from; default: fresh
 
     @property
     def key(self) -> int:
@@ -355,9 +307,13 @@ class Answer:
         self.prompt = [*request.tokens, *self.tokens]
         self.length, self.root, self.prefilled = len(self.prompt) - 1, self.prompt[-1], 0
         if request.decision.sampler.needs_prefix:
-            capacity = request.max_new_tokens + width
-            ends = request.eos_token_ids
-            self.prefix = Prefix(request.ids, capacity, request.row, request.rows, ends)
+            self.prefix = Prefix(
+                request.ids,
+                capacity=request.max_new_tokens + width,
+                row=request.row,
+                rows=request.rows,
+                ends=request.eos_token_ids,
+            )
             new = torch.tensor(self.tokens, dtype=torch.long, device=request.ids.device)
             self.prefix.append(new)
 

@@ -42,13 +42,10 @@ def verify_tokens(
 ) -> Tensor:
     """Choose the target's sample at every node but the last, token by token: ``[B, N - 1]``.
 
-    Args:
-        target: ``[B, N, V]`` distributions after temperature, top-k and top-p.
-        draft: ``[B, M, D]`` distributions that the tokens were sampled from, node ``i``'s in row
-            ``i``; ``M`` is at least ``N - 1``.
-        token_ids: ``[D]`` the target's token for each of the draft's; None if they are the same.
-        drafted: ``[B, N - 1]`` the token sampled at each node, as a token of the target.
-        uniform: ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
+    ``target`` and ``draft`` are the distributions after temperature, top-k and top-p; row ``i`` of
+    the draft's is that of node ``i``. ``token_ids`` ``[D]`` are the target's tokens for the
+    draft's, None if they are the same, ``drafted`` ``[B, N - 1]`` the token sampled at each node,
+    as a token of the target, and ``uniform`` ``[2, B, N]`` float64 random numbers in ``[0, 1)``.
     """
     ratio = _log_ratio(target, draft, token_ids, drafted).exp()
     weight = torch.ones_like(ratio)

@@ -77,12 +77,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    Args:
-        ids: ``[S]`` the prompt as the caller passed it.
-        capacity: Maximum number of tokens added to it.
-        row: Index of the prompt among the ``rows`` of its call.
-        rows: Number of prompts in the call.
-        ends: Tokens that end the row, after which processors are not called.
+    The prompt ``[S]`` is number ``row`` of the ``rows`` of its call, at most ``capacity`` tokens
+    are added to it, and processors are not called after a token in ``ends``.
     """
 
     def __init__(
@@ -111,18 +107,12 @@ class Prefix:
 class Sampler:
     """Compute the processed distributions and the target's sample at every node.
 
-    Args:
-        sampling: Temperature, top-k, top-p and min-p. At temperature 0, the others do not apply,
-            as in Hugging Face.
-        processors: Applied before temperature, in order. Raises ``ValueError`` if one keeps state
-            or combines rows.
-        warpers: Replace those of ``sampling`` at temperatures above 0; they must not read previous
-            tokens.
-        draw_from_draft: Also sample a token from the draft's distribution at every expanded node.
-        warp_draft: Also warp the draft's distributions.
-        draw_uniform: Also draw a uniform random number at every node.
-        block: Verify sampled chains as a block instead of token by token. Only for rules that relax
-            nothing.
+    ``processors`` apply before temperature, in order; ``warpers``, which must not read previous
+    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft`` also samples
+    a token from the draft's distribution at every expanded node, ``warp_draft`` also warps the
+    draft's distributions, and ``draw_uniform`` also draws a uniform random number at every node.
+    ``block`` verifies sampled chains as a block instead of token by token, which is only for rules
+    that relax nothing. Raises ``ValueError`` if a processor keeps state or combines rows.
     """
 
     def __init__(
@@ -205,7 +195,15 @@ class Sampler:
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
         return VerificationInputs(
-            tree, raw, processed, warped, draft, sampled, drawn, uniforms, faults=faults
+            tree=tree,
+            raw=raw,
+            processed=processed,
+            warped=warped,
+            warped_draft=draft,
+            sampled=sampled,
+            drawn=drawn,
+            uniform=uniforms,
+            faults=faults,
         )
 
     def _greedy_inputs(
@@ -219,7 +217,14 @@ class Sampler:
         # round to the same value.
         sampled = arg_max(processed.logits)
         return VerificationInputs(
-            tree, raw, processed, processed, draft, sampled, drawn, faults=faults
+            tree=tree,
+            raw=raw,
+            processed=processed,
+            warped=processed,
+            warped_draft=draft,
+            sampled=sampled,
+            drawn=drawn,
+            faults=faults,
         )
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
@@ -230,12 +235,8 @@ class Sampler:
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
         """Sample from the draft's distributions after temperature, top-k and top-p.
 
-        Args:
-            log_probs: ``[B, D]`` float32 log-probabilities.
-            points: ``[B]`` float64 random numbers in ``[0, 1)``.
-
-        Returns:
-            ``[B]`` indices into the draft's vocabulary.
+        ``log_probs`` are ``[B, D]`` float32, ``points`` ``[B]`` float64 random numbers in ``[0,
+        1)``, and the result is ``[B]`` indices into the draft's vocabulary.
         """
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 

@@ -46,15 +46,10 @@ _lock = threading.Lock()
 
 
 def check_target(target: Target, projected: bool = True) -> None:
-    """Check a target when it is first used; later calls return at once.
+    """Check a target in evaluation mode when it is first used; later calls return at once.
 
-    Args:
-        target: The target, in evaluation mode.
-        projected: Whether a draft head applies the target's output projection.
-
-    Raises:
-        ValueError: The target cannot be decoded in trees, or cannot have a draft head, or parts of
-            it are offloaded.
+    Raises ``ValueError`` if it cannot be decoded in trees, parts of it are offloaded, or, with
+    ``projected``, a draft head cannot apply its output projection.
     """
     name = type(target.model).__name__
     with _lock:
@@ -134,15 +129,10 @@ def _with_short_windows(target: Target) -> Target:
 
 
 def _run_passes(target: Target, groups: int) -> tuple[float, list[Tensor], list[Tensor]]:
-    """Run a tree pass and plain passes over its paths.
+    """Run a tree pass, with queries folded in ``groups``, and plain passes over its paths.
 
-    Args:
-        target: The target.
-        groups: Query heads to fold per key head in the tree pass.
-
-    Returns:
-        The relative error of the logits at the tree's median node, NaN if they are not finite; and
-        for each row the features and the logits of its prompt.
+    Return the relative error of the logits at the tree's median node, NaN if they are not finite,
+    and for each row the features and the logits of its prompt.
     """
     device, generator = target.device, torch.Generator().manual_seed(0)
     size = min(target.vocab_size, target.embed.weight.shape[0])

@@ -22,12 +22,6 @@ class PhaseClock:
 
     On CUDA the boundaries are events in the stream, which :meth:`collect` reads once the device has
     passed them. Elsewhere the boundaries are readings of the host's clock.
-
-    Args:
-        device: Device that decodes.
-
-    Attributes:
-        seconds: Seconds by phase, see :data:`PHASES`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,11 +30,7 @@ class PhaseClock:
         self._marks: list[tuple[str | None, Any]] = []
 
     def enter(self, phase: str | None) -> None:
-        """Begin a phase.
-
-        Args:
-            phase: One of :data:`PHASES`; None stops counting.
-        """
+        """Begin one of :data:`PHASES`; None stops counting."""
         mark: Any
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
@@ -82,20 +72,11 @@ class DecodeStats:
 
     @classmethod
     def empty(cls, rows: int) -> DecodeStats:
-        """Return the statistics of a call that has emitted nothing yet.
-
-        Args:
-            rows: Number of prompts.
-        """
+        """Return the statistics of a call with ``rows`` prompts that has emitted nothing yet."""
         return cls([[] for _ in range(rows)], [Counter() for _ in range(rows)])
 
     def add(self, row: int, origins: Iterable[int]) -> None:
-        """Count the tokens that one target pass emitted for one row.
-
-        Args:
-            row: Index of the prompt.
-            origins: :class:`Origin` of each token.
-        """
+        """Count the tokens that a target pass emitted for ``row``, given their ``origins``."""
         names = [Origin(item).name.lower() for item in origins]
         self.accepted[row].append(len(names))
         self.origins[row].update(names)

@@ -69,29 +69,19 @@ class RowGroup:
 
 @dataclass(eq=False)
 class StepState:
-    """What a step reads and changes: the rows' tensors, caches and acceptance rules.
-
-    Attributes:
-        groups: The rows, by decision.
-        order: ``[B]`` the index of each row among those of all groups; None for a single group.
-        roots: ``[B]`` the last token of each row, which is not in the target's cache.
-        lengths: ``[B]`` tokens in the target's cache.
-        rule_state: ``[B, W]`` the state of the rows' acceptance rules.
-        keys: ``[B]`` keys of the rows' random numbers.
-        folds: Query heads per key head that tree attention folds, see :mod:`.attention`.
-    """
+    """What a step reads and changes: the rows' tensors, caches and acceptance rules."""
 
     target: Target
     drafter: Drafter
     draft: DraftState
     cache: TreeCache
-    groups: list[RowGroup]
-    order: Tensor | None
-    roots: Tensor
-    lengths: Tensor
-    rule_state: Tensor
-    keys: Tensor
-    folds: int
+    groups: list[RowGroup]  # the rows, by decision
+    order: Tensor | None  # [B] index of each row among those of all groups; None for one group
+    roots: Tensor  # [B] last token of each row, which is not in the target's cache
+    lengths: Tensor  # [B] tokens in the target's cache
+    rule_state: Tensor  # [B, W] state of the rows' acceptance rules
+    keys: Tensor  # [B] keys of the rows' random numbers
+    folds: int  # query heads per key head that tree attention folds, see `attention`
 
     @property
     def verifies_on_device(self) -> bool:
@@ -105,8 +95,11 @@ GroupDetails = tuple[list[int], Tensor, Tensor]
 
 @dataclass
 class StepOutput:
-    """``packed`` ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins; ``[B, A]``
-    tokens; and the details of each group that asks for them."""
+    """The emitted tokens of a step, on the device.
+
+    ``packed`` is ``[B, 2 + 2 A]``: count, whose logits are broken, tokens and origins; ``tokens``
+    is ``[B, A]``; ``details`` are those of each group that asks for them.
+    """
 
     packed: Tensor
     tokens: Tensor
@@ -125,7 +118,7 @@ def decoding_step(
     enter: EnterPhase = ignore_phase,
 ) -> StepOutput:
     """Take a step; ``draft_keys`` and ``keys`` are the visible slots of both caches."""
-    tree, scored = draft_and_score(state, draft_keys, keys, prepare, enter)
+    tree, scored = draft_and_score(state, draft_keys, keys, prepare=prepare, enter=enter)
     enter("verify")
     conclude = prepare(verify_and_commit, state.target.model, state.verifies_on_device)
     return conclude(state, tree, scored, enter)

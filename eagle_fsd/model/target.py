@@ -56,14 +56,10 @@ class Target:
     """Uniform interface to causal language models of any architecture.
 
     If the model is spread over several devices, tensors passed to and returned by this class are on
-    :attr:`device`, the device of the output projection, as are the draft head and the tree.
-    ``stable_rope_length`` is the sequence length up to which attention does not depend on the
-    length of the sequence.
-
-    Raises:
-        ValueError: The model has no output projection or no limit of its context length, its
-            attention implementation accepts no tree mask, or it has layers other than full,
-            sliding-window and chunked attention.
+    :attr:`device`, the device of the output projection, as are the draft head and the tree. Raises
+    ``ValueError`` for a model without output projection or limit of its context, with an attention
+    implementation that accepts no tree mask, or with layers other than full, sliding-window and
+    chunked attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -101,6 +97,7 @@ class Target:
         self._logit_scale = getattr(self.config, "logit_scale", None)
         self._logit_divisor = getattr(self.config, "logits_scaling", None)
         self._soft_cap = getattr(self.config, "final_logit_softcapping", None)
+        #: Sequence length up to which attention does not depend on the length of the sequence.
         self.stable_rope_length = self._stable_length()
         #: What the caches of this model allocated.
         self.layout = _layouts.setdefault(model, Layout())
@@ -230,7 +227,9 @@ class Target:
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + first  # [1 or B, S]
         mask = additive_mask(keys <= positions[:, :, None], self.dtype)
         cache.place(positions.expand_as(ids), keys)
-        return self.encode(ids, positions, mask, keys[None, None], cache, states)
+        return self.encode(
+            ids, positions, mask=mask, keys=keys[None, None], cache=cache, states=states
+        )
 
     def encode(
         self,

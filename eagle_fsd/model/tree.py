@@ -107,12 +107,9 @@ class TreeBuilder:
     candidate, where the root is expanded candidate 0. The resulting index tables are the same at
     every step, so one builder serves a whole call.
 
-    Args:
-        config: The tree's shape; ``top_k`` is limited to the vocabulary.
-        vocab_size: ``D``.
-        device: Device of the index tables.
-        token_ids: ``[D]`` the target's token for each of the draft's; default: the same.
-        draw: Samples the children of a tree with ``top_k = 1``; default: the most likely tokens.
+    ``top_k`` is limited to the vocabulary of ``D`` tokens, ``token_ids`` ``[D]`` are the target's
+    tokens for the draft's (default: the same), and ``draw`` samples the children of a tree with
+    ``top_k = 1``.
     """
 
     def __init__(

@@ -88,10 +88,9 @@ class VerificationInputs:
     def row_faults(self, kept: Verification) -> Tensor:
         """Find the rows for which no token can be chosen, because logits are NaN or infinite.
 
-        Returns:
-            ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are broken,
-            ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,
-            returned at the end of the kept path. Tokens below such a node are never accepted.
+        The result is ``[B]`` int64: 0 for none, :data:`TARGET_FAULT` if the target's own logits are
+        broken, ``TARGET_FAULT + i`` if those that its ``i``-th processor or warper, counted from 1,
+        returned at the end of the kept path. Tokens below such a node are never accepted.
         """
         if self.faults is None:
             return (self.raw.log_total + self.warped.log_total).isnan().any(1).long()
@@ -123,16 +122,12 @@ class VerificationInputs:
         return self.warped.log_prob(nodes, tokens) > -torch.inf
 
     def pairs(self, nodes: Tensor, warped: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over both models' distributions at nodes, a few nodes at a time.
+        """Iterate over both models' distributions at nodes ``[B, Q]``, a few nodes at a time.
 
-        Args:
-            nodes: ``[B, Q]`` node indices.
-            warped: Take the distributions after temperature, top-k and top-p. Raises ``ValueError``
-                if there are none of the draft.
-
-        Yields:
-            ``[R, V]`` and ``[R, D]`` log-probabilities of the target and of the draft at the next
-            of the flattened nodes. Where a node was not expanded, the draft's are another node's.
+        Yields ``[R, V]`` and ``[R, D]`` log-probabilities of the target and of the draft at the
+        next of the flattened nodes. Where a node was not expanded, the draft's are another node's.
+        ``warped`` takes the distributions after temperature, top-k and top-p, and raises
+        ``ValueError`` if there are none of the draft.
         """
         tree, draft = self.tree, self.warped_draft
         if warped and draft is None:
@@ -199,25 +194,16 @@ class AcceptanceRule:
         return 0
 
     def start(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Return the state before the first step; by default zeros.
+        """Return the state before the first step, ``[B, W]`` float32; by default zeros.
 
-        Args:
-            prompts: ``[S]`` token ids of each row.
-
-        Returns:
-            ``[B, W]`` float32 on the device of the prompts.
+        ``prompts`` are ``[S]`` token ids of each row, on the device of the state.
         """
         return torch.zeros(len(prompts), self.state_size, device=prompts[0].device)
 
     def advance(self, inputs: VerificationInputs, kept: Verification) -> Tensor:
-        """Return the state after a step; by default unchanged.
+        """Return the ``[B, W]`` state after a step; by default unchanged.
 
-        Args:
-            inputs: The inputs of the step.
-            kept: The result of the step.
-
-        Returns:
-            ``[B, W]`` float32.
+        ``inputs`` and ``kept`` are the inputs and the result of the step.
         """
         assert inputs.state is not None
         return inputs.state
@@ -225,48 +211,32 @@ class AcceptanceRule:
     def choose(self, inputs: VerificationInputs) -> Tensor:
         """Choose the token that is exact below each node and ends a path there; by default ``s``.
 
-        Args:
-            inputs: The tree and both models' distributions on it.
-
-        Returns:
-            ``[B, N]`` token ids.
+        ``inputs`` are the tree and both models' distributions on it, the result is ``[B, N]`` token
+        ids.
         """
         return inputs.sampled
 
     def gate(self, inputs: VerificationInputs) -> Tensor:
-        """Select the nodes below which tokens may be relaxed; by default all.
+        """Select the nodes below which tokens may be relaxed: ``[B, N]`` bool; by default all.
 
-        Args:
-            inputs: The tree and both models' distributions on it.
-
-        Returns:
-            ``[B, N]`` bool.
+        ``inputs`` are the tree and both models' distributions on it.
         """
         return torch.ones_like(inputs.tree.tokens, dtype=torch.bool)
 
     def admits(self, inputs: VerificationInputs, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Select the tokens that may follow nodes whose gate is open; by default all.
+        """Select the tokens that may follow open nodes: ``[B, Q]`` bool; by default all.
 
-        Args:
-            inputs: The tree and both models' distributions on it.
-            nodes: ``[B, Q]`` node indices.
-            tokens: ``[B, Q]`` token ids.
-
-        Returns:
-            ``[B, Q]`` bool.
+        ``inputs`` are those of :meth:`gate`, ``nodes`` and ``tokens`` ``[B, Q]`` node indices and
+        token ids.
         """
         return torch.ones_like(nodes, dtype=torch.bool)
 
     def settle(self, inputs: VerificationInputs, exact: Tensor, accepted: Tensor) -> Tensor:
         """Revoke accepted edges, given the whole tree; by default none.
 
-        Args:
-            inputs: The tree and both models' distributions on it.
-            exact: ``[B, N]`` bool, the nodes whose incoming edge is exact.
-            accepted: ``[B, N]`` bool, the nodes whose incoming edge is accepted so far.
-
-        Returns:
-            ``[B, N]`` bool, a subset of ``accepted``.
+        ``inputs`` are those of :meth:`gate`. ``exact`` and ``accepted`` are ``[B, N]`` bool: the
+        nodes whose incoming edge is exact, and those whose edge is accepted so far, of which the
+        result is a subset.
         """
         return accepted
 
@@ -378,7 +348,7 @@ def verify(
     origins = torch.where(own, int(Origin.EXACT), int(Origin.FUZZY))
     origins = torch.where(own & (step == count[:, None] - 1), int(Origin.TARGET), origins)
     origins = torch.where(step < count[:, None], origins, int(Origin.PADDING))
-    return Verification(emitted, origins, count, path, accepted)
+    return Verification(tokens=emitted, origins=origins, count=count, path=path, accepted=accepted)
 
 
 def verify_root(inputs: VerificationInputs) -> Verification:
@@ -386,7 +356,13 @@ def verify_root(inputs: VerificationInputs) -> Verification:
     root = torch.zeros_like(inputs.sampled)
     origins = torch.full_like(root, int(Origin.TARGET))
     accepted = torch.ones_like(root, dtype=torch.bool)
-    return Verification(inputs.sampled, origins, torch.ones_like(root[:, 0]), root, accepted)
+    return Verification(
+        tokens=inputs.sampled,
+        origins=origins,
+        count=torch.ones_like(root[:, 0]),
+        path=root,
+        accepted=accepted,
+    )
 
 
 def _preferred_child(

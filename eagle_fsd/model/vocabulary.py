@@ -43,24 +43,15 @@ MASS_UNITS = 2.0**40
 class Distributions:
     """Distributions at the nodes of trees, as logits and three numbers per node.
 
-    With ``d(x) = z(x) / temperature - peak``, which is at most 0,
-    ``log p(x) = d(x) - log_total`` where ``d(x) >= -radius``, and ``-inf`` elsewhere.
-
-    Attributes:
-        logits: ``[B, N, V]`` float32 ``z``; ``-inf`` for tokens that processors masked.
-        peak: ``[B, N]`` the largest of ``z / temperature``.
-        log_total: ``[B, N]`` log of the sum of ``exp d`` over the support; NaN if the logits are
-            broken (NaN, ``+inf``, or all ``-inf``).
-        temperature: Divides the logits.
-        radius: ``[B, N]`` nats below the most likely token within which tokens are in the support;
-            None if all are.
+    With ``d(x) = z(x) / temperature - peak``, which is at most 0, ``log p(x) = d(x) - log_total``
+    where ``d(x) >= -radius``, and ``-inf`` elsewhere.
     """
 
-    logits: Tensor
-    peak: Tensor
-    log_total: Tensor
+    logits: Tensor  # [B, N, V] float32 z; -inf for tokens that processors masked
+    peak: Tensor  # [B, N] the largest of z / temperature
+    log_total: Tensor  # [B, N] log of the sum of exp d over the support; NaN for broken logits
     temperature: float = 1.0
-    radius: Tensor | None = None
+    radius: Tensor | None = None  # [B, N] nats below the most likely token; None: all tokens
 
     @classmethod
     def of(cls, logits: Tensor) -> Distributions:
@@ -239,11 +230,8 @@ def top_p_radius(below: Tensor, weights: Tensor, top_p: float) -> Tensor:
 class Warp:
     """Temperature, then top-k, top-p and min-p, as the warpers of transformers apply them.
 
-    Attributes:
-        temperature: Divides the logits.
-        top_k: Number of tokens to keep, and all as likely as the last of them; 0 is off.
-        top_p: Probability mass to keep, see :func:`top_p_radius`; 1 is off.
-        min_p: Fraction of the largest probability that a token needs; 0 is off.
+    Of tokens as likely as the last of the ``top_k``, all are kept; for ``top_p``, see
+    :func:`top_p_radius`.
     """
 
     temperature: float = 1.0

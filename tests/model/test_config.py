@@ -196,7 +196,8 @@ def test_settings_dict_is_the_content_of_the_shipped_file() -> None:
     found = read_settings(BUNDLED_HEAD / "fsd.json")
     merged = settings_dict(TreeConfig(**found.tree), AcceptanceConfig(**found.acceptance))
     assert list(content.items())[: len(merged)] == list(merged.items())
-    assert list(content)[len(merged) :] == ["exact", "batch", "target", "drafter", "about"]
+    rest = ["exact", "batch", "target", "drafter", "certificate", "about"]
+    assert list(content)[len(merged) :] == rest
 
 
 def test_invalid_file_raises_one_line_with_its_path(tmp_path: Path) -> None:

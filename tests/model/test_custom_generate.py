@@ -189,24 +189,24 @@ def test_model_input_that_would_be_dropped_raises() -> None:
         assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
+def test_model_inputs_that_change_no_token_are_accepted() -> None:
+    pair, (ids, mask) = random_pair(), batch()
+    positions = mask.cumsum(1) - 1
+    cases: list[dict[str, Any]] = [
         {"use_cache": False},
         {"cache_implementation": "static"},
         {"past_key_values": DynamicCache()},
-        {"position_ids": (batch()[1].cumsum(1) - 1).clamp_min(0)},
-        {"position_ids": (batch()[1].cumsum(1) - 1).expand(3, -1, -1)},  # multimodal RoPE
+        {"position_ids": positions.clamp_min(0)},
+        {"position_ids": positions.expand(3, -1, -1)},  # multimodal RoPE
         {"output_attentions": False, "output_hidden_states": True},
         {"logits_to_keep": 1},
-    ],
-)
-def test_model_inputs_that_change_no_token_are_accepted(inputs: dict[str, Any]) -> None:
-    pair, (ids, mask) = random_pair(), batch()
-    found = greedy_reference(
-        pair.model, ids, mask, new=NEW_TOKENS, custom_generate=pair.custom_generate, **inputs
-    )
-    assert torch.equal(found, reference())
+    ]
+    expected = reference()[:, : ids.shape[1] + 8]
+    for inputs in cases:
+        found = greedy_reference(
+            pair.model, ids, mask, new=8, custom_generate=pair.custom_generate, **inputs
+        )
+        assert torch.equal(found, expected), inputs
 
 
 def test_padding_token_inside_a_prompt_is_read() -> None:
@@ -218,43 +218,35 @@ def test_padding_token_inside_a_prompt_is_read() -> None:
     assert torch.equal(pair.model.generate(ids, max_new_tokens=12, **options), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [
+def test_other_decoding_methods_are_rejected() -> None:
+    pair = random_pair()
+    for options, mode in (
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"assistant_early_exit": 1}, "assisted generation"),
         ({"assistant_model": tiny_target()}, "assisted generation"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"dola_layers": "low"}, "dola generation"),
         ({"force_words_ids": [[5]]}, "constrained beam search"),
-    ],
-)
-def test_other_decoding_methods_are_rejected(options: dict[str, Any], mode: str) -> None:
-    pair = random_pair()
-    with pytest.raises(
-        ValueError, match=f"^custom_generate replaces .* the options select {mode}$"
     ):
-        greedy_reference(
-            pair.model, prompt(5), new=4, custom_generate=pair.custom_generate, **options
-        )
+        options["custom_generate"] = pair.custom_generate
+        message = f"^custom_generate replaces .* the options select {mode}$"
+        with pytest.raises(ValueError, match=message):
+            greedy_reference(pair.model, prompt(5), new=4, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_generation_options_match_hugging_face() -> None:
+    pair, (ids, mask) = random_pair(), batch()
+    cases: list[dict[str, Any]] = [
         {"max_time": 0.0},
         {"max_length": 30},
         {"renormalize_logits": True, "top_k": None, "temperature": None, "top_p": None},
         {"logits_processor": [TypicalLogitsWarper(0.2)]},  # masks the likeliest tokens
-    ],
-)
-def test_generation_options_match_hugging_face(options: dict[str, Any]) -> None:
-    pair, (ids, mask) = random_pair(), batch()
-    expected = greedy_reference(pair.model, ids, mask, new=NEW_TOKENS, **options)
-    found = greedy_reference(
-        pair.model, ids, mask, new=NEW_TOKENS, custom_generate=pair.custom_generate, **options
-    )
-    assert torch.equal(found, expected)
+    ]
+    for options in cases:
+        expected = greedy_reference(pair.model, ids, mask, new=12, **options)
+        options["custom_generate"] = pair.custom_generate
+        found = greedy_reference(pair.model, ids, mask, new=12, **options)
+        assert torch.equal(found, expected), options
 
 
 def _sample(pair: EagleFSD, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:

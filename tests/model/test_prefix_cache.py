@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pairs import ACCEPT_ALL, aligned_pair, small_tree
 
 from eagle_fsd import DecodeStats, DraftModel, EagleFSD, NGramDrafter, PrefixCache
-from eagle_fsd.model import engine
 
 NEW = 12
 
@@ -41,12 +40,13 @@ DRAFTERS: dict[str, Callable[[], EagleFSD]] = {
 def test_turns_process_only_new_tokens_and_give_the_same_answers(drafter: str) -> None:
     """Of the earlier turns, at most the tokens of the last step are processed again."""
     model = DRAFTERS[drafter]()
-    for start, options in (
-        ([3, 17, 5, 40, 8], {}),
+    ways: list[tuple[list[int], dict[str, Any]]] = [
         ([3], {"threshold": ACCEPT_ALL}),
-        ([3, 17], {"method": "ar"}),
         ([3, 17, 5], {"temperature": 1.0, "seed": 3}),
-    ):
+    ]
+    if drafter == "eagle":
+        ways += [([3, 17, 5, 40, 8], {}), ([3, 17], {"method": "ar"})]
+    for start, options in ways:
         cache, ids = PrefixCache(), start
         for turn in range(3):
             expected, origins, whole = decode(model, ids, None, **options)
@@ -71,7 +71,7 @@ def test_edited_history_keeps_the_common_prefix() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=5))
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // 6)
 def test_answers_do_not_depend_on_earlier_turns(turns: list[tuple[int, int]]) -> None:
     """Each turn keeps a prefix of the sequence, adds tokens, and decodes in one of four ways."""
     model, cache = aligned_pair(), PrefixCache()
@@ -105,9 +105,9 @@ def test_interrupted_call_leaves_the_cache_usable() -> None:
     assert decode(model, longer, cache)[0] == decode(model, longer, None)[0]
 
 
-def test_caches_grow_and_keep_their_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SPARE", 0)
+def test_caches_grow_and_keep_their_content() -> None:
     model, cache = aligned_pair(), PrefixCache()
+    cache.spare = 0
     ids, *_ = decode(model, [3, 17, 5], cache, max_new_tokens=4)
     before = cache.target_cache
     longer = [*ids, *range(20, 60)]

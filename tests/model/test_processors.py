@@ -62,19 +62,17 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_processor_of_a_generation_config_matches_hugging_face(name: str) -> None:
+def test_processor_of_a_generation_config_matches_hugging_face() -> None:
     """Hugging Face builds the processor from its options, for its own loop and for ours."""
     pair = aligned_pair(cycle=12)
     ids, mask = batch()
-    options = {"pad_token_id": 0, **PROCESSORS[name]}
-    expected = greedy_reference(pair.model, ids, mask, new=14, **options)
     plain = greedy_reference(pair.model, ids, mask, new=14)
-    assert expected.shape != plain.shape or not torch.equal(expected, plain), "has no effect"
-    found = greedy_reference(
-        pair.model, ids, mask, new=14, custom_generate=pair.custom_generate, **options
-    )
-    assert torch.equal(found, expected)
+    for name, given in PROCESSORS.items():
+        options = {"pad_token_id": 0, **given}
+        expected = greedy_reference(pair.model, ids, mask, new=14, **options)
+        assert expected.shape != plain.shape or not torch.equal(expected, plain), name
+        options["custom_generate"] = pair.custom_generate
+        assert torch.equal(greedy_reference(pair.model, ids, mask, new=14, **options), expected)
 
 
 def test_processors_passed_to_generate_match_hugging_face() -> None:
@@ -188,19 +186,20 @@ def test_dead_ends_outside_the_answer_do_not_matter(value: float, method: str) -
     assert not any(list(prefix[:12]) == free for prefix in dead)
 
 
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-def test_masked_tokens_are_never_emitted_at_any_threshold(selection: str) -> None:
+def test_masked_tokens_are_never_emitted_at_any_threshold() -> None:
     """Suppressed ones, and all but the most likely one by top-k."""
     pair, ids = aligned_pair(), prompt(6, 3)
-    acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, selection=selection)
-    free = answers(pair.generate(ids, max_new_tokens=30, acceptance=acceptance))
-    suppressed = free[0].unique()[::2].tolist()
-    processors = [SuppressTokensLogitsProcessor(suppressed)]
-    out = pair.generate(ids, None, 30, logits_processor=processors, acceptance=acceptance)
-    assert len(suppressed) > 5
-    assert not torch.isin(answers(out), torch.tensor(suppressed)).any()
-    out = pair.generate(ids, None, 16, temperature=1.0, top_k=1, acceptance=acceptance)
-    assert torch.equal(out.sequences, greedy_reference(pair.model, ids, new=16))
+    expected = greedy_reference(pair.model, ids, new=16)
+    for selection in ("longest", "target", "sample"):
+        acceptance = AcceptanceConfig(threshold=ACCEPT_ALL, selection=selection)
+        free = answers(pair.generate(ids, max_new_tokens=30, acceptance=acceptance))
+        suppressed = free[0].unique()[::2].tolist()
+        processors = [SuppressTokensLogitsProcessor(suppressed)]
+        out = pair.generate(ids, None, 30, logits_processor=processors, acceptance=acceptance)
+        assert len(suppressed) > 5
+        assert not torch.isin(answers(out), torch.tensor(suppressed)).any()
+        out = pair.generate(ids, None, 16, temperature=1.0, top_k=1, acceptance=acceptance)
+        assert torch.equal(out.sequences, expected)
 
 
 WATERMARK_KEYS = [654, 400, 836, 123]

@@ -66,10 +66,10 @@ def fused_divergences(fused: bool) -> Iterator[None]:
 
 def _between(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
     """Return ``[B, Q]``: the divergence at nodes ``[B, Q]``."""
-    # The code of a step that is compiled contains that of the divergence.
-    fused = not torch.compiler.is_compiling() and _is_fused(nodes.device)
-    between = compiled(_eager) if fused else _eager
-    return between(inputs, nodes, name, warped)
+    if torch.compiler.is_compiling():  # the code of a compiled step contains the divergence's
+        return _eager(inputs, nodes, name, warped)
+    fused = getattr(_thread, "fused", False) and nodes.device.type in FUSED_DEVICES
+    return (compiled(_eager) if fused else _eager)(inputs, nodes, name, warped)
 
 
 def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -> Tensor:
@@ -79,11 +79,6 @@ def _eager(inputs: VerificationInputs, nodes: Tensor, name: str, warped: bool) -
             log_p, log_q = on_draft_vocabulary(log_p, log_q, inputs.tree.token_ids)
         values.append(DIVERGENCES[DIVERGENCE_ALIASES.get(name, name)](log_p, log_q))
     return torch.cat(values).view_as(nodes) if values else nodes.float()
-
-
-def _is_fused(device: torch.device) -> bool:
-    """Whether divergences on a device are compiled now."""
-    return device.type in FUSED_DEVICES and getattr(_thread, "fused", False)
 
 
 #: ``fused``: whether this thread may compile divergences.

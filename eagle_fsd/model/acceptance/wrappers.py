@@ -45,6 +45,10 @@ class WrappedRule(AcceptanceRule):
         return self.rule.replaces_samples
 
     @property
+    def capturable(self) -> bool:
+        return self.rule.capturable
+
+    @property
     def state_size(self) -> int:
         return self.rule.state_size + 1
 

@@ -65,17 +65,6 @@ class DraftModel(LevelDrafter):
         self._vocab_size = self._inner.vocab_size
 
     def attach(self, target: Target) -> DraftModel:
-        """Check the size of the vocabulary, and move the model to the target's device.
-
-        Args:
-            target: The target.
-
-        Returns:
-            The drafter itself.
-
-        Raises:
-            ValueError: The vocabularies differ by more than padding.
-        """
         own, size = self._inner.vocab_size, target.vocab_size
         if abs(own - size) > MAX_PADDING:
             raise ValueError(
@@ -113,11 +102,6 @@ class DraftModel(LevelDrafter):
         return self._inner.new_cache(rows, length)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
-        """Create a state without rows; see :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The model does not support trees.
-        """
         with _naming(self.model):
             check_target(self._inner)
         config = self.model.generation_config
@@ -144,7 +128,6 @@ class DraftModel(LevelDrafter):
         keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Process accepted tokens; see :meth:`LevelDrafter.append`."""
         tokens = tokens.clamp_max(self._inner.vocab_size - 1)  # the target may know more
         return self._inner.prefill(tokens, lengths, cache, keys=keys)
 
@@ -163,7 +146,7 @@ class DraftModel(LevelDrafter):
         slot's position is the number of visible slots before it.
         """
         slots = (mask[:, 0] == 0).cumsum(-1) - 1
-        return self._inner.encode(tokens, positions, mask, slots, cache)
+        return self._inner.encode(tokens, positions, mask=mask, keys=slots, cache=cache)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         logits = self._inner.project(hidden)[..., : self._vocab_size]
@@ -214,10 +197,8 @@ def load_draft_model(
     """Load a draft model onto its target's device; ``dtype`` is the target's by default.
 
     The folder or repository needs no tokenizer; if it has one, it is compared with the target's.
-
-    Raises:
-        LoadError: Files are missing or damaged.
-        ValueError: The tokenizers or the vocabularies differ, or the architecture is not supported.
+    Raises :class:`LoadError` for missing or damaged files, and ``ValueError`` if the tokenizers or
+    the vocabularies differ or the architecture is not supported.
     """
     _check_tokenizers(str(name), target.config._name_or_path, token)
     model = load_target(name, dtype or target.dtype, target.device, "draft model", token=token)

@@ -144,13 +144,6 @@ class Eagle3Head(DraftHead):
         self.register_buffer("d2t", d2t)
 
     def attach(self, target: Target) -> Self:
-        """Use the target's modules, and move to the target's device; see :meth:`DraftHead.attach`.
-
-        Raises:
-            ValueError: Head and target differ in hidden size or vocabulary size, the head reads
-                hidden states that the target does not have, or it lacks an embedding or an output
-                projection and is not as wide as the target.
-        """
         super().attach(target)
         layers = len(target.layers)
         if beyond := [index for index in self.reads if not 0 <= index < layers]:

@@ -50,11 +50,7 @@ class DraftHead(nn.Module, LevelDrafter):
         self._rotary_options: dict[str, str] = {}
 
     def attach(self, target: Target) -> Self:
-        """Use the target's modules, and move to the target's device; see :meth:`Drafter.attach`.
-
-        Raises:
-            ValueError: Head and target differ in hidden size or vocabulary size.
-        """
+        """Use the target's modules, and move to the target's device; see :meth:`Drafter.attach`."""
         if self.target_hidden_size != target.hidden_size:
             raise ValueError(
                 f"this head belongs to another target: its hidden size is"
@@ -124,18 +120,12 @@ class DraftHead(nn.Module, LevelDrafter):
         cache: TreeCache | None = None,
         rotary: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Process pairs of a hidden state and the token after it.
+        """Process pairs of a hidden state ``x`` and the token after it: ``[B, S, H]``.
 
-        Args:
-            x: ``[B, S, H]`` result of :meth:`fuse` or :meth:`carry`, before each token.
-            tokens: ``[B, S]`` token ids.
-            positions: ``[B, S]`` the position of each hidden state, for the rotary embedding.
-            mask: ``[B, 1, S, L]`` additive attention mask; None is causal over ``S``.
-            cache: A cache on which :meth:`TreeCache.place` has been called.
-            rotary: Result of :meth:`rotate` for the positions, with a cache; computed by default.
-
-        Returns:
-            ``[B, S, H]``.
+        ``x`` ``[B, S, H]`` is a result of :meth:`fuse` or :meth:`carry`, ``positions`` ``[B, S]``
+        are those of the hidden states, and ``mask`` ``[B, 1, S, L]`` is additive; None is causal
+        over ``S``. :meth:`TreeCache.place` has been called on ``cache``, and ``rotary`` is by
+        default the result of :meth:`rotate` for the positions.
         """
 
     @property
@@ -157,7 +147,8 @@ class DraftHead(nn.Module, LevelDrafter):
         seen = keys <= positions[:, :, None]
         cache.place(positions, keys)
         mask = fold_mask(additive_mask(seen, self.dtype), self.groups)
-        return self.forward(self.fuse(features), tokens, positions, mask, cache)
+        x = self.fuse(features)
+        return self.forward(x, tokens, positions, mask=mask, cache=cache)
 
     def start(self, tree: TreeConfig, draw: Draw | None) -> LevelState:
         self._set_plain()
@@ -188,7 +179,8 @@ class DraftHead(nn.Module, LevelDrafter):
         cache: TreeCache,
     ) -> Tensor:
         mask = fold_mask(mask, self.groups)
-        return self.forward(self.carry(hidden), tokens, positions, mask, cache, rotary)
+        x = self.carry(hidden)
+        return self.forward(x, tokens, positions, mask=mask, cache=cache, rotary=rotary)
 
 
 def decoder_layers(

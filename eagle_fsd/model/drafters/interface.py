@@ -37,93 +37,67 @@ class DraftState(ABC):
     def use(self, tree: TreeConfig) -> None:
         """Change the shape of the trees; by default, nothing.
 
-        Args:
-            tree: Like the one of :meth:`Drafter.start`, but not deeper; without levels if it
-                consists of its root.
+        ``tree`` is not deeper than that of :meth:`Drafter.start`, and without levels if it consists
+        of its root.
         """
         return
 
     def reserve(self, rows: int, max_length: int, cache: TreeCache | None) -> None:
-        """Make room for rows, without changing those that there are; by default, nothing.
+        """Make room for more rows, without changing those that there are; by default, nothing.
 
-        Args:
-            rows: Number of rows, at least as many as before.
-            max_length: Maximum number of tokens in a row, prompt included.
-            cache: A cache of at least :meth:`Drafter.cache_length` slots with the same contents as
-                the one before; None if that is 0.
+        Rows have at most ``max_length`` tokens, prompt included, and ``cache`` has at least
+        :meth:`Drafter.cache_length` slots and the contents of the one before; None if that is 0.
         """
         return
 
     def admit(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
-        """Start over with new prompts in some rows; by default, nothing.
-
-        Args:
-            first: The row of the first prompt; the others follow it.
-            prompts: Token ids of each prompt.
-        """
+        """Start over with new prompts in the rows from ``first`` on; by default, nothing."""
         return
 
     def prefill(self, first: int, ids: Tensor, start: int, stop: int, features: Tensor) -> None:
         """Process a chunk of new prompts; by default, nothing.
 
-        Args:
-            first: The row of the first prompt.
-            ids: ``[B, longest]`` prompts, padded on the right, the last token of each included.
-            start: Position of the chunk's first token.
-            stop: Position after the chunk's last token.
-            features: ``[B, stop - start, F]`` the hidden states that the drafter reads.
+        ``ids`` ``[B, longest]`` are the prompts of the rows from ``first`` on, padded on the right,
+        the last token of each included, and ``features`` ``[B, stop - start, F]`` the hidden states
+        that the drafter reads at positions ``start`` to ``stop``.
         """
         return
 
     def show(self, rows: int) -> None:
-        """Set the rows that the next steps decode; by default, nothing.
-
-        Args:
-            rows: Number of rows, from the first on.
-        """
+        """Let the next steps decode the first so many rows; by default, nothing."""
         return
 
     def keys(self, max_length: int) -> Tensor | None:
         """Return the slots of the drafter's cache that the next draft reads; None for no cache.
 
-        Args:
-            max_length: Upper bound of the number of tokens before the roots, known to the host.
+        ``max_length`` is an upper bound, known to the host, of the number of tokens before the
+        roots.
         """
         return None
 
     @abstractmethod
     def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
-        """Propose a tree.
+        """Propose a tree below the last token of each row, ``roots`` ``[B]``.
 
-        Args:
-            roots: ``[B]`` last token of each row.
-            keys: Result of :meth:`keys`.
-            random: Random numbers of this step.
+        ``keys`` is the result of :meth:`keys`, and ``random`` holds the random numbers of this
+        step.
         """
 
     def commit(self, features: Tensor, kept: Verification) -> None:
         """Take over the tokens that verification kept; by default, nothing.
 
-        Args:
-            features: ``[B, N, F]`` the hidden states that the drafter reads, at every node.
-            kept: The result of verifying the tree.
+        ``features`` ``[B, N, F]`` are the hidden states that the drafter reads, at every node.
         """
         return
 
     def observe(self, tokens: list[list[int]]) -> None:
-        """Take over the tokens that a step emitted, once they are on the host; default: nothing.
-
-        Args:
-            tokens: The new tokens of each row.
-        """
+        """Take over each row's new tokens, once they are on the host; by default, nothing."""
         return
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Overwrite rows, except in the cache; by default, nothing.
 
-        Args:
-            source: Indices of the rows to read, all before any is written.
-            target: Indices of the rows to write.
+        All ``source`` rows are read before any ``target`` row is written.
         """
         return
 
@@ -189,28 +163,17 @@ class Drafter(ABC):
 
     @abstractmethod
     def max_nodes(self, tree: TreeConfig) -> int:
-        """Return the largest number of nodes of a tree, its root included.
-
-        Args:
-            tree: Shape of the draft trees.
-        """
+        """Return the largest number of nodes of a ``tree``, its root included."""
 
     def cache_length(self, max_length: int, tree: TreeConfig) -> int:
         """Return the number of slots that the drafter's cache needs per row; 0 for no cache.
 
-        Args:
-            max_length: Maximum number of tokens in a row, prompt included.
-            tree: Shape of the draft trees.
+        Rows have at most ``max_length`` tokens, prompt included, and trees have the shape ``tree``.
         """
         return 0
 
     def new_cache(self, rows: int, length: int) -> TreeCache:
-        """Create a cache, if :meth:`cache_length` is not 0.
-
-        Args:
-            rows: Number of sequences.
-            length: Slots per sequence.
-        """
+        """Create a cache for ``rows`` rows of ``length`` slots, see :meth:`cache_length`."""
         raise NotImplementedError
 
 

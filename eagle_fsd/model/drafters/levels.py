@@ -28,11 +28,8 @@ class LevelDrafter(Drafter):
     """A network with a key-value cache that expands a tree level by level, as in EAGLE-2.
 
     Its cache holds one entry per token of a row: a draft head's is a pair of a feature and the
-    token after it, a draft model's is a token.
-
-    Attributes:
-        token_ids: ``[D]`` the target's token for each token of the network's vocabulary; None if
-            they are the same.
+    token after it, a draft model's is a token. ``token_ids`` ``[D]`` are the target's tokens for
+    those of the network's vocabulary; None if they are the same.
     """
 
     token_ids: Tensor | None = None
@@ -66,18 +63,11 @@ class LevelDrafter(Drafter):
         keys: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Process accepted tokens that follow those in the cache, causally.
+        """Process accepted tokens that follow those in the cache: ``[B, S, H]`` hidden states.
 
-        Args:
-            features: ``[B, S, F]`` the target's features before each token.
-            tokens: ``[B, S]`` token ids.
-            lengths: ``[B]`` number of entries in the cache.
-            keys: ``[L]`` result of :meth:`TreeCache.keys` for ``S`` slots beyond any of
-                ``lengths``.
-            cache: The network's cache.
-
-        Returns:
-            ``[B, S, H]`` hidden states.
+        ``features`` ``[B, S, F]`` are the target's before each of the ``tokens`` ``[B, S]``,
+        ``lengths`` ``[B]`` the number of entries in the cache, and ``keys`` ``[L]`` a result of
+        :meth:`TreeCache.keys` for ``S`` slots beyond any of them. Attention is causal.
         """
 
     def rotate(self, positions: Tensor) -> tuple[Tensor, ...]:
@@ -97,18 +87,11 @@ class LevelDrafter(Drafter):
         mask: Tensor,
         cache: TreeCache,
     ) -> Tensor:
-        """Process one level of a tree.
+        """Process one level of a tree: ``[B, K, H]`` hidden states.
 
-        Args:
-            hidden: ``[B, K, H]`` the network's hidden state at each node's parent.
-            tokens: ``[B, K]`` token ids.
-            positions: ``[B, K]`` positions.
-            rotary: The part of :meth:`rotate` for these positions.
-            mask: ``[B, 1, K, L]`` additive attention mask.
-            cache: The network's cache, on which :meth:`TreeCache.place` has been called.
-
-        Returns:
-            ``[B, K, H]`` hidden states.
+        ``hidden`` ``[B, K, H]`` are those at each node's parent, ``tokens`` and ``positions`` are
+        ``[B, K]``, ``rotary`` is the part of :meth:`rotate` for these positions, ``mask`` ``[B, 1,
+        K, L]`` is additive, and :meth:`TreeCache.place` has been called on ``cache``.
         """
 
     @abstractmethod
@@ -158,7 +141,11 @@ class LevelState(DraftState):
         drafter = self.drafter
         if tree not in self._builders:
             self._builders[tree] = TreeBuilder(
-                tree, drafter.vocab_size, drafter.device, drafter.token_ids, self.draw
+                tree,
+                drafter.vocab_size,
+                drafter.device,
+                token_ids=drafter.token_ids,
+                draw=self.draw,
             )
         self.builder = self._builders[tree]
 
@@ -207,7 +194,7 @@ class LevelState(DraftState):
         keys = self.cache.keys(stop, ids.device)
         with self.cache.from_row(first):
             done = torch.full_like(lengths, start)
-            self.drafter.append(features, tokens, done, keys, self.cache)
+            self.drafter.append(features, tokens, lengths=done, keys=keys, cache=self.cache)
         # The last pair stays pending, because the next draft needs its output.
         index = (last - start).clamp(0, stop - start - 1)[:, None, None]
         here = features.gather(1, index.expand(-1, 1, features.shape[-1]))[:, 0]  # [B, F]
@@ -222,11 +209,11 @@ class LevelState(DraftState):
         return self.cache.keys(needed, self.drafter.device)
 
     def draft(self, roots: Tensor, keys: Tensor | None, random: RandomNumbers) -> DraftTree:
-        """Grow a tree: pending entries give the root's children; see :meth:`DraftState.draft`."""
+        """Grow a tree: pending entries give the root's children."""
         assert keys is not None
         drafter, builder, cache = self.drafter, self.builder, self.cache
         output = drafter.append(
-            self.pending_features, self.pending_tokens, self.lengths, keys, cache
+            self.pending_features, self.pending_tokens, lengths=self.lengths, keys=keys, cache=cache
         )
         last = (self.pending - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         hidden = output.gather(1, last)  # [B, 1, H], at the root
@@ -255,16 +242,15 @@ class LevelState(DraftState):
             hidden = drafter.extend(
                 hidden,
                 tokens,
-                positions[:, level * width : (level + 1) * width],
-                tuple(part[level] for part in rotary),
-                mask,
-                cache,
+                positions=positions[:, level * width : (level + 1) * width],
+                rotary=tuple(part[level] for part in rotary),
+                mask=mask,
+                cache=cache,
             )
             builder.extend(drafter.log_probs(hidden))
         return builder.finish(roots)
 
     def commit(self, features: Tensor, kept: Verification) -> None:
-        """Make the kept tokens pending; see :meth:`DraftState.commit`."""
         index = kept.path[:, :, None].expand(-1, -1, features.shape[-1])
         width = kept.path.shape[1]  # less than A if the tree has fewer levels
         self.pending_features[:, :width] = features.gather(1, index)

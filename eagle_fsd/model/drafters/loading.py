@@ -30,19 +30,11 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter and attach it to its target.
 
-    Args:
-        name: A key of :data:`WITHOUT_FILES`, or a folder or a Hub name with an EAGLE-1/2 or EAGLE-3
-            head or a causal LM; which one follows from ``config.json`` and the tensors' names.
-        target: The target to draft for.
-        token: A Hugging Face token for gated repositories.
-        draft_vocabulary: Number of most frequent tokens that an EAGLE-1/2 head drafts, or a file
-            that ranks them, see :mod:`~eagle_fsd.model.draft_vocabulary`. Default: all.
-
-    Raises:
-        CheckpointError: A head's files are missing or damaged, or there is no drafter of a
-            supported kind.
-        LoadError: A draft model's files are missing or damaged.
-        ValueError: The drafter belongs to another target, or has its own vocabulary.
+    ``name`` is a key of :data:`WITHOUT_FILES`, or a folder or a Hub name with an EAGLE-1/2 or
+    EAGLE-3 head or a causal LM; which one follows from ``config.json`` and the tensors' names. For
+    ``draft_vocabulary``, see :func:`~eagle_fsd.model.draft_vocabulary.select_tokens`. Raises
+    :class:`CheckpointError` or :class:`LoadError` for missing or damaged files, and ``ValueError``
+    if the drafter belongs to another target or has its own vocabulary.
     """
     drafter = _load(name, target, token)
     if draft_vocabulary is not None:

@@ -221,11 +221,9 @@ class AdaptiveNGramDrafter(_CountingDrafter):
         return _TableRow(self, [])
 
     def learn(self, context: list[int], token: int) -> None:
-        """Count a token after the last tokens of a context, of each length.
+        """Count ``token`` after the last tokens of ``context``, of each length.
 
-        Args:
-            context: The tokens before it, at least ``order - 1`` unless it is near the beginning.
-            token: The token.
+        There are at least ``order - 1`` of them unless it is near the beginning.
         """
         for length in range(self.min_order - 1, min(self.order - 1, len(context)) + 1):
             key = tuple(context[len(context) - length :])
@@ -240,14 +238,7 @@ class AdaptiveNGramDrafter(_CountingDrafter):
             counts[token] = count
 
     def followers(self, context: list[int]) -> list[tuple[int, int]]:
-        """Return what followed the longest known end of a context, the most frequent token first.
-
-        Args:
-            context: The last tokens.
-
-        Returns:
-            Tokens and their counts; of equally frequent tokens, the latest comes first.
-        """
+        """Return what followed the longest known end of ``context``; see :data:`Followers`."""
         for length in range(min(self.order - 1, len(context)), self.min_order - 2, -1):
             counts = self.table.get(tuple(context[len(context) - length :]))
             if counts is not None:
