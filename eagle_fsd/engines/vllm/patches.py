@@ -8,42 +8,41 @@ sampler of a worker takes the rule when it is made.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-from eagle_fsd.engines.settings import find_settings
+from eagle_fsd.engines.settings import (
+    changed_signatures,
+    check_weights,
+    describe,
+    find_settings,
+    reads_draft,
+)
 from eagle_fsd.engines.vllm.runner import extend_runner
-from eagle_fsd.engines.vllm.sampler import RelaxedSampler, reads_draft
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
-from eagle_fsd.model.config import ModelIdentity
-from eagle_fsd.model.identity import EXPORTED_KEY, fingerprint_of_files
 from eagle_fsd.utils.options import OptionsError
 
 #: The versions of vLLM that this plugin was read and tested with.
 VERSIONS = ("0.32.",)
 #: Parameters of what the plugin calls or overrides, by module and name.
-SIGNATURES: dict[tuple[str, str], str] = {
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.__init__"): "sampler spec_config device",
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.forward"): (
+SIGNATURES = {
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__": "sampler spec_config device",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
         "metadata draft_probs logits sampling_metadata"
     ),
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.apply_logits_processors"): (
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": (
         "logits sampling_metadata metadata"
     ),
-    ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p"): "logits k p",
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"): "logits spec_decode_metadata",
-    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer._sample_draft_tokens"): (
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "logits spec_decode_metadata",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens": (
         "hidden_states sampling_metadata"
     ),
 }
@@ -117,54 +116,17 @@ def check_config(config: VllmConfig) -> None:
     for option in ("use_local_argmax_reduction", "parallel_drafting", "use_heterogeneous_vocab"):
         if reads_draft(rule) and getattr(speculative, option):
             raise OptionsError(f"a rule that compares distributions does not support {option}")
-    for kind, recorded, model in (
-        ("target", settings.target, config.model_config.model),
-        ("drafter", settings.drafter, speculative.model),
-    ):
-        if recorded is not None:
-            _check_weights(kind, recorded, str(model))
-    log.info("eagle_fsd: %s; not certified for vLLM", settings.label)
+    folders = {"target": config.model_config.model, "drafter": str(speculative.model)}
+    check_weights(settings, folders, log)
+    log.info("%s", describe(settings, "vLLM"))
 
 
 def _check_version() -> None:
-    changed = [
-        name
-        for (module, name), expected in SIGNATURES.items()
-        if not _has_parameters(module, name, expected.split())
-    ]
+    changed = changed_signatures(SIGNATURES)
     if changed or not vllm_version.startswith(VERSIONS):
         raise OptionsError(
             f"this version of eagle_fsd supports vLLM {', '.join(VERSIONS)}x; got {vllm_version}"
             + (f", in which {changed[0]} is another" if changed else "")
-        )
-
-
-def _has_parameters(module: str, name: str, expected: list[str]) -> bool:
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return False
-    names = list(inspect.signature(inspect.unwrap(found)).parameters)
-    return names[-len(expected) :] == expected
-
-
-def _check_weights(kind: str, recorded: ModelIdentity, folder: str) -> None:
-    """Raise ``OptionsError`` if a folder holds other weights than those that were calibrated."""
-    found = None
-    if Path(folder, "config.json").is_file():
-        exported = json.loads(Path(folder, "config.json").read_text()).get(EXPORTED_KEY)
-        if exported is None:
-            found = fingerprint_of_files(folder, getattr(torch, recorded.dtype))
-        else:
-            found = exported.get(recorded.dtype)
-    if found is None:
-        log.warning("eagle_fsd: cannot tell whether %s is the calibrated %s", folder, kind)
-    elif found != recorded.fingerprint:
-        raise OptionsError(
-            f"the settings for eagle_fsd were calibrated for the {kind} {recorded.name}, and"
-            f" {folder} has other weights"
         )
 
 
