@@ -90,7 +90,7 @@ $(VLLM): requirements-engines.txt $(INSTALLED)
 
 # The plugin for vLLM, on batches made by hand and in whole engines.
 engines: $(VLLM)
-	VLLM_USE_V2_MODEL_RUNNER=0 $(VLLM)/bin/python -m pytest --noconftest tests/engines/inside_vllm
+	$(VLLM)/bin/python -m pytest --noconftest tests/engines/inside_vllm
 	VLLM_PYTHON=$(VLLM)/bin/python $(RUN)/python -m pytest tests/engines/test_vllm.py
 
 # Train the bundled pair from scratch; see recipes/bundled.py.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_fsd.model.acceptance import CascadeRule, FuzzyRule, WrappedRule
+from eagle_fsd.model.acceptance import CascadeRule, FuzzyRule, WrappedRule, rule_for
 from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
@@ -56,6 +56,12 @@ def find_settings(config: Any) -> Settings | None:
         raise OptionsError(f"settings for eagle_fsd: {error}") from error
     _check_supported(settings)
     return settings
+
+
+def rule_of(config: Any) -> AcceptanceRule | None:
+    """Return the rule of an engine's configuration; None if it is decoded exactly."""
+    settings = find_settings(config)
+    return None if settings is None or settings.lossless else rule_for(settings)
 
 
 def _check_supported(acceptance: AcceptanceConfig) -> None:
