@@ -7,7 +7,8 @@ DEEPSPEED := $(VENV)/.deepspeed
 TORCHAO := $(VENV)/torchao
 LM_EVAL := $(VENV)/lm-eval
 SMOLLM2 := $(VENV)/.smollm2
-VLLM := $(VENV)/vllm
+VLLM := $(VENV)/.vllm
+VLLM_PYTHON := $(VENV)/vllm/bin/python
 INSTALL_LOG := $(VENV)/install.log
 
 PROBLEM := At the museum, Mia buys 4 boxes with 6 pencils in every box. Then Mia gives 5 pencils \
@@ -82,16 +83,17 @@ $(TORCHAO) $(LM_EVAL): $(VENV)/%: requirements-%.txt $(INSTALLED)
 $(VLLM): requirements-engines.txt $(INSTALLED)
 	@echo "installing vLLM, which takes some minutes and 3.5 GB"
 	@{ $(PYTHON) -m venv $(VENV)/vllm && \
-		$@/bin/python -m pip install -r $< && \
-		$@/bin/python -m pip uninstall -y torchvision torchaudio torchcodec && \
-		$@/bin/python -m pip install --no-deps --editable . ; \
+		$(VLLM_PYTHON) -m pip install -r $< && \
+		$(VLLM_PYTHON) -m pip uninstall -y torchvision torchaudio torchcodec && \
+		$(VLLM_PYTHON) -m pip install --no-deps --editable . ; \
 	} > $(INSTALL_LOG) 2>&1 || { cat $(INSTALL_LOG) >&2; exit 1; }
 	@touch $@
 
-# The plugin for vLLM, on batches made by hand and in whole engines.
+# The plugin for vLLM, on batches made by hand and in whole engines; ENGINE_TESTS selects among the
+# latter, such as "-k regret".
 engines: $(VLLM)
-	VLLM_USE_V2_MODEL_RUNNER=0 $(VLLM)/bin/python -m pytest --noconftest tests/engines/inside_vllm
-	VLLM_PYTHON=$(VLLM)/bin/python $(RUN)/python -m pytest tests/engines/test_vllm.py
+	$(VLLM_PYTHON) -m pytest --noconftest tests/engines/inside_vllm
+	VLLM_PYTHON=$(VLLM_PYTHON) $(RUN)/python -m pytest tests/engines/test_vllm.py $(ENGINE_TESTS)
 
 # Train the bundled pair from scratch; see recipes/bundled.py.
 bundled: $(INSTALLED)

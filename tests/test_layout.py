@@ -22,7 +22,7 @@ ALLOWED = {
     "evaluation": {"model", "utils", "bundled"},
     "chat": {"model", "utils", "bundled"},
     "engines": {"model", "utils"},
-    "cli": {"chat", "evaluation", "train", "model", "utils", "bundled", ""},
+    "cli": {"chat", "engines", "evaluation", "train", "model", "utils", "bundled", ""},
     "": {"model", "utils"},
 }
 Graph = dict[str, set[str]]

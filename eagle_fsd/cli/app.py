@@ -10,7 +10,7 @@ from cyclopts import CycloptsError
 from pydantic import ValidationError
 
 from eagle_fsd import __version__
-from eagle_fsd.cli import serve, train
+from eagle_fsd.cli import export, serve, train
 from eagle_fsd.cli.bench import bench
 from eagle_fsd.cli.calibrate import calibrate
 from eagle_fsd.cli.chat import chat
@@ -34,7 +34,7 @@ DESCRIPTION = "Fuzzy speculative decoding with draft trees of EAGLE heads, draft
 
 app = root_command("eagle-fsd", DESCRIPTION, __version__)
 app.add(demo, generate, chat, serve.app, evaluate, sweep, tune, calibrate)
-app.add(train.app, bench, doctor, lm_eval)
+app.add(train.app, export.app, bench, doctor, lm_eval)
 
 
 def main() -> None:

@@ -11,12 +11,15 @@ chain, ``T`` drafted tokens of all requests, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.model.acceptance import BudgetRule, DelayedRule
+from eagle_fsd.engines.bookkeeping import Counter, RuleStates
+from eagle_fsd.engines.settings import innermost
+from eagle_fsd.model.acceptance import BudgetRule
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import (
     AcceptanceRule,
@@ -61,26 +64,28 @@ class Layout:
         index = torch.minimum(starts[:, None] + steps, ends[:, None] - 1).clamp(0, total - 1)
         return cls(counts, rows, flat - starts[rows] + 1, index)
 
-    def tree(self, tokens: Tensor, draft_log_probs: Tensor | None = None) -> DraftTree:
+    def tree(self, tokens: Tensor, draft_logits: Tensor | None = None) -> DraftTree:
         """Return the chains as trees, given drafted tokens ``[T]``.
 
-        ``draft_log_probs`` are the draft's distributions ``[T, V]`` from which they were chosen.
+        ``draft_logits`` are those of the draft ``[T, V]``, of the distributions from which the
+        tokens were chosen.
         """
         size = self.index.shape[1]
         nodes = torch.arange(size, device=tokens.device)
-        real = nodes <= self.counts[:, None]  # the root and the drafted tokens
+        chain = torch.nn.functional.pad(tokens[self.index[:, :-1]].long(), (1, 0))
+        # The root and the drafted tokens; a negative token, a placeholder, ends the chain.
+        real = (nodes <= self.counts[:, None]) & (chain >= 0).cumprod(1).bool()
         before = (nodes - 1).clamp_min(0)
         expanded = nodes < self.counts[:, None]
         below = (nodes[:, None] >= nodes) & real[:, :, None] & real[:, None, :]
         own = torch.eye(size, dtype=torch.bool, device=tokens.device)
-        if draft_log_probs is None:
+        if draft_logits is None:
             laws = tokens.new_empty(len(self.counts), 0, 0, dtype=torch.float32)
             expanded = torch.zeros_like(expanded)
         else:
-            laws = draft_log_probs[self.index]
-        drafted = tokens[self.index[:, :-1]].long().clamp_min(0)
+            laws = draft_logits.log_softmax(-1)[self.index]
         return DraftTree(
-            tokens=torch.nn.functional.pad(drafted, (1, 0)),
+            tokens=chain.clamp_min(0),
             parents=torch.where(real, before, nodes),
             depths=torch.where(real, nodes, 0),
             ancestors=below | own,
@@ -114,7 +119,7 @@ def acceptance(
     sampled = torch.where(greedy[:, None], best, UNKNOWN)
     inputs = VerificationInputs(tree, raw, processed, warped, None, sampled, state=state)
     least = verify(inputs, rule).accepted.float()
-    inner = rule.rule if isinstance(rule, DelayedRule) else rule
+    inner = innermost(rule)
     if isinstance(inner, BudgetRule):  # it accepts at random, unless decoding is greedy
         parents, tokens = tree.parents, tree.tokens
         admitted = rule.admits(inputs, parents, tokens) & inputs.supported(parents, tokens)
@@ -158,3 +163,52 @@ def emitted(inputs: VerificationInputs, tokens: Tensor, accepted: Tensor) -> Ver
     origins = torch.where(steps == count[:, None] - 1, int(Origin.TARGET), origins)
     origins = torch.where(real, origins, int(Origin.PADDING))
     return Verification(tokens, origins, count, path, accepted)
+
+
+class ChainVerifier:
+    """A rule with what it keeps between the steps of an engine."""
+
+    def __init__(self, rule: AcceptanceRule, log: logging.Logger) -> None:
+        self.rule = rule
+        self.counter = Counter(log)
+        self.states = RuleStates(rule)
+        self._step: tuple[VerificationInputs, Tensor, bool] | None = None
+
+    def relax(
+        self,
+        logits: Tensor,
+        layout: Layout,
+        tree: DraftTree,
+        raw: Distributions,
+        processed: Distributions,
+        warped: Distributions,
+        greedy: Tensor,
+        state: Tensor | None,
+    ) -> None:
+        """Raise the probabilities of the tokens that the rule accepts, in place.
+
+        ``logits`` ``[T, V]`` are those that the engine verifies; for the other arguments see
+        :func:`acceptance`. Without a state, as in an engine's warm-up, it is that of new requests,
+        and is not kept.
+        """
+        kept = state is not None
+        if state is None and self.rule.state_size:
+            state = raw.peak.new_zeros(len(greedy), self.rule.state_size)
+        inputs, least = acceptance(self.rule, tree, raw, processed, warped, greedy, state)
+        flat = least[layout.rows, layout.places]
+        raise_probability(logits, tree.tokens[layout.rows, layout.places], flat)
+        self._step = inputs, least > 0.0, kept
+
+    def finish(self, tokens: Tensor) -> None:
+        """Count the tokens ``[B, N]`` that the engine emitted, negative where there are none.
+
+        Advances the rule's states. Does nothing unless :meth:`relax` was called before.
+        """
+        if self._step is None:
+            return
+        inputs, accepted, kept = self._step
+        self._step = None
+        found = emitted(inputs, tokens, accepted)
+        self.counter.add((found.origins == int(Origin.FUZZY)).sum(), found.count.sum())
+        if kept:
+            self.states.store(self.rule.advance(inputs, found))

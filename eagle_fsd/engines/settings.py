@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.model.config import SETTINGS_FILE, AcceptanceConfig, Settings, read_settings
+import torch
+
+from eagle_fsd.model.acceptance import CascadeRule, FuzzyRule, WrappedRule, rule_for
+from eagle_fsd.model.config import (
+    SETTINGS_FILE,
+    AcceptanceConfig,
+    ModelIdentity,
+    Settings,
+    read_settings,
+)
+from eagle_fsd.model.identity import EXPORTED_KEY, fingerprint_of_files
+from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
 #: The key of an engine's configuration that holds the settings, and the variable instead of it.
@@ -44,6 +58,12 @@ def find_settings(config: Any) -> Settings | None:
     return settings
 
 
+def rule_of(config: Any) -> AcceptanceRule | None:
+    """Return the rule of an engine's configuration; None if it is decoded exactly."""
+    settings = find_settings(config)
+    return None if settings is None or settings.lossless else rule_for(settings)
+
+
 def _check_supported(acceptance: AcceptanceConfig) -> None:
     if acceptance.fallback != "exact" or acceptance.selection != "longest":
         raise OptionsError(
@@ -60,3 +80,71 @@ def _check_supported(acceptance: AcceptanceConfig) -> None:
         raise OptionsError(f"rule {acceptance.rule!r} is not available in engines")
     if name == "budget" and acceptance.max_fuzzy_nats is not None:
         raise OptionsError("rule 'budget' takes no max_fuzzy_nats in engines")
+
+
+def innermost(rule: AcceptanceRule) -> AcceptanceRule:
+    """Return the rule that other rules restrict."""
+    while isinstance(rule, WrappedRule):
+        rule = rule.rule
+    return rule
+
+
+def reads_draft(rule: AcceptanceRule) -> bool:
+    """Whether a rule compares the target's distribution with the draft's."""
+    return isinstance(innermost(rule), (FuzzyRule, CascadeRule))
+
+
+def describe(settings: Settings, engine: str) -> str:
+    """Say which rule an engine applies, and what is certified about it there."""
+    certificate = settings.certificate
+    if certificate is None or certificate.decoder != engine.lower():
+        return f"eagle_fsd: {settings.label}; not certified for {engine}"
+    return f"eagle_fsd: {settings.label}; {certificate}"
+
+
+def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
+    """Find the callables that do not end with the expected parameters.
+
+    The keys are ``module:name``, and the values names of parameters, separated by spaces.
+    """
+    return [
+        path
+        for path, expected in signatures.items()
+        if not _has_parameters(*path.split(":"), expected.split())
+    ]
+
+
+def _has_parameters(module: str, name: str, expected: list[str]) -> bool:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    names = list(inspect.signature(inspect.unwrap(found)).parameters)
+    return names[-len(expected) :] == expected
+
+
+def check_weights(settings: Settings, folders: Mapping[str, str], log: logging.Logger) -> None:
+    """Raise ``OptionsError`` if other models were calibrated than those in an engine's folders.
+
+    The keys are ``target`` and ``drafter``. What cannot be compared is logged.
+    """
+    for kind, folder in folders.items():
+        recorded: ModelIdentity | None = getattr(settings, kind)
+        if recorded is None:
+            continue
+        found = None
+        if Path(folder, "config.json").is_file():
+            exported = json.loads(Path(folder, "config.json").read_text()).get(EXPORTED_KEY)
+            if exported is None:
+                found = fingerprint_of_files(folder, getattr(torch, recorded.dtype))
+            else:
+                found = exported.get(recorded.dtype)
+        if found is None:
+            log.warning("eagle_fsd: cannot tell whether %s is the calibrated %s", folder, kind)
+        elif found != recorded.fingerprint:
+            raise OptionsError(
+                f"the settings for eagle_fsd were calibrated for the {kind} {recorded.name}, and"
+                f" {folder} has other weights"
+            )

@@ -147,7 +147,7 @@ def _check_config(config: GenerationConfig) -> None:
     """Reject options that select another decoding method or another result."""
     if config.num_beams not in (None, 1):
         raise ValueError(f"num_beams must be 1 to decode draft trees; got {config.num_beams}")
-    mode = config.get_generation_mode(_assistant_model())
+    mode = config.get_generation_mode(caller_argument("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
             "custom_generate replaces greedy search and sampling only, but the options select"
@@ -190,13 +190,13 @@ def _follow_from_mask(position_ids: Tensor, attention_mask: Tensor) -> bool:
     return bool(((position_ids == expected) | (attention_mask == 0)).all())
 
 
-def _assistant_model() -> PreTrainedModel | None:
-    """Return the assistant model of the calling ``generate``, which does not pass it on."""
+def caller_argument(name: str) -> Any:
+    """Return an argument of the calling ``generate`` that it does not pass on, or None."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["assistant_model"]
+    return None if frame is None else frame.f_locals[name]
 
 
 def _split_warpers(

@@ -18,6 +18,7 @@ import batches
 import compare
 import divergences
 import drafters
+import engines
 import growth
 import pytest
 import revisions
@@ -389,3 +390,31 @@ def test_serving_reports_speed_and_latency(revision: str, quick: Quick) -> None:
     for row, one, other in zip(comparison, new, old, strict=True):
         assert row["ratio"] == pytest.approx(one["tokens_per_second"] / other["tokens_per_second"])
         assert row["identical"] == 100.0
+
+
+STUB = """#!{python}
+import json, sys
+request = json.load(open(sys.argv[2]))
+drafted, relaxed = "speculative_config" in request, "settings" in request
+answers = [[1, 2, 3 + relaxed]] * len(request["prompts"])
+print("a line of vLLM")
+print(json.dumps([
+    dict(requests=count, answers=answers, tokens_per_second=100.0 * (1 + drafted + relaxed),
+         tau=1.0 + drafted, sampler_share=2.0, rule_share=1.0)
+    for count in request["concurrency"]
+]))
+"""
+
+
+def test_engines_are_compared_with_plain_decoding(quick: Quick, tmp_path: Path) -> None:
+    """With a stand-in for an interpreter with vLLM."""
+    stub = tmp_path / "vllm-python"
+    stub.write_text(STUB.format(python=sys.executable))
+    stub.chmod(0o755)
+    name, tables, text = quick(engines, "--vllm-python", str(stub), saves=3)
+    assert name == "engines-eagle-cpu"
+    ((_, rows),) = tables.items()
+    assert [row["method"] for row in rows[::2]] == [PLAIN, EXACT, "FSD, T = 0.05"]
+    assert [row["speed"] for row in rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert [row["equal_answers"] for row in rows] == [2, 2, 2, 2, 0, 0]
+    assert "equal plain decoding's: 2 at 1, 2 at 2" in text

@@ -27,6 +27,7 @@ COMMANDS = [
     *((name,) for name in ("demo", "generate", "chat", "evaluate", "sweep", "tune", "calibrate")),
     *((name,) for name in ("train", "bench", "doctor", "serve")),
     ("serve", "worker"),
+    ("export", "custom-generate"),
     *(("train", name) for name in ("features", "regenerate", "chats", "ranks", "export")),
 ]
 HEAVY = ("torch", "transformers", "accelerate", "fastchat", "matplotlib", "gradio", "scipy")

@@ -134,6 +134,10 @@ def test_sampled_requests_leave_exact_tokens_to_the_engine() -> None:
     budget = BudgetRule(0.02)
     expected = budget.raised(logits[0].softmax(-1)).tolist()
     assert torch.tensor(certain(budget)).allclose(torch.tensor(expected))
+    placeholders = layout.tree(torch.tensor([0, -1, 0]))
+    greedy = torch.ones(3, dtype=torch.bool)
+    least = acceptance(RULES["top-gap"], placeholders, laws, laws, laws, greedy, None)[1]
+    assert least[:, 1].tolist() == [1.0, 0.0, 1.0]
     late = torch.tensor([[0.0], [5.0], [5.0]])
     assert certain(DelayedRule(RULES["top-ratio"], 4), late) == [0.0, 1.0, 0.0]
 

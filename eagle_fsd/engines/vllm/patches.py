@@ -1,51 +1,69 @@
 """Connect the rejection sampler to vLLM, and refuse what would not work as intended.
 
 vLLM loads plugins before it reads its configuration, so its classes are extended in place: a
-configuration with settings is checked when it is made, in the first process, and the rejection
-sampler of a worker takes the rule when it is made.
+configuration with settings is checked when it is made, in the first process; a worker extends its
+model runner, whose rejection sampler takes the rule when it is made.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.worker.worker_base import WorkerBase
 
-from eagle_fsd.engines.settings import find_settings
-from eagle_fsd.engines.vllm.runner import extend_runner
-from eagle_fsd.engines.vllm.sampler import RelaxedSampler, reads_draft
+from eagle_fsd.engines.settings import (
+    changed_signatures,
+    check_weights,
+    describe,
+    find_settings,
+    reads_draft,
+    rule_of,
+)
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 from eagle_fsd.model.acceptance import rule_for
-from eagle_fsd.model.config import ModelIdentity
-from eagle_fsd.model.identity import EXPORTED_KEY, fingerprint_of_files
+from eagle_fsd.model.verify import AcceptanceRule
 from eagle_fsd.utils.options import OptionsError
 
 #: The versions of vLLM that this plugin was read and tested with.
 VERSIONS = ("0.32.",)
+#: Package of the second model runner.
+RUNNER_V2 = "vllm.v1.worker.gpu"
 #: Parameters of what the plugin calls or overrides, by module and name.
-SIGNATURES: dict[tuple[str, str], str] = {
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.__init__"): "sampler spec_config device",
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.forward"): (
+SIGNATURES = {
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__": "sampler spec_config device",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
         "metadata draft_probs logits sampling_metadata"
     ),
-    ("vllm.v1.sample.rejection_sampler", "RejectionSampler.apply_logits_processors"): (
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors": (
         "logits sampling_metadata metadata"
     ),
-    ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p"): "logits k p",
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"): "logits spec_decode_metadata",
-    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer._sample_draft_tokens"): (
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "logits spec_decode_metadata",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens": (
         "hidden_states sampling_metadata"
     ),
+}
+#: The same for the second model runner.
+SIGNATURES_V2 = {
+    f"{RUNNER_V2}.spec_decode.rejection_sampler:RejectionSampler._verify": (
+        "logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np"
+        " expanded_idx_mapping expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
+    ),
+    f"{RUNNER_V2}.sample.sampler:Sampler.apply_sampling_params": (
+        "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos"
+        " seq_lens_upper_bound_np skip_top_k_top_p"
+    ),
+    f"{RUNNER_V2}.sample.states:SamplingStates.apply_temperature": (
+        "logits expanded_idx_mapping idx_mapping_np"
+    ),
+    f"{RUNNER_V2}.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
 }
 log = logging.getLogger("vllm.eagle_fsd")
 
@@ -57,6 +75,7 @@ def install() -> None:
     VllmConfig._eagle_fsd = True
     _after(VllmConfig, "__post_init__", _check)
     _after(RejectionSampler, "__init__", relax)
+    _after(WorkerBase, "__init__", extend_worker)
 
 
 def _after(cls: type, name: str, function: Callable[[Any], None]) -> None:
@@ -90,7 +109,7 @@ def check_config(config: VllmConfig) -> None:
     if settings.lossless:
         log.info("eagle_fsd: the settings are lossless; vLLM is unchanged")
         return
-    _check_version()
+    _check_version(config.use_v2_model_runner)
     speculative = config.speculative_config
     if speculative is None:
         raise OptionsError("settings for eagle_fsd need a --speculative-config: nothing is drafted")
@@ -106,9 +125,7 @@ def check_config(config: VllmConfig) -> None:
         )
     rule = rule_for(settings)
     if config.use_v2_model_runner:
-        raise OptionsError(
-            "eagle_fsd supports vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+        _check_v2(config, rule)
     if reads_draft(rule) and speculative.method not in ("eagle", "eagle3", "draft_model"):
         raise OptionsError(
             "a rule that compares distributions needs an EAGLE head or a draft model; got the"
@@ -117,21 +134,30 @@ def check_config(config: VllmConfig) -> None:
     for option in ("use_local_argmax_reduction", "parallel_drafting", "use_heterogeneous_vocab"):
         if reads_draft(rule) and getattr(speculative, option):
             raise OptionsError(f"a rule that compares distributions does not support {option}")
-    for kind, recorded, model in (
-        ("target", settings.target, config.model_config.model),
-        ("drafter", settings.drafter, speculative.model),
+    folders = {"target": config.model_config.model, "drafter": str(speculative.model)}
+    check_weights(settings, folders, log)
+    log.info("%s", describe(settings, "vLLM"))
+
+
+def _check_v2(config: VllmConfig, rule: AcceptanceRule) -> None:
+    """Refuse what the second model runner would do with distributions that show the rule."""
+    for name, value in (
+        ("enable_adaptive_verification", config.speculative_config.enable_adaptive_verification),
+        ("return_sampling_mask", config.model_config.return_sampling_mask),
+        ("watermark_config", config.watermark_config),
+        ("enable_batch_sharded_sampling", config.parallel_config.enable_batch_sharded_sampling),
     ):
-        if recorded is not None:
-            _check_weights(kind, recorded, str(model))
-    log.info("eagle_fsd: %s; not certified for vLLM", settings.label)
+        if value:
+            raise OptionsError(f"eagle_fsd does not support {name}")
+    if reads_draft(rule) and config.speculative_config.draft_sample_method != "probabilistic":
+        raise OptionsError(
+            "a rule that compares distributions needs draft_sample_method probabilistic in the"
+            " second model runner, which drops the draft's distributions otherwise"
+        )
 
 
-def _check_version() -> None:
-    changed = [
-        name
-        for (module, name), expected in SIGNATURES.items()
-        if not _has_parameters(module, name, expected.split())
-    ]
+def _check_version(v2: bool) -> None:
+    changed = changed_signatures(SIGNATURES_V2 if v2 else SIGNATURES)
     if changed or not vllm_version.startswith(VERSIONS):
         raise OptionsError(
             f"this version of eagle_fsd supports vLLM {', '.join(VERSIONS)}x; got {vllm_version}"
@@ -139,41 +165,26 @@ def _check_version() -> None:
         )
 
 
-def _has_parameters(module: str, name: str, expected: list[str]) -> bool:
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return False
-    names = list(inspect.signature(inspect.unwrap(found)).parameters)
-    return names[-len(expected) :] == expected
-
-
-def _check_weights(kind: str, recorded: ModelIdentity, folder: str) -> None:
-    """Raise ``OptionsError`` if a folder holds other weights than those that were calibrated."""
-    found = None
-    if Path(folder, "config.json").is_file():
-        exported = json.loads(Path(folder, "config.json").read_text()).get(EXPORTED_KEY)
-        if exported is None:
-            found = fingerprint_of_files(folder, getattr(torch, recorded.dtype))
-        else:
-            found = exported.get(recorded.dtype)
-    if found is None:
-        log.warning("eagle_fsd: cannot tell whether %s is the calibrated %s", folder, kind)
-    elif found != recorded.fingerprint:
-        raise OptionsError(
-            f"the settings for eagle_fsd were calibrated for the {kind} {recorded.name}, and"
-            f" {folder} has other weights"
-        )
-
-
 def relax(sampler: RejectionSampler) -> None:
-    """Give the rejection sampler of a worker the rule of its configuration, if there is one."""
+    """Give the first model runner's rejection sampler the rule of its configuration, if any."""
     config = get_current_vllm_config_or_none()
     if config is None:
         raise OptionsError("eagle_fsd: vLLM makes a rejection sampler without a configuration")
-    settings = find_settings(config.additional_config)
-    if settings is not None and not settings.lossless:
-        RelaxedSampler.take(sampler, rule_for(settings))
+    rule = rule_of(config.additional_config)
+    if rule is not None:
+        RelaxedSampler.take(sampler, rule)
+
+
+def extend_worker(worker: WorkerBase) -> None:
+    """Extend the model runner that a worker is about to make, if its configuration has a rule."""
+    config = worker.vllm_config
+    if rule_of(config.additional_config) is None:
+        return
+    if config.use_v2_model_runner:  # its modules are imported only where they are used
+        from eagle_fsd.engines.vllm.sampler_v2 import extend_runner_v2
+
+        extend_runner_v2()
+    else:
+        from eagle_fsd.engines.vllm.runner import extend_runner
+
         extend_runner()

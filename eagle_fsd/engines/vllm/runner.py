@@ -13,8 +13,8 @@ from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from eagle_fsd.engines.vllm.sampler import RelaxedSampler, Spent, reads_draft
-from eagle_fsd.model.acceptance import DelayedRule, LimitedRule
+from eagle_fsd.engines.settings import reads_draft
+from eagle_fsd.engines.vllm.sampler import RelaxedSampler
 
 
 def extend_runner() -> None:
@@ -27,17 +27,13 @@ def extend_runner() -> None:
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         sampler = getattr(self, "rejection_sampler", None)
-        if spec_decode_metadata is None or not isinstance(sampler, RelaxedSampler):
-            return sample(self, logits, spec_decode_metadata)
-        spent = _prepare(self, sampler, spec_decode_metadata)
-        output = sample(self, logits, spec_decode_metadata)
-        if spent is not None and sampler.state is not None:
-            spent.keep(sampler.state[:, -1])
-        return output
+        if spec_decode_metadata is not None and isinstance(sampler, RelaxedSampler):
+            _prepare(self, sampler, spec_decode_metadata)
+        return sample(self, logits, spec_decode_metadata)
 
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampler = getattr(self, "rejection_sampler", None)
-        if isinstance(sampler, RelaxedSampler) and reads_draft(sampler.rule):
+        if isinstance(sampler, RelaxedSampler) and reads_draft(sampler.verifier.rule):
             self.drafter._eagle_fsd_logits = []
         found = propose(self, *args, **kwargs)
         self._eagle_fsd_requests = list(self.input_batch.req_ids)
@@ -64,26 +60,16 @@ def extend_runner() -> None:
     SpecDecodeBaseProposer._sample_draft_tokens = _sample_draft_tokens
 
 
-def _prepare(runner: Any, sampler: RelaxedSampler, metadata: Any) -> Spent | None:
-    """Pass the rule's state and the draft's logits of a step to the sampler.
-
-    Returns where the budget that each request has spent is to be kept after the step, if the rule
-    has one.
-    """
-    rule, requests = sampler.rule, runner.input_batch.req_ids
-    columns, spent = [], None
-    delayed = rule.rule if isinstance(rule, LimitedRule) else rule
-    if isinstance(delayed, DelayedRule):
-        columns.append(_emitted_before(runner, metadata))
-    if isinstance(rule, LimitedRule):
-        if not hasattr(runner, "_eagle_fsd_spent"):
-            runner._eagle_fsd_spent = Spent(runner.device)
-        spent = runner._eagle_fsd_spent
-        columns.append(spent.of(requests, runner.requests.keys()))
-    state = torch.stack(columns, 1) if columns else None
-    logits = _draft_logits(runner, metadata) if reads_draft(rule) else None
-    sampler.prepare(state, logits)
-    return spent
+def _prepare(runner: Any, sampler: RelaxedSampler, metadata: Any) -> None:
+    """Give the sampler the states of a step's requests, and the logits of their drafted tokens."""
+    verifier, state, draft_logits = sampler.verifier, None, None
+    if verifier.rule.state_size:
+        verifier.states.keep_only(runner.requests)
+        emitted = _emitted_before(runner, metadata)
+        state = verifier.states.of(runner.input_batch.req_ids, emitted)
+    if reads_draft(verifier.rule):
+        draft_logits = _draft_logits(runner, metadata)
+    sampler.prepare(state, draft_logits)
 
 
 def _emitted_before(runner: Any, metadata: Any) -> Tensor:

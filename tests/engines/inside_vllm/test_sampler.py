@@ -160,8 +160,9 @@ def test_sampled_batches_keep_the_target_s_distribution_where_nothing_is_relaxed
     sampler = relaxed(AcceptanceConfig(rule="top-ratio", exact_first=10))
     torch.manual_seed(0)
     counts = torch.zeros(VOCABULARY)
+    names = [str(number) for number in range(4000)]
     for _ in range(10):
-        sampler.prepare(torch.zeros(4000, 1), None)
+        sampler.prepare(sampler.verifier.states.of(names, torch.zeros(4000)), None)
         found = sampler(metadata, None, logits.clone(), sampling([1.0] * 4000)).sampled_token_ids
         counts += found[:, 0].long().bincount(minlength=VOCABULARY)
     assert (counts / 40000 - logits[0].softmax(-1)).abs().max() < 0.0155
@@ -176,5 +177,5 @@ def test_fuzzy_tokens_are_counted(
     sampler(metadata, None, logits.clone(), sampling([0.0, 0.0]))
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("INFO", logger="vllm.eagle_fsd"):
-        sampler.counter.report()
+        sampler.verifier.counter.report()
     assert "the rule accepted" in caplog.text

@@ -1,0 +1,120 @@
+"""Measure rules in vLLM on the CPU: plain decoding, exact speculation, and FSD.
+
+::
+
+    python benchmarks/engines.py --vllm-python .venv/vllm/bin/python
+
+Each method decodes the same word problems, greedily, one after the other and 16 at once, in a
+process of its own; ``make .venv/.vllm`` installs the interpreter. The drafter is exported to vLLM's
+layout first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measurement import EXACT, PLAIN, Table, new_parser, parse, progress, save_report
+
+from eagle_fsd.bundled import BUNDLED_EAGLE3, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.bundled.problems import chat_messages, problems
+from eagle_fsd.model.loading import load_tokenizer
+from eagle_fsd.train.config import ExportRequest
+from eagle_fsd.train.export import export_head
+
+WORKER = Path(__file__).with_name("engines_worker.py")
+HEADS = {"eagle": BUNDLED_HEAD, "eagle3": BUNDLED_EAGLE3}
+#: Settings of the methods that relax acceptance, by name.
+RULES: dict[str, dict[str, Any]] = {
+    "FSD, T = 0.05": {"threshold": 0.05, "min_ratio": 0.3},
+    "regret": {"rule": "regret"},
+    "regret, exact_first 4": {"rule": "regret", "exact_first": 4},
+}
+COLUMNS = {
+    "method": "method",
+    "requests": "requests at once",
+    "tokens_per_second": "tokens/s",
+    "speed": "speed, plain = 1",
+    "tau": "tau",
+    "sampler_share": "rejection sampler (%)",
+    "rule_share": "of which the rule (%)",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = new_parser(__doc__.splitlines()[0], compiles=False)
+    parser.add_argument("--vllm-python", required=True, help="interpreter with vLLM")
+    parser.add_argument("--target", default=str(BUNDLED_TARGET), help="folder of the target")
+    parser.add_argument("--head", help="its EAGLE head; default: the bundled one")
+    parser.add_argument("--method", default="eagle", choices=HEADS, help="kind of the head")
+    parser.add_argument("--chain", type=int, default=5, help="drafted tokens per step")
+    parser.add_argument("--count", type=int, default=32, help="number of problems")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens per answer")
+    options = parse(parser, arguments)
+    count, concurrency = (2, [1, 2]) if options.quick else (options.count, [1, 16])
+    tokenizer = load_tokenizer(options.target)
+    prompts = [
+        tokenizer.apply_chat_template(
+            chat_messages((problem.question, ""))[:-1], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for problem in problems("test", count)
+    ]
+    table = Table("Rules in vLLM", COLUMNS, [])
+    with tempfile.TemporaryDirectory() as folder:
+        head = Path(folder, "head")
+        request = ExportRequest(
+            head=Path(options.head or HEADS[options.method]),
+            format="vllm",
+            out=head,
+            target=options.target,
+        )
+        export_head(request)
+        speculative = {
+            "method": options.method,
+            "model": str(head),
+            "num_speculative_tokens": options.chain,
+        }
+        methods: dict[str, dict[str, Any]] = {PLAIN: {}}
+        methods[EXACT] = {"speculative_config": speculative}
+        for name, values in list(RULES.items())[: 1 if options.quick else None]:
+            methods[name] = {"speculative_config": speculative, "settings": values}
+        answers: dict[int, list[list[int]]] = {}
+        speeds: dict[int, float] = {}
+        for name, values in progress(methods.items(), "methods"):
+            file = Path(folder, "request.json")
+            request_values = {
+                "target": options.target,
+                "prompts": prompts,
+                "max_tokens": 20 if options.quick else options.max_tokens,
+                "concurrency": concurrency,
+            }
+            file.write_text(json.dumps(request_values | values))
+            done = subprocess.run(
+                [options.vllm_python, WORKER, file], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"{name} failed in vLLM:\n{done.stderr[-2000:]}")
+            for row in json.loads(done.stdout.splitlines()[-1]):
+                found, at_once = row.pop("answers"), row["requests"]
+                base = answers.setdefault(at_once, found)
+                row["equal_answers"] = sum(map(list.__eq__, found, base))
+                row["speed"] = row["tokens_per_second"] / speeds.setdefault(
+                    at_once, row["tokens_per_second"]
+                )
+                table.rows.append({"method": name, **row})
+            equal = [f"{row['equal_answers']} at {row['requests']}" for row in table.rows[2:4]]
+            table.note = (
+                f"{count} problems, chains of {options.chain}. Answers of exact speculation that"
+                f" equal plain decoding's: {', '.join(equal)}. The first model runner of vLLM."
+            )
+            save_report(options, f"engines-{options.method}", [table], finished=False)
+    save_report(options, f"engines-{options.method}", [table])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Decode in vLLM for ``engines.py``, in a process of an interpreter that has it.
+
+``python engines_worker.py REQUEST`` reads a JSON file with ``target``, ``prompts`` (token ids),
+``max_tokens``, ``concurrency``, and optionally ``speculative_config`` and ``settings``. It prints a
+line of JSON with a measurement for each number of concurrent requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
+
+class Clock:
+    """Add up the seconds within functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrap(self, owner: Any, *names: str) -> None:
+        """Time methods of a class."""
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+def main() -> None:
+    """Measure one configuration."""
+    os.environ |= {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM, SamplingParams
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from eagle_fsd.engines.chains import ChainVerifier
+
+    request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    options = {}
+    if "settings" in request:
+        options["additional_config"] = {"eagle_fsd": request["settings"]}
+    model = LLM(
+        request["target"],
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=max(request["concurrency"]),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=request.get("speculative_config"),
+        **options,
+    )
+    sampler, rule = Clock(), Clock()
+    sampler.wrap(RejectionSampler, "forward")
+    rule.wrap(ChainVerifier, "relax", "finish")
+    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"])
+    model.generate(prompts[: max(request["concurrency"])], sampling, use_tqdm=False)
+    found = []
+    for count in request["concurrency"]:
+        before, sampler.seconds, rule.seconds = _counts(model), 0.0, 0.0
+        start = time.perf_counter()
+        outputs = []
+        for first in range(0, len(prompts), count):
+            outputs += model.generate(prompts[first : first + count], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        drafts, accepted = (now - then for now, then in zip(_counts(model), before, strict=True))
+        found.append(
+            {
+                "requests": count,
+                "answers": answers,
+                "tokens_per_second": sum(map(len, answers)) / seconds,
+                "tau": 1.0 + accepted / drafts if drafts else 1.0,
+                "sampler_share": 100.0 * sampler.seconds / seconds,
+                "rule_share": 100.0 * rule.seconds / seconds,
+            }
+        )
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+
+
+def _counts(model: Any) -> list[int]:
+    values = {
+        metric.name: metric.value for metric in model.get_metrics() if metric.name in COUNTERS
+    }
+    return [values.get(name, 0) for name in COUNTERS]
+
+
+if __name__ == "__main__":
+    main()

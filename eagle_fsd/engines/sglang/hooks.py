@@ -1,0 +1,185 @@
+"""Connect a rule to SGLang's verification of draft trees, and refuse what would not work.
+
+``eagle_sample`` adds penalties and biases to the target's logits in place, then calls ``apply`` of
+the grammar's mask, then verifies the tree. So a mask with the rule behind it sees processed logits,
+and what it leaves in them is what SGLang emits.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang import __version__ as sglang_version
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch import Tensor
+
+from eagle_fsd.engines.settings import (
+    changed_signatures,
+    check_weights,
+    describe,
+    find_settings,
+    innermost,
+    reads_draft,
+)
+from eagle_fsd.engines.sglang.trees import RequestSampling, TreeVerifier, linked_tree
+from eagle_fsd.model.acceptance import BudgetRule, rule_for
+from eagle_fsd.model.config import Settings
+from eagle_fsd.model.verify import AcceptanceRule
+from eagle_fsd.utils.options import OptionsError
+
+#: The version of SGLang that this plugin was read with.
+VERSION = "0.5.23"
+EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils:eagle_sample"
+CHECK_ARGUMENTS = "sglang.srt.server_args:ServerArgs.check_server_args"
+#: Parameters of what the plugin wraps.
+SIGNATURES = {
+    EAGLE_SAMPLE: (
+        "verify_input batch logits_output grammar_mask uno_target_max_top_k watermark_state"
+        " watermark_full_mask"
+    ),
+    CHECK_ARGUMENTS: "self",
+}
+#: Kinds of speculation whose trees ``eagle_sample`` verifies.
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+#: Options that must keep these values: their rules would be replaced, or their draws.
+DEFAULTS = {
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "speculative_use_rejection_sampling": False,
+    "enable_deterministic_inference": False,
+}
+log = logging.getLogger("sglang.eagle_fsd")
+
+
+def install() -> None:
+    """Register the rule of ``EAGLE_FSD_SETTINGS``, if there is one.
+
+    Raises ``OptionsError`` for settings or a version of SGLang that are not supported.
+    """
+    settings = find_settings(None)
+    if settings is None:
+        return
+    if settings.lossless:
+        log.info("eagle_fsd: the settings are lossless; SGLang is unchanged")
+        return
+    rule = rule_for(settings)
+    if reads_draft(rule) or isinstance(innermost(rule), BudgetRule):
+        raise OptionsError(
+            f"SGLang verifies trees without the draft's distributions; eagle_fsd's {settings.label}"
+            " needs them or a random number of its own: set another rule"
+        )
+    changed = changed_signatures(SIGNATURES)
+    if changed or sglang_version != VERSION:
+        raise OptionsError(
+            f"this version of eagle_fsd supports SGLang {VERSION}; got {sglang_version}"
+            + (f", in which {changed[0]} is another" if changed else "")
+        )
+    for path, hook, kind in (
+        (EAGLE_SAMPLE, RelaxedSample(rule), HookType.AROUND),
+        (CHECK_ARGUMENTS, ArgumentCheck(settings), HookType.AFTER),
+    ):
+        HookRegistry.register(path.replace(":", "."), hook, kind)
+
+
+class ArgumentCheck:
+    """Refuse arguments of a server under which the settings would have no or another effect."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, result: None, server: Any) -> None:
+        """Check the arguments of a server, after SGLang's own check; raises ``OptionsError``."""
+        arguments = resolved_view(server)
+        algorithm = arguments.speculative_algorithm
+        if algorithm not in ALGORITHMS:
+            raise OptionsError(
+                f"settings for eagle_fsd need --speculative-algorithm {', '.join(ALGORITHMS[:-1])}"
+                f" or {ALGORITHMS[-1]}; got {algorithm}"
+            )
+        for name, default in DEFAULTS.items():
+            if (value := getattr(arguments, name)) != default:
+                raise OptionsError(f"eagle_fsd needs {name} {default}; got {value}")
+        folders = {
+            "target": arguments.model_path,
+            "drafter": str(arguments.speculative_draft_model_path),
+        }
+        check_weights(self.settings, folders, log)
+        log.info("%s", describe(self.settings, "SGLang"))
+
+
+class RelaxedSample:
+    """A wrapper of ``eagle_sample`` that applies a rule."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.verifier = TreeVerifier(rule, log)
+        self._requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+    def __call__(
+        self,
+        original: Callable[..., Any],
+        verify_input: Any,
+        batch: Any,
+        logits_output: Any,
+        grammar_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``eagle_sample`` with a mask that also applies the rule.
+
+        Batches with watermarked requests are verified without it.
+        """
+        watermarked = kwargs.get("watermark_state") is not None and (
+            batch.sampling_info.has_watermark_candidates
+        )
+        if batch.forward_mode.is_idle() or watermarked:
+            return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+        mask = _RelaxedMask(self, verify_input, batch, grammar_mask)
+        output = original(verify_input, batch, logits_output, mask, *args, **kwargs)
+        if mask.processed is not None:  # SGLang reads log-probabilities from the logits
+            logits_output.next_token_logits.copy_(mask.processed)
+        return output
+
+    def relax(self, logits: Tensor, verify_input: Any, batch: Any) -> None:
+        """Apply the rule to processed logits ``[B * N, V]``, in place."""
+        size, info = verify_input.draft_token_num, batch.sampling_info
+        tokens = verify_input.draft_token.view(-1, size)
+        tree = linked_tree(
+            tokens,
+            verify_input.retrieve_next_token,
+            verify_input.retrieve_next_sibling,
+            verify_input.max_tree_depth - 1,
+        )
+        sampling = None
+        if not info.is_all_greedy:
+            sampling = RequestSampling(info.temperatures[:, 0], info.top_ks, info.top_ps)
+        state = None
+        if self.verifier.rule.state_size:
+            self.verifier.states.keep_only(self._requests)  # those that SGLang still holds
+            self._requests.update((request.rid, request) for request in batch.reqs)
+            prompts = torch.tensor([len(request.origin_input_ids) for request in batch.reqs])
+            roots = verify_input.positions.view(-1, size)[:, 0]
+            emitted = roots + 1 - prompts.to(roots.device, non_blocking=True)
+            names = [request.rid for request in batch.reqs]
+            state = self.verifier.states.of(names, emitted.float())
+        self.verifier(logits, verify_input.retrieve_index.long(), tree, sampling, state)
+
+
+class _RelaxedMask:
+    """A grammar's mask, or none, and the rule after it."""
+
+    def __init__(self, sample: RelaxedSample, verify_input: Any, batch: Any, mask: Any) -> None:
+        self.sample, self.verify_input, self.batch, self.mask = sample, verify_input, batch, mask
+        self.processed: Tensor | None = None
+
+    def apply(self, logits: Tensor) -> None:
+        """Mask logits ``[B * N, V]``, then apply the rule, in place."""
+        if self.mask is not None:
+            self.mask.apply(logits)
+        if self.batch.return_logprob:
+            self.processed = logits.clone()
+        self.sample.relax(logits, self.verify_input, self.batch)
