@@ -233,7 +233,7 @@ def calibrate(
     with state.main_process_first(), progress("downloading") as advance:
         questions = requested_questions(request, config.seed, advance)
         answering = config.updated(batch=config.answer_batch)
-        check_request(request, answering, [EXACT, *methods], questions)
+        check_request(request, answering, [EXACT.name], questions)
     used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
     warning = check_questions(bounds, fresh, request.execute_code)
     if warning and state.is_main_process:

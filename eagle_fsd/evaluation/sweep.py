@@ -83,7 +83,7 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     with start_processes().main_process_first():
         questions = requested_questions(request, config.seed)
-        check_request(request, config, [EXACT, *methods], questions)
+        check_request(request, config, [EXACT.name], questions)
     model = load_share(request, settings)
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)

@@ -32,25 +32,26 @@ def judge_pairs(
     out: str | Path,
     parallel: int = 4,
     progress: Callable[[int, int], None] | None = None,
+    reference: str = EXACT.name,
 ) -> list[Record]:
-    """Compare the first two turns of all answers with exact decoding's, see :func:`ask`.
+    """Compare the first two turns of all answers with those of a reference, see :func:`ask`.
 
-    ``records`` holds the answers of each method, exact decoding's included. Identical answers are
+    ``records`` holds the answers of each method, the reference's included. Identical answers are
     ties without asking. Returns the lines, in which ``model_1`` is the method.
     """
     prompts, judge = JudgePrompts.load(questions), endpoint.model
     tasks, replies = [], {}
     for model in records:
-        if model == EXACT.name:
+        if model == reference:
             continue
-        pairs = judged_turns(questions, records[model], records[EXACT.name])
+        pairs = judged_turns(questions, records[model], records[reference])
         for question, turn, (own, other), ids in pairs:
             first = prompts.fill(question, turn, own, other)
             second = prompts.fill(question, turn, other, own)
             fields = {
                 "question_id": question.question_id,
                 "model_1": model,
-                "model_2": EXACT.name,
+                "model_2": reference,
                 "judge": [judge, first.name],
                 "g1_user_prompt": first.user,
                 "g2_user_prompt": second.user,
