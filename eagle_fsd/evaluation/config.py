@@ -22,7 +22,7 @@ from eagle_fsd.utils.options import Options
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
-EngineName = Literal["sglang", "tensorrt-llm"]
+EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
 DEFAULT_METHODS: tuple[MethodName, ...] = ("plain", "exact", "fsd")
 
 

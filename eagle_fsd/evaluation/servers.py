@@ -49,7 +49,7 @@ class ServerError(ValueError):
 
 
 @dataclass(frozen=True)
-class Server:
+class ComparedServer:
     """A server to compare, under the name that it has in tables and files."""
 
     name: str
@@ -57,7 +57,7 @@ class Server:
     owner: str  # of the model, as the server states it
 
     @classmethod
-    def find(cls, argument: str, model: str | None) -> Server:
+    def find(cls, argument: str, model: str | None) -> ComparedServer:
         """Connect to the server given as ``NAME=URL``, and choose a model that it lists."""
         name, _, url = argument.partition("=")
         endpoint = Endpoint(url, "")
@@ -85,16 +85,16 @@ class Server:
         )
 
 
-class ServerAnswerer(Answerer[Server]):
+class ServerAnswerer(Answerer[ComparedServer]):
     """Let servers answer questions, ``config.batch`` at once."""
 
-    def warm_up(self, questions: Sequence[Question], method: Server) -> None:
+    def warm_up(self, questions: Sequence[Question], method: ComparedServer) -> None:
         """See :meth:`Answerer.warm_up`; raises ServerError if the server fails."""
         for _ in self._converse([Conversation(item, 0) for item in questions], method):
             pass
 
     def answer(
-        self, questions: Sequence[Question], method: Server, group: int = 0
+        self, questions: Sequence[Question], method: ComparedServer, group: int = 0
     ) -> Iterator[Record]:
         """See :meth:`Answerer.answer`.
 
@@ -121,7 +121,9 @@ class ServerAnswerer(Answerer[Server]):
         if failure is not None:
             raise failure
 
-    def _converse(self, answers: Sequence[Conversation], method: Server) -> Iterator[Conversation]:
+    def _converse(
+        self, answers: Sequence[Conversation], method: ComparedServer
+    ) -> Iterator[Conversation]:
         """Answer all turns of conversations, and yield each one that is complete."""
 
         def finish(answer: Conversation) -> None:
@@ -135,7 +137,7 @@ class ServerAnswerer(Answerer[Server]):
         except EndpointError as error:
             raise method.failure(error, self.session.folder) from error
 
-    def _turn(self, answer: Conversation, method: Server) -> Turn:
+    def _turn(self, answer: Conversation, method: ComparedServer) -> Turn:
         """Request the next turn; one whose prompt the context has no room for has no answer."""
         sampling = self.config.sampling(self.seed(answer)).model_dump()
         standard = {name: sampling[name] for name in ("temperature", "top_p", "seed")}
@@ -165,7 +167,7 @@ class ServerEvaluation(Evaluation):
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[ComparedServer],
         questions: Sequence[Question],
         request: EvaluationRequest,
         config: EvaluationConfig,
@@ -236,7 +238,7 @@ def evaluate_servers(
         questions = list(map(count_unscored_as_wrong, questions))
         if warning := check_questions(options, questions, request.execute_code):
             log.warning("%s", warning)
-    servers = [Server.find(item, options.server_model) for item in options.servers]
+    servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
     evaluation = ServerEvaluation(servers, questions, request, config, folder)
 
     def extend(_: Evaluation, report: Report) -> None:
