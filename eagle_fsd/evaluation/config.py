@@ -171,7 +171,11 @@ class BenchConfig(EvaluationConfig):
 
 
 class GridConfig(Options):
-    """Acceptance settings to compare: every threshold with every divergence and every floor."""
+    """Acceptance settings to compare: every threshold with every divergence and every floor.
+
+    The default thresholds, which are a sweep's, span orders of magnitude, as divergences do: small
+    thresholds matter for pairs that agree well.
+    """
 
     thresholds: tuple[float, ...] = Field(
         (0.0, 0.003, 0.01, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
@@ -192,14 +196,6 @@ class GridConfig(Options):
         for value in values:
             AcceptanceConfig.from_dict({str(info.field_name).removesuffix("s"): value})
         return tuple(dict.fromkeys(values))
-
-
-class SweepGrid(GridConfig):
-    """Acceptance settings of a sweep.
-
-    The default thresholds span orders of magnitude, as divergences do: small thresholds matter for
-    pairs that agree well.
-    """
 
 
 class CalibrationGrid(GridConfig):

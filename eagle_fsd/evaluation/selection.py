@@ -10,9 +10,9 @@ from itertools import combinations
 import numpy as np
 
 from eagle_fsd.evaluation import engines
-from eagle_fsd.evaluation.analysis import is_faster
 from eagle_fsd.evaluation.certificate import MAX_TESTS, outcomes
 from eagle_fsd.evaluation.config import EngineName, GridConfig, LossBounds
+from eagle_fsd.evaluation.frontier import is_faster
 from eagle_fsd.evaluation.methods import (
     EXACT,
     PLAIN,

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_fsd.evaluation.analysis import MARGINS, is_faster
+from eagle_fsd.evaluation.certificate import outcomes
+from eagle_fsd.evaluation.frontier import comparable_rows, is_faster
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
+from eagle_fsd.evaluation.statistics import confidence_per_test, loss_bound
 from eagle_fsd.evaluation.tables import Row, points_text, tree_text
 
+#: Losses of accuracy, as fractions, for which :func:`conclusions` names the fastest method.
+MARGINS = (0.01, 0.02)
 #: Estimated loss of accuracy up to which a method may be shown where no bound is small enough.
 MAX_SHOWN_LOSS = 0.01
 #: States that ``fsd`` was not decoded.
@@ -23,7 +27,7 @@ def main_row(report: dict[str, Any]) -> Row | None:
 
     This is FSD with the settings of the command line or of ``fsd.json``; where these were not
     measured, the method that the first of the
-    :func:`~eagle_fsd.evaluation.analysis.conclusions` names; where they name none, the fastest
+    :func:`conclusions` names; where they name none, the fastest
     method that is estimated to lose at most one point of accuracy. Without references or a judge,
     it is the one that changes the fewest answers among those that are faster.
     """
@@ -86,6 +90,61 @@ def comparison_text(report: dict[str, Any], row: Row) -> str:
     """Compare a method with the reference in a sentence that bounds the difference."""
     reference = report.get("reference", "exact decoding")
     return f"{_speed(row, reference)}; {_quality(report, row, reference)}."
+
+
+def conclusions(
+    rows: Sequence[Row],
+    margins: Sequence[float] = MARGINS,
+    confidence: float = 0.95,
+) -> list[str]:
+    """Name the fastest method that is not inferior to exact decoding, for each margin.
+
+    A method is not inferior if an exact upper confidence bound on its loss of accuracy is at most
+    the margin. The fastest of many methods may pass by chance, so that the error probability is
+    divided among the methods that are compared (Bonferroni): with the stated confidence, the bounds
+    of all of them hold. Too few questions therefore recommend no method rather than a worse one.
+    Without exact decoding or without accuracies, there is no conclusion.
+    """
+    rows = comparable_rows(rows)
+    compared = [
+        row
+        for row in rows
+        if "accuracy_change" in row.get("against_exact", {}) and row["method"] not in BASELINES
+    ]
+    if not compared or all(row["method"] != EXACT.name for row in rows):
+        return []
+    count = len(compared)
+    level = confidence_per_test(confidence, count)
+    faster = [(row, loss_bound(*outcomes(row), level)) for row in compared if is_faster(row)]
+    settings = f"all {count} settings" if count > 1 else "the setting"
+    proof = f"(exact paired bound, {100 * confidence:g}% confidence for {settings})"
+    sentences = []
+    for margin in margins:
+        passed = [item for item in faster if item[1] <= margin]
+        start = f"Fastest with a loss of accuracy of at most {100 * margin:g} points {proof}:"
+        if passed:
+            best = max(passed, key=lambda item: item[0]["speed_over_exact"])
+            sentences.append(f"{start} {_describe(*best)}.")
+        else:
+            paired = max(row["against_exact"]["paired"] for row in compared)
+            least = points_text(loss_bound(0, 0, paired, level))
+            sentences.append(
+                f"{start} exact decoding; {paired} questions without any difference show a loss of"
+                f" at most {least} points."
+            )
+    return sentences
+
+
+def _describe(row: Row, bound: float) -> str:
+    """Describe a method by its speed, its measured loss and the bound on its loss."""
+    against = row["against_exact"]
+    plain = f"{row['speedup']:.2f} times plain decoding, " if row["speedup"] else ""
+    return (
+        f"{row['method']}, {plain}{row['speed_over_exact']:.2f} times exact decoding;"
+        f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
+        f" {against['gained']} gained of {against['paired']}), and the loss is at most"
+        f" {points_text(bound)} points"
+    )
 
 
 def _is_slower_than_plain(row: Row) -> bool:

@@ -14,7 +14,7 @@ from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import encode_chat
-from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.sweep import sweep
 from eagle_fsd.evaluation.tuning import costs as costs_module
 from eagle_fsd.evaluation.tuning import search
@@ -53,7 +53,7 @@ def answer_texts(file: Path) -> list[list[str]]:
 @pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
 def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
-    grid = SweepGrid(thresholds=(0.0, 0.4), min_ratios=(0.0,))
+    grid = GridConfig(thresholds=(0.0, 0.4), min_ratios=(0.0,))
     report = sweep(request, CONFIG, grid, rules=False)
     assert report is not None
     rows = {row["method"]: row for row in report["rows"]}
