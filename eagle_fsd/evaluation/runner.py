@@ -34,9 +34,12 @@ from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sand
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
-from eagle_fsd.evaluation.judge.client import judgment_file
-from eagle_fsd.evaluation.judge.grading import judge_answers
-from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
+from eagle_fsd.evaluation.judge.judging import (
+    judge_answers,
+    judge_pairs,
+    judgment_file,
+    pair_summary,
+)
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import (

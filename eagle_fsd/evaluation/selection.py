@@ -24,9 +24,8 @@ from eagle_fsd.evaluation.methods import (
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below
 from eagle_fsd.evaluation.tables import Row
-from eagle_fsd.evaluation.tuning.candidates import Candidate
-from eagle_fsd.evaluation.tuning.race import race_exact
-from eagle_fsd.evaluation.tuning.search import TreePlan, shape
+from eagle_fsd.evaluation.tuning.prediction import Candidate
+from eagle_fsd.evaluation.tuning.search import TreePlan, race_exact, shape
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, TreeConfig
 from eagle_fsd.utils.options import OptionsError

@@ -55,7 +55,7 @@ from eagle_fsd.evaluation.selection import (
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.candidates import Candidate
+from eagle_fsd.evaluation.tuning.prediction import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings

@@ -17,7 +17,7 @@ from eagle_fsd.evaluation.config import CalibrationGrid, EngineName, EvaluationR
 from eagle_fsd.evaluation.engines import ENGINES, THINKING, flags
 from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.selection import candidate_methods
-from eagle_fsd.evaluation.tuning.candidates import PLAIN_TREE
+from eagle_fsd.evaluation.tuning.prediction import PLAIN_TREE
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
 from eagle_fsd.model.config import Settings
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter

@@ -16,8 +16,7 @@ from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import encode_chat
 from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.sweep import sweep
-from eagle_fsd.evaluation.tuning import costs as costs_module
-from eagle_fsd.evaluation.tuning import search
+from eagle_fsd.evaluation.tuning import prediction, search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.tune import tune
 from eagle_fsd.model.config import Settings, read_settings
@@ -38,7 +37,7 @@ def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure every step once for a moment, and predict from one recording."""
     chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
     for name, value in (("SECONDS", 0.0), ("STEPS", 1), ("ROUNDS", 1)):
-        monkeypatch.setattr(costs_module, name, value)
+        monkeypatch.setattr(prediction, name, value)
     monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [chain])
     monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "BATCHES", (4,))

@@ -21,7 +21,7 @@ from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.evaluation.sweep import probe_divergences, slow_methods, sweep
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.candidates import Candidate
+from eagle_fsd.evaluation.tuning.prediction import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.evaluation.verdict import conclusions
