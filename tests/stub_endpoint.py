@@ -17,7 +17,10 @@ def completion(text: str | None) -> Reply:
     """Return the reply with a text."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    return 200, {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    tokens = len((text or "").split())
+    usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+    found = {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    return 200, {**found, "usage": usage}
 
 
 def failure(status: int, message: str) -> Reply:
@@ -43,6 +46,10 @@ class StubEndpoint:
         lock, stub = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                model = {"id": "stub", "object": "model", "created": 0, "owned_by": "tests"}
+                self.send({"object": "list", "data": [model]}, 200)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
@@ -57,6 +64,9 @@ class StubEndpoint:
                         stub.active -= 1
                 if self.path not in ("/v1/chat/completions", "/v1/completions"):
                     status, reply = failure(404, f"no such path {self.path}")
+                self.send(reply, status)
+
+            def send(self, reply: Any, status: int) -> None:
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 kind = "text/html" if isinstance(reply, str) else "application/json"
                 try:

@@ -19,7 +19,7 @@ ALLOWED = {
     "bundled": set(),
     "model": {"utils", "bundled"},
     "train": {"model", "utils", "bundled"},
-    "evaluation": {"model", "utils", "bundled"},
+    "evaluation": {"engines", "model", "utils", "bundled"},
     "chat": {"model", "utils", "bundled"},
     "engines": {"model", "utils"},
     "cli": {"chat", "engines", "evaluation", "train", "model", "utils", "bundled", ""},

@@ -36,7 +36,7 @@ def calibrate(
         EngineName | None,
         Parameter(
             name="--for",
-            help="Choose among the settings of another engine's rule, and print its flags. The"
+            help="Choose among the settings that another engine has, and print its flags. The"
             " bound holds for eagle-fsd's answers with that rule, not for the engine's own.",
         ),
     ] = None,
@@ -88,6 +88,7 @@ def calibrate(
     if calibration.report["flags"]:
         out.print()
         out.print(calibration.report["flags"], soft_wrap=True)
+    if not calibration.files:
         return
     files = " and ".join(map(str, calibration.files))
     err.print(f"The settings are in {files}; --settings reads them.", style="dim", soft_wrap=True)

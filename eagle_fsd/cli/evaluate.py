@@ -16,14 +16,16 @@ from eagle_fsd.cli.options import (
     given_settings,
 )
 from eagle_fsd.cli.parsing import options
-from eagle_fsd.cli.processes import joined_evaluation
+from eagle_fsd.cli.processes import check_single_process, joined_evaluation
 from eagle_fsd.evaluation.config import (
     DEFAULT_METHODS,
     EvaluationConfig,
     EvaluationRequest,
     MethodName,
+    ServerOptions,
 )
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.utils.options import OptionsError
 
 Questions = Annotated[str, Parameter(help=EvaluationRequest.model_fields["questions"].description)]
 RequestOptions = Annotated[EvaluationRequest, options("Evaluation", exclude=("questions",))]
@@ -47,31 +49,46 @@ def evaluate(
     ] = False,
     as_json: Json = False,
     request: RequestOptions = EvaluationRequest(),
+    servers: Annotated[ServerOptions, options("Servers")] = ServerOptions(),
     file: SettingsOptions = SettingsFile(),
     tree: TreeOptions = TreeConfig(),
     acceptance: AcceptanceOptions = AcceptanceConfig(),
     config: Annotated[EvaluationConfig, options("Decoding")] = EvaluationConfig(),
 ) -> None:
-    """Answer questions with several methods, and report speed and quality side by side."""
+    """Answer questions with several methods, and report speed and quality side by side.
+
+    With --server, compare servers instead of methods of decoding.
+    """
     if formats:
         print_formats(as_json)
         return
-    from eagle_fsd.evaluation import evaluate as run
-
     request = request.model_copy(update={"questions": questions})
+    settings = given_settings(file.settings, tree, acceptance)
 
     def show(report: dict[str, Any]) -> None:
         if as_json:
             print_json(report)
         else:
-            print_report(report, request.output_folder("evaluate"))
+            print_report(
+                report, request.output_folder("servers" if servers.servers else "evaluate")
+            )
+
+    if servers.servers:
+        from eagle_fsd.evaluation.servers import evaluate_servers
+
+        check_single_process("evaluate --server")
+        if settings.model_fields_set or methods != DEFAULT_METHODS:
+            raise OptionsError("--server compares servers: set their options where they start")
+        evaluate_servers(request, servers, config, progress=progress, on_report=show)
+        return
+    from eagle_fsd.evaluation import evaluate as run
 
     with joined_evaluation(request, "evaluate") as (own, _):
         run(
             own,
             config,
             methods,
-            settings=given_settings(file.settings, tree, acceptance),
+            settings=settings,
             progress=progress,
             on_report=show,
         )

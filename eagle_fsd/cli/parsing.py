@@ -31,6 +31,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "divergences": ("--divergence", "-d"),
     "min_ratios": ("--min-ratio", "-r"),
     "names": ("--name",),
+    "servers": ("--server",),
     "thresholds": ("--thresholds", "-T"),
 }
 
@@ -39,9 +40,9 @@ NEGATIVES = {"capture": "--no-capture", "compile": "--no-compile"}
 
 #: Headings of groups of options, in the order of the help.
 HEADINGS = (
-    *("Training", "Features", "Chats", "Export", "Server", "Evaluation", "Loss of quality"),
-    *("Grid", "Model", "Draft tree", "Acceptance", "Answers", "Sampling", "Decoding"),
-    *("Hyperparameters", "Limits"),
+    *("Training", "Features", "Chats", "Export", "Server", "Evaluation", "Servers"),
+    *("Loss of quality", "Grid", "Model", "Draft tree", "Acceptance", "Answers", "Sampling"),
+    *("Decoding", "Hyperparameters", "Limits"),
 )
 
 

@@ -17,7 +17,7 @@ from eagle_fsd.cli.options import (
 )
 from eagle_fsd.cli.parsing import options
 from eagle_fsd.cli.processes import joined_evaluation
-from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 
 
@@ -32,7 +32,7 @@ def sweep(
         ),
     ] = True,
     as_json: Json = False,
-    grid: Annotated[SweepGrid, options("Grid")] = SweepGrid(),
+    grid: Annotated[GridConfig, options("Grid")] = GridConfig(),
     request: RequestOptions = EvaluationRequest(),
     file: SettingsOptions = SettingsFile(),
     acceptance: OtherAcceptanceOptions = AcceptanceConfig(),

@@ -54,7 +54,7 @@ def find_settings(config: Any) -> Settings | None:
             settings = Settings.from_dict(given)
     except (OSError, ValueError) as error:
         raise OptionsError(f"settings for eagle_fsd: {error}") from error
-    _check_supported(settings)
+    check_supported(settings)
     return settings
 
 
@@ -64,7 +64,8 @@ def rule_of(config: Any) -> AcceptanceRule | None:
     return None if settings is None or settings.lossless else rule_for(settings)
 
 
-def _check_supported(acceptance: AcceptanceConfig) -> None:
+def check_supported(acceptance: AcceptanceConfig) -> None:
+    """Raise an OptionsError if no engine can apply the settings to its chains."""
     if acceptance.fallback != "exact" or acceptance.selection != "longest":
         raise OptionsError(
             "engines draft chains, for which eagle_fsd supports fallback exact and selection"

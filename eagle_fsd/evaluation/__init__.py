@@ -3,6 +3,7 @@
 Start with ``runner.py``: :func:`evaluate` loads a pair, answers questions with each method
 (``methods.py``, ``answering.py``), keeps the answers (``answer_store.py``), scores them
 (``scoring.py``; ``graders.py`` for users' graders) and reports (``report.py``, ``tables.py``).
+``servers.py`` compares servers in the same way.
 ``sweep.py``, ``calibration.py`` and ``bench.py`` build on it; their options are in ``config.py``.
 ``tuning`` searches draft trees for them and for ``eagle-fsd tune``; ``selection.py`` and
 ``certificate.py`` are the two halves of a calibration.

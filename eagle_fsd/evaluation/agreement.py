@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import chain, compress
 from typing import Any
@@ -16,7 +17,7 @@ from scipy import stats
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.methods import Method
+from eagle_fsd.evaluation.methods import EXACT, Method
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.statistics import Mean
 from eagle_fsd.model.pipeline import EagleFSD
@@ -29,16 +30,20 @@ REPEATED_TOKENS = 4
 #: Maximum number of changed answers that a report shows.
 MAX_SHOWN_ANSWERS = 20
 
+#: By question, the divergence at each fuzzy token of each turn.
+Divergences = dict[int | str, list[list[float | None]]]
+
 
 def agreement(exact: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
     """Compare a method's answers with exact decoding's to the same questions, token by token.
 
-    Only greedy answers are meant to agree: sampled ones differ even if both methods are lossless.
-    The values are the numbers of compared ``answers`` and ``identical`` ones; ``first_difference``,
-    the quartiles over changed answers of the tokens before the first difference;
-    ``length_change``, the mean difference in tokens; ``repetition`` (see :func:`repetition`) and
-    ``repetition_change``. The changes have 95% intervals, ``length_change_interval`` and
-    ``repetition_change_interval``. Values that cannot be computed are None.
+    Answers of servers, which send text only, are compared word by word. Only greedy answers are
+    meant to agree: sampled ones differ even if both methods are lossless. The values are the
+    numbers of compared ``answers`` and ``identical`` ones; ``first_difference``, the quartiles over
+    changed answers of the tokens before the first difference; ``length_change``, the mean
+    difference in tokens; ``repetition`` (see :func:`repetition`) and ``repetition_change``. The
+    changes have 95% intervals, ``length_change_interval`` and ``repetition_change_interval``.
+    Values that cannot be computed are None.
     """
     by_id = {record["question_id"]: _turns(record) for record in exact}
     pairs = [
@@ -74,13 +79,17 @@ def changed_limit(found: Mapping[str, Any], confidence: float) -> float | None:
     return float(test.proportion_ci(confidence, method="exact").high)
 
 
-def _turns(record: Record) -> list[list[int]]:
-    turns: list[list[int]] = record["choices"][0]["token_ids"]
+def _turns(record: Record) -> Sequence[Sequence[int | str]]:
+    """Return the token ids of each turn, or its words with the white space before them."""
+    choice = record["choices"][0]
+    if any(choice["turns"]) and not any(choice["token_ids"]):
+        return [re.findall(r"\s*\S+", turn) for turn in choice["turns"]]
+    turns: list[list[int | str]] = choice["token_ids"]
     return turns
 
 
 def _first_difference(
-    first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]
+    first: Sequence[Sequence[int | str]], second: Sequence[Sequence[int | str]]
 ) -> int | None:
     """Return the number of equal tokens before the first difference, over all turns."""
     equal = 0
@@ -94,7 +103,7 @@ def _first_difference(
     return None
 
 
-def repetition(turns: Sequence[Sequence[int]]) -> float:
+def repetition(turns: Sequence[Sequence[int | str]]) -> float:
     """Return the share of an answer's 4-grams that occurred before in the same turn.
 
     This is ``1 - distinct / all`` over all turns, as "seq-rep-4" in Welleck et al., "Neural Text
@@ -139,22 +148,21 @@ def regret_summary(records: Sequence[Record]) -> dict[str, Any] | None:
 
 def fuzzy_divergences(
     model: EagleFSD, method: Method, records: Sequence[Record], max_batch: int = 1
-) -> dict[int | str, list[list[float | None]]]:
+) -> Divergences:
     """Decode greedy answers again to learn the divergence at each of their fuzzy tokens.
 
-    The result holds, for each question, the divergences at the fuzzy tokens of each turn, by the
-    divergence that the method selects; None at tokens without one. Answers that are not the same
-    again, as with drafters that learn from earlier answers, are omitted.
+    The divergence is the one that the method selects; None at tokens without one. Answers that are
+    not the same again, as with drafters that learn from earlier answers, are omitted.
     """
     pair = method.pair_for(model)
     pair.drafter = model.drafter.fresh().attach(pair.target)
-    found: dict[int | str, list[list[float | None]]] = {
-        record["question_id"]: [[] for _ in _turns(record)] for record in records
+    found: Divergences = {
+        record["question_id"]: [[] for _ in record["choices"][0]["token_ids"]] for record in records
     }
     turns = [
         (record["question_id"], turn, record["choices"][0]["prompt_ids"][turn], tokens)
         for record in records
-        for turn, tokens in enumerate(_turns(record))
+        for turn, tokens in enumerate(record["choices"][0]["token_ids"])
         if tokens
     ]
     for item in pair.generate_many(
@@ -173,21 +181,20 @@ def fuzzy_divergences(
 
 
 def compare_answers(
-    model: EagleFSD,
-    method: Method,
     questions: Sequence[Question],
     records: Mapping[str, Sequence[Record]],
     scores: Mapping[str, Mapping[int | str, bool]],
-    greedy: bool = True,
-    decoded: int = MAX_SHOWN_ANSWERS,
-    max_batch: int = 1,
+    method: str,
+    reference: str = EXACT.name,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    find_divergences: Callable[[Sequence[Record]], Divergences] | None = None,
 ) -> dict[str, Any]:
     """Prepare the changed answers of a method for a report.
 
     Answers that became wrong come first, then those that became right, then the others, each group
     by decreasing regret. ``records`` and ``scores`` are the answers, and whether they are correct,
-    by method. If they are greedy, the first ``decoded`` of them are decoded again for the
-    divergences of their fuzzy tokens.
+    by method. A ``tokenizer`` is required if the answers have token ids. ``find_divergences`` is
+    called with the first :data:`MAX_SHOWN_ANSWERS` of them, and may omit any.
 
     The JSON values are ``method`` (its name); ``changed``, the number of changed answers;
     ``answers``, the first :data:`MAX_SHOWN_ANSWERS` of them with ``question_id``, ``category``,
@@ -198,9 +205,9 @@ def compare_answers(
     holds ``fuzzy``, ``regret`` (the log-probability that it gave up, in nats) and, if known,
     ``divergence``.
     """
-    exact = {record["question_id"]: record for record in records["exact"]}
+    exact = {record["question_id"]: record for record in records[reference]}
     by_id = {question.question_id: question for question in questions}
-    before, after = (scores.get(name, {}) for name in ("exact", method.name))
+    before, after = (scores.get(name, {}) for name in (reference, method))
 
     def outcome(key: int | str) -> str:
         was_right, is_right = before.get(key), after.get(key)
@@ -212,19 +219,20 @@ def compare_answers(
         regret = sum(value or 0.0 for value in _regrets(record))
         return ("lost", "gained", "changed").index(outcome(record["question_id"])), -regret
 
-    compared = [record for record in records[method.name] if record["question_id"] in exact]
+    compared = [record for record in records[method] if record["question_id"] in exact]
     changed: list[Record] = []
     unchanged: list[Record] = []
     for record in compared:
         same = _turns(record) == _turns(exact[record["question_id"]])
         (unchanged if same else changed).append(record)
     changed.sort(key=rank)
-    again = [*changed, *unchanged][: decoded if greedy else 0]
-    divergences = fuzzy_divergences(model, method, again, max_batch)
+    divergences: Divergences = {}
+    if find_divergences is not None:
+        divergences = find_divergences([*changed, *unchanged][:MAX_SHOWN_ANSWERS])
     answers = []
     for record in changed[:MAX_SHOWN_ANSWERS]:
         key = record["question_id"]
-        left, right = _pieces(model.tokenizer, exact[key], record, divergences.get(key))
+        left, right = _pieces(tokenizer, exact[key], record, divergences.get(key))
         answers.append(
             {
                 "question_id": key,
@@ -244,7 +252,7 @@ def compare_answers(
         )
         if divergence is not None and regret is not None
     ]
-    return {"method": method.name, "changed": len(changed), "answers": answers, "tokens": tokens}
+    return {"method": method, "changed": len(changed), "answers": answers, "tokens": tokens}
 
 
 def _regrets(record: Record) -> list[float | None]:
@@ -253,7 +261,7 @@ def _regrets(record: Record) -> list[float | None]:
 
 
 def _pieces(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     before: Record,
     after: Record,
     divergences: Sequence[Sequence[float | None]] | None,
@@ -275,25 +283,15 @@ def _pieces(
 
 
 def _turn_pieces(
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokens: Sequence[int | str],
     is_changed: Sequence[bool],
     fuzzy: Mapping[int, tuple[float | None, float | None]],
 ) -> list[dict[str, Any]]:
-    """Return the pieces of a turn; ``fuzzy`` holds regret and divergence by position.
-
-    Special tokens have no text unless they are changed or fuzzy.
-    """
-    detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.is_fast else None
-    special = set(tokenizer.all_special_ids)
+    """Return the pieces of a turn; ``fuzzy`` holds regret and divergence by position."""
     pieces: list[dict[str, Any]] = []
-    for at, token in enumerate(tokens):
-        if token in special and not is_changed[at] and at not in fuzzy:
-            text = ""
-        elif token in special or detokenizer is None:
-            text = str(tokenizer.decode([token]))
-        else:
-            text = detokenizer.step(token)
+    shown = [changed or at in fuzzy for at, changed in enumerate(is_changed)]
+    for at, text in enumerate(_texts(tokenizer, tokens, shown)):
         piece: dict[str, Any] = {"text": text}
         if is_changed[at]:
             piece["changed"] = True
@@ -306,3 +304,20 @@ def _turn_pieces(
             continue
         pieces.append(piece)
     return [piece for piece in pieces if piece["text"]]
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int | str], shown: Sequence[bool]
+) -> Iterator[str]:
+    """Yield the text of each token or word; special tokens have none unless they are ``shown``."""
+    detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer and tokenizer.is_fast else None
+    special = set(tokenizer.all_special_ids) if tokenizer else set()
+    for token, visible in zip(tokens, shown, strict=True):
+        if isinstance(token, str):
+            yield token
+        elif token in special and not visible:
+            yield ""
+        elif detokenizer is not None and token not in special:
+            yield detokenizer.step(token)
+        elif tokenizer is not None:
+            yield str(tokenizer.decode([token]))

@@ -7,11 +7,12 @@ import hashlib
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,14 +39,26 @@ ANSWERS_PER_ROW = 4
 MIN_GROUPS = 4
 
 
+class Named(Protocol):
+    """A method with the name of its answer file."""
+
+    @property
+    def name(self) -> str: ...
+
+
+M = TypeVar("M", bound=Named)
+
+
 @dataclass(frozen=True)
 class Turn:
     """A turn of an answer, timed from the step in which it joined the batch."""
 
     prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # [S]
     reply: Reply = field(default_factory=Reply)
-    text: str = ""
+    text: str = ""  # of the assistant's message
+    new_tokens: int = 0
     seconds: float = 0.0
+    cut_off: bool = False  # before an end token or a stop string
     error: str | None = None  # why it was not answered
 
 
@@ -64,42 +77,32 @@ class Conversation:
         self.chat.append({"role": "user", "content": self.question.turns[len(self.turns)]})
         return True
 
-    def answer(self, turn: Turn, content: str = "") -> None:
-        """Add the assistant's turn, whose message is ``content``."""
-        self.chat.append({"role": "assistant", "content": content})
+    def answer(self, turn: Turn) -> None:
+        """Add the assistant's turn."""
+        self.chat.append({"role": "assistant", "content": turn.text})
         self.turns.append(turn)
 
 
-class Answerer:
-    """Answer questions with each of several methods.
+class Answerer(ABC, Generic[M]):
+    """Answer questions with each of several methods, whose ``stores`` must be open.
 
     All methods answer a few questions in rotating order, then the next ones, so that changes in the
-    machine's speed affect all of them alike. Each method first decodes a batch untimed. A
-    :class:`BenchConfig` decodes every answer ``repeats`` times and records the seconds of each
-    phase. The ``stores``, one per method, must be open.
+    machine's speed affect all of them alike. Each method first answers a batch untimed.
     """
 
     def __init__(
         self,
-        model: EagleFSD,
-        chat_template: ChatTemplate,
-        methods: Sequence[Method],
+        methods: Sequence[M],
         stores: Sequence[AnswerStore],
         config: EvaluationConfig,
         session: Session,
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.model, self.chat_template, self.config = model, chat_template, config
-        self.session = session
         self.methods, self.stores = list(methods), list(stores)
+        self.config, self.session = config, session
         self.process, self.processes = process, processes
         self.samples = config.samples * config.seeds
-        self.memory = PeakMemory(model.target.device)
-        self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
-        stop = list(chat_template.stop)
-        self.stopping_criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
-        self._pairs: dict[str, EagleFSD] = {}
 
     def run(
         self, questions: Sequence[Question], progress: Callable[[int, int], None] | None = None
@@ -125,8 +128,7 @@ class Answerer:
             if method not in warmed_up:
                 warmed_up.add(method)
                 first = [replace(item, turns=item.turns[:1]) for item in group]
-                self._converse(first[: self.config.batch], self.methods[method], 1)
-        self._pairs.clear()  # forget what was learned from these answers
+                self.warm_up(first[: self.config.batch], self.methods[method])
         for method, number, group in work:
             for record in self.answer(group, self.methods[method], number):
                 self.stores[method].append(record)
@@ -142,21 +144,30 @@ class Answerer:
         answers = max(rows, count * self.samples // MIN_GROUPS)
         return max(1, min(answers, ANSWERS_PER_ROW * rows) // self.samples)
 
-    def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
-        """Answer a group of questions, all samples and turns, in one batch.
+    @abstractmethod
+    def warm_up(self, questions: Sequence[Question], method: M) -> None:
+        """Answer a sample of each question, and forget what that changes."""
 
-        The group's time, ``wall_time`` in the records, is divided in proportion to the time that
-        each turn was in the batch, ``latency``.
+    @abstractmethod
+    def answer(self, questions: Sequence[Question], method: M, group: int = 0) -> Iterable[Record]:
+        """Answer a group of questions, all samples and turns, in one batch."""
+
+    def records(
+        self,
+        questions: Sequence[Question],
+        answers: Sequence[Sequence[Turn]],
+        method: M,
+        group: int,
+        seconds: float,
+        memory: int | None = None,
+    ) -> list[Record]:
+        """Return the records of a group, given the turns of each sample of each question in order.
+
+        The group's ``seconds``, as ``wall_time``, are divided in proportion to the time that each
+        turn took, its ``latency``.
         """
-        repeats = 1
-        if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
-            repeats = self.config.repeats
-        self.memory.start()
-        runs = [self._converse(questions, method, self.samples) for _ in range(repeats)]
-        memory = self.memory.read()
-        answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
         total = sum(turn.seconds for turns in answers for turn in turns)
-        share = fmean(seconds for _, seconds in runs) / total if total else 0.0
+        share = seconds / total if total else 0.0
         choices = []
         for row, turns in enumerate(answers):
             choice: dict[str, Any] = {"index": row % self.samples}
@@ -177,6 +188,83 @@ class Answerer:
             }
             for row, question in enumerate(questions)
         ]
+
+    def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
+        """Return the recorded values of a turn, of whose seconds ``share`` counts as its own."""
+        likelihood, regrets = self.likelihood(turn)
+        values: dict[str, Any] = {
+            "turns": turn.text,
+            "idxs": turn.reply.passes,
+            "new_tokens": turn.new_tokens,
+            "wall_time": share * turn.seconds,
+            "latency": turn.seconds,
+            "accepted": turn.reply.accepted,
+            "origins": turn.reply.origins,
+            "prompt_ids": turn.prompt.tolist(),
+            "token_ids": turn.reply.tokens,
+            "log_likelihood": likelihood,
+            "regrets": regrets,
+            "memory": memory,
+            "cut_off": turn.cut_off,
+            "errors": turn.error,
+        }
+        if isinstance(self.config, BenchConfig):
+            values["phases"] = {name: share * spent for name, spent in turn.reply.phases.items()}
+        return values
+
+    def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
+        """Return the target's mean log-probability of a turn, and what each fuzzy token gave up."""
+        return None, []
+
+    def seed(self, answer: Conversation) -> int:
+        """Return the seed of the next turn."""
+        repetition, number = divmod(answer.sample, self.config.samples)
+        seed = self.config.seed + repetition
+        return answer_seed(seed, answer.question.question_id, number, len(answer.turns))
+
+
+class PairAnswerer(Answerer[Method]):
+    """Answer questions with a pair in this process.
+
+    A :class:`BenchConfig` decodes every answer ``repeats`` times and records the seconds of each
+    phase.
+    """
+
+    def __init__(
+        self,
+        model: EagleFSD,
+        chat_template: ChatTemplate,
+        methods: Sequence[Method],
+        stores: Sequence[AnswerStore],
+        config: EvaluationConfig,
+        session: Session,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        super().__init__(methods, stores, config, session, process, processes)
+        self.model, self.chat_template = model, chat_template
+        self.memory = PeakMemory(model.target.device)
+        self.eos_token_ids = [*model.eos_token_ids, *chat_template.stop_token_ids]
+        stop = list(chat_template.stop)
+        self.stopping_criteria = [StopStringCriteria(model.tokenizer, stop)] if stop else []
+        self._pairs: dict[str, EagleFSD] = {}
+
+    def warm_up(self, questions: Sequence[Question], method: Method) -> None:
+        """See :meth:`Answerer.warm_up`."""
+        self._converse(questions, method, 1)
+        self._pairs.clear()  # forget what was learned from these answers
+
+    def answer(self, questions: Sequence[Question], method: Method, group: int = 0) -> list[Record]:
+        """See :meth:`Answerer.answer`."""
+        repeats = 1
+        if isinstance(self.config, BenchConfig) and not self.model.drafter.learns:
+            repeats = self.config.repeats
+        self.memory.start()
+        runs = [self._converse(questions, method, self.samples) for _ in range(repeats)]
+        memory = self.memory.read()
+        answers = [_average(same) for same in zip(*(found for found, _ in runs), strict=True)]
+        seconds = fmean(seconds for _, seconds in runs)
+        return self.records(questions, answers, method, group, seconds, memory)
 
     def _converse(
         self, questions: Sequence[Question], method: Method, samples: int
@@ -200,7 +288,7 @@ class Answerer:
                 if prompt is not None:
                     room = self.model.target.context_length - len(prompt)
                     limit = min(room, self.config.max_new_tokens)
-                    key = batch.add(prompt, limit, self._seed(answer))
+                    key = batch.add(prompt, limit, self.seed(answer))
                     running[key] = answer, prompt, seconds
             if not running:
                 return [answer.turns for answer in answers], seconds
@@ -209,9 +297,7 @@ class Answerer:
             seconds += time.perf_counter() - begin
             for key, reply in replies:
                 answer, prompt, joined = running.pop(key)
-                text = str(self.model.tokenizer.decode(reply.tokens, skip_special_tokens=True))
-                turn = Turn(prompt, reply, text, seconds - joined)
-                answer.answer(turn, self._content(text))
+                answer.answer(self._turn(prompt, reply, seconds - joined))
                 waiting.appendleft(answer)
 
     def _next_prompt(self, answer: Conversation) -> Tensor | None:
@@ -227,12 +313,6 @@ class Answerer:
             answer.answer(Turn(error=error))
         return None
 
-    def _seed(self, answer: Conversation) -> int:
-        """Return the seed of the next turn."""
-        repetition, number = divmod(answer.sample, self.config.samples)
-        seed = self.config.seed + repetition
-        return answer_seed(seed, answer.question.question_id, number, len(answer.turns))
-
     def _pair(self, method: Method) -> EagleFSD:
         """Return the pair for a method; a drafter that learns does so from its answers only."""
         if method.name not in self._pairs:
@@ -241,32 +321,8 @@ class Answerer:
             self._pairs[method.name] = pair
         return self._pairs[method.name]
 
-    def _values(self, turn: Turn, share: float, memory: int | None) -> dict[str, Any]:
-        """Return the recorded values of a turn, of whose seconds ``share`` counts as its own."""
-        reply, tokens = turn.reply, turn.reply.tokens
-        likelihood, regrets = self._likelihood(turn)
-        values: dict[str, Any] = {
-            "turns": self._content(turn.text),
-            "idxs": reply.passes,
-            "new_tokens": len(tokens),
-            "wall_time": share * turn.seconds,
-            "latency": turn.seconds,
-            "accepted": reply.accepted,
-            "origins": reply.origins,
-            "prompt_ids": turn.prompt.tolist(),
-            "token_ids": tokens,
-            "log_likelihood": likelihood,
-            "regrets": regrets,
-            "memory": memory,
-            "cut_off": turn.error is None and self._is_cut_off(turn),
-            "errors": turn.error,
-        }
-        if isinstance(self.config, BenchConfig):
-            values["phases"] = {name: share * spent for name, spent in reply.phases.items()}
-        return values
-
-    def _likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
-        """Return the target's mean log-probability of a turn, and what each fuzzy token gave up.
+    def likelihood(self, turn: Turn) -> tuple[float | None, list[float | None]]:
+        """See :meth:`Answerer.likelihood`.
 
         Calibration leaves them out: they need another pass over every answer, which takes about as
         long as decoding it in a large batch.
@@ -278,14 +334,14 @@ class Answerer:
         own, best = answer_log_probs(self.model.target, turn.prompt, torch.tensor(tokens))
         return float(own.mean()), [max(0.0, float(best[at] - own[at])) for at in fuzzy]
 
-    def _content(self, text: str) -> str:
-        """Return the message that consists of a reply's text."""
-        return _truncate_at_stop(text, self.chat_template.stop).strip()
-
-    def _is_cut_off(self, turn: Turn) -> bool:
-        """Return whether a turn ended without an end token or a stop string."""
-        ended = bool(turn.reply.tokens) and turn.reply.tokens[-1] in self.eos_token_ids
-        return not ended and not any(stop in turn.text for stop in self.chat_template.stop)
+    def _turn(self, prompt: Tensor, reply: Reply, seconds: float) -> Turn:
+        """Return the turn that consists of a reply."""
+        text = str(self.model.tokenizer.decode(reply.tokens, skip_special_tokens=True))
+        stop, tokens = self.chat_template.stop, reply.tokens
+        ended = bool(tokens) and tokens[-1] in self.eos_token_ids
+        cut_off = not ended and not any(item in text for item in stop)
+        content = _truncate_at_stop(text, stop).strip()
+        return Turn(prompt, reply, content, len(tokens), seconds, cut_off)
 
 
 def _average(runs: Sequence[Sequence[Turn]]) -> list[Turn]:

@@ -207,10 +207,10 @@ def calibrate(
     """Find the fastest settings whose loss of accuracy is within a bound, and save them.
 
     Writes ``fsd.json`` to the output folder, and to ``install``, beside the drafter, too. For
-    another engine, the settings of its rule are tried instead, and no such file is written. Without
-    a count, :data:`DEFAULT_COUNT` of the bundled questions are answered. A warning is logged before
-    decoding if there are too few questions to certify any setting. Under several processes, all but
-    the first return None.
+    another engine, the settings that it has are tried, and the file is written if it reads one.
+    Without a count, :data:`DEFAULT_COUNT` of the bundled questions are answered. A warning is
+    logged before decoding if there are too few questions to certify any setting. Under several
+    processes, all but the first return None.
 
     Besides what :func:`~eagle_fsd.evaluation.runner.evaluate` raises, a ValueError is raised if the
     questions or answers cannot support the bound, or if the output folder holds a calibration on
@@ -218,11 +218,13 @@ def calibrate(
     rule at this temperature or with this tokenizer.
     """
     config, grid = config or CalibrationConfig(), grid or CalibrationGrid()
-    methods = candidate_methods(grid, engine, config.temperature, rules)
+    methods = candidate_methods(grid, engine, config.temperature, rules, settings, request.drafter)
     folder = request.output_folder("calibrate")
-    if install and engine:
+    files = []
+    if engine is None or engines.ENGINES[engine].reads_settings:
+        files = settings_files(request, folder, install)
+    elif install:
         raise OptionsError(f"--install writes fsd.json, which cannot hold {engine}'s settings")
-    files = [] if engine else settings_files(request, folder, install)
     if request.assistant and config.answer_batch > 1:
         raise OptionsError(
             "--assistant requires --answer-batch 1: assisted generation has no batches"
@@ -233,7 +235,7 @@ def calibrate(
     with state.main_process_first(), progress("downloading") as advance:
         questions = requested_questions(request, config.seed, advance)
         answering = config.updated(batch=config.answer_batch)
-        check_request(request, answering, [EXACT, *methods], questions)
+        check_request(request, answering, [EXACT.name], questions)
     used, fresh = split_questions(list(map(count_unscored_as_wrong, questions)))
     warning = check_questions(bounds, fresh, request.execute_code)
     if warning and state.is_main_process:
@@ -249,7 +251,7 @@ def calibrate(
             " the questions before, and the bound holds for this order of questions"
         )
     if engine:  # before hours of decoding
-        engines.ENGINES[engine].check(model.tokenizer)
+        engines.ENGINES[engine].check(model)
     task = Task(request, config, bounds, engine, progress, model, used, fresh)
     found = certify(task, select(task, methods))
     if found is None:
@@ -372,7 +374,7 @@ def extend_report(
     if task.engine:
         conclusion = f"{conclusion} {engines.caveat(task.engine)}"
         tree = method.pair_for(task.model).tree
-        report["flags"] = engines.settings(task.engine, method, tree, task.model.tokenizer)
+        report["flags"] = engines.flags(task.engine, method, tree, task.model, task.request)
     report["conclusions"] = [conclusion]
     report["calibrated"] = method.name
     draw_figures(report, task.folder)

@@ -5,6 +5,7 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -21,7 +22,7 @@ from eagle_fsd.utils.options import Options
 
 MethodName = Literal["plain", "exact", "fsd", "hf", "rules"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
-EngineName = Literal["sglang", "tensorrt-llm"]
+EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
 DEFAULT_METHODS: tuple[MethodName, ...] = ("plain", "exact", "fsd")
 
 
@@ -170,7 +171,11 @@ class BenchConfig(EvaluationConfig):
 
 
 class GridConfig(Options):
-    """Acceptance settings to compare: every threshold with every divergence and every floor."""
+    """Acceptance settings to compare: every threshold with every divergence and every floor.
+
+    The default thresholds, which are a sweep's, span orders of magnitude, as divergences do: small
+    thresholds matter for pairs that agree well.
+    """
 
     thresholds: tuple[float, ...] = Field(
         (0.0, 0.003, 0.01, 0.05, 0.1, 0.4), min_length=1, description="Thresholds T."
@@ -191,14 +196,6 @@ class GridConfig(Options):
         for value in values:
             AcceptanceConfig.from_dict({str(info.field_name).removesuffix("s"): value})
         return tuple(dict.fromkeys(values))
-
-
-class SweepGrid(GridConfig):
-    """Acceptance settings of a sweep.
-
-    The default thresholds span orders of magnitude, as divergences do: small thresholds matter for
-    pairs that agree well.
-    """
 
 
 class CalibrationGrid(GridConfig):
@@ -230,7 +227,7 @@ class BenchGrid(GridConfig):
 
 
 class LossBounds(Options):
-    """The largest loss of accuracy that calibration accepts."""
+    """The largest loss of accuracy to accept."""
 
     max_drop: float = Field(
         1.0, ge=0.0, le=100.0, description="Largest loss of accuracy, in percentage points."
@@ -238,3 +235,46 @@ class LossBounds(Options):
     confidence: float = Field(
         0.95, ge=0.5, le=0.9999, description="Confidence that the loss is within the bound."
     )
+
+
+class ServerOptions(LossBounds):
+    """Servers to compare instead of methods of decoding in this process."""
+
+    servers: tuple[str, ...] = Field(
+        (),
+        description="Compare OpenAI-compatible servers, each given as NAME=URL with a URL up to"
+        " /v1. The first one is the reference. OPENAI_API_KEY holds the key; --batch is the number"
+        " of concurrent requests.",
+    )
+    server_model: str | None = Field(
+        None, description="Model to request; default: the first one that a server lists."
+    )
+    certify: Path | None = Field(
+        None,
+        description="With two servers: the fsd.json file that the second one uses. If the loss is"
+        " at most --max-drop, its certificate is replaced.",
+    )
+    engine: str | None = Field(
+        None,
+        description="What the certificate names as the decoder, such as vllm; default: the owner"
+        " that the second server states for its model.",
+    )
+
+    @field_validator("servers")
+    @classmethod
+    def _check_servers(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
+        names = [server.partition("=")[0] for server in servers]
+        for server, name in zip(servers, names, strict=True):
+            if not re.fullmatch(r"[\w.-]+=https?://.+", server):
+                raise ValueError(f"--server must be NAME=URL; got {server}")
+            if names.count(name) > 1:
+                raise ValueError(f"--server: two servers have the name {name!r}")
+        if len(servers) == 1:
+            raise ValueError("--server compares servers: give at least two")
+        return servers
+
+    @model_validator(mode="after")
+    def _check_certify(self) -> ServerOptions:
+        if self.certify is not None and len(self.servers) != 2:
+            raise ValueError("--certify requires two servers")
+        return self

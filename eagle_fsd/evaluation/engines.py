@@ -1,21 +1,32 @@
-"""Acceptance rules that other engines offer, and their settings in the form that each one takes.
+"""What other engines can express: how they draft, their acceptance rules, and their settings.
 
-:data:`ENGINES` has an entry for each engine. Calibration tests an engine's :func:`series` as it
-tests FSD's, with our decoder; :func:`settings` prints the chosen method for the engine, for whose
-own answers nothing is certified.
+:data:`ENGINES` has an entry for each engine. Calibration chooses among the settings that the engine
+can apply, with our decoder. vLLM reads them from ``fsd.json``, with this project's plugin; the
+others have rules of their own, and take flags. Nothing is certified for the engine's own answers:
+``eagle-fsd evaluate --server`` compares those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.evaluation.config import EngineName
+from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd.engines.settings import check_supported
+from eagle_fsd.evaluation.config import EngineName, EvaluationRequest
 from eagle_fsd.evaluation.methods import EAGLE_ACCEPTANCE, Method
 from eagle_fsd.model.acceptance import TargetRule, TopKRule
-from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.config import SETTINGS_FILE, AcceptanceConfig, TreeConfig
+from eagle_fsd.model.drafters.draft_model import DraftModel
+from eagle_fsd.model.drafters.eagle import EagleHead
+from eagle_fsd.model.drafters.eagle3 import Eagle3Head
+from eagle_fsd.model.drafters.ngram import NGramDrafter
+from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.options import OptionsError
 
 #: SGLang's thresholds, in the order in which they accept more.
@@ -25,13 +36,18 @@ TOPS, GAPS = (2, 5, 10), (0.1, 0.2, 0.4, 0.6, 0.8)
 #: Markers of TensorRT-LLM's thinking phase.
 THINKING = ("<think>", "</think>")
 
-#: Series of methods that accept more and more, by name.
-Series = dict[str, list[Method]]
+#: Drafters that vLLM has, under its names for them.
+VLLM_DRAFTERS = {
+    EagleHead: "eagle",
+    Eagle3Head: "eagle3",
+    DraftModel: "draft_model",
+    NGramDrafter: "ngram",
+}
 
 
 @dataclass(frozen=True)
-class EngineRule:
-    """The acceptance rule of another engine, and how to write its settings.
+class EngineSupport:
+    """What another engine can express.
 
     Along chains, our decoder accepts the same tokens. In a tree, SGLang follows the first sibling
     that it accepts, and our decoder the longest of all accepted paths.
@@ -39,33 +55,83 @@ class EngineRule:
 
     #: The engine's name in text.
     label: str
-    #: Whether the rule applies when sampling or else in greedy decoding, and the error otherwise.
-    sampled: bool
-    requirement: str
     #: Whether the engine drafts chains only, also for lossless decoding.
     chains_only: bool
-    series: Callable[[], Series]
-    #: Formats a method of ``series``, or exact decoding, with its tree.
-    flags: Callable[[Method, TreeConfig, PreTrainedTokenizerBase], str]
-    #: Raises an OptionsError where the target's tokenizer makes the rule useless.
-    check: Callable[[PreTrainedTokenizerBase], object] = lambda _: None
+    #: Selects from our settings, given the options that they share and the drafter, or returns the
+    #: engine's own.
+    methods: Callable[[Sequence[Method], AcceptanceConfig, str | None], Sequence[Method]]
+    #: Formats a method, or exact decoding, with its tree.
+    flags: Callable[[Method, TreeConfig, EagleFSD, EvaluationRequest], str]
+    #: Whether the rule applies only when sampling, or only in greedy decoding, and the error
+    #: otherwise.
+    sampled: bool | None = None
+    requirement: str = ""
+    #: Whether the engine reads fsd.json.
+    reads_settings: bool = False
+    #: Raises an OptionsError where the pair makes the rule useless.
+    check: Callable[[EagleFSD], object] = lambda _: None
 
 
-def _sglang_series() -> Series:
-    rules = {
-        "single": [TargetRule(single=value) for value in THRESHOLDS],
-        "acc": [TargetRule(acc=value) for value in THRESHOLDS],
+def _vllm_methods(
+    ours: Sequence[Method], shared: AcceptanceConfig, drafter: str | None
+) -> list[Method]:
+    """Return the settings that the plugin supports; n-grams have no distribution to compare."""
+    check_supported(shared)
+    found = []
+    for method in ours:
+        acceptance = shared.overridden(method.acceptance)
+        reads_draft = acceptance.rule.split()[0] in ("fsd", "cascade")
+        if reads_draft and drafter == "ngram":
+            continue
+        try:
+            check_supported(acceptance)
+        except OptionsError:
+            continue
+        found.append(method)
+    return found
+
+
+def _check_vllm(model: EagleFSD) -> None:
+    if type(model.drafter) not in VLLM_DRAFTERS:
+        raise OptionsError(f"vLLM has no drafter like {type(model.drafter).__name__}")
+
+
+def _vllm_flags(_: Method, tree: TreeConfig, model: EagleFSD, request: EvaluationRequest) -> str:
+    """Return the commands that export the drafter, if necessary, and start the server."""
+    kind, commands = VLLM_DRAFTERS[type(model.drafter)], []
+    speculative: dict[str, Any] = {"method": kind, "num_speculative_tokens": tree.total_tokens - 1}
+    if isinstance(model.drafter, NGramDrafter):
+        speculative["prompt_lookup_max"] = model.drafter.max_match
+        speculative["prompt_lookup_min"] = model.drafter.min_match
+    else:
+        speculative["model"] = request.drafter or str(BUNDLED_HEAD)
+    folder = request.output_folder("calibrate").resolve()
+    target = request.target or str(BUNDLED_TARGET)
+    if kind in ("eagle", "eagle3"):
+        head, exported = speculative["model"], str(folder / "head")
+        speculative["model"] = exported
+        commands.append(
+            f"eagle-fsd train export --format vllm --head {shlex.quote(head)} --target"
+            f" {shlex.quote(target)} --out {shlex.quote(exported)}"
+        )
+    options = {
+        "speculative-config": speculative,
+        "additional-config": {"eagle_fsd": str(folder / SETTINGS_FILE)},
     }
-    return {
-        name: [
-            Method(f"{name} {value:g}", EAGLE_ACCEPTANCE, rule)
-            for value, rule in zip(THRESHOLDS, group, strict=True)
-        ]
-        for name, group in rules.items()
-    }
+    flags = [f"--{name} {shlex.quote(json.dumps(value))}" for name, value in options.items()]
+    commands.append(
+        f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {shlex.quote(target)} {' '.join(flags)}"
+    )
+    return "\n".join(commands)
 
 
-def _sglang_flags(method: Method, tree: TreeConfig, _: PreTrainedTokenizerBase) -> str:
+def _sglang_methods(*_: object) -> list[Method]:
+    rules = [(f"single {value:g}", TargetRule(single=value)) for value in THRESHOLDS]
+    rules += [(f"acc {value:g}", TargetRule(acc=value)) for value in THRESHOLDS]
+    return [Method(name, EAGLE_ACCEPTANCE, rule) for name, rule in rules]
+
+
+def _sglang_flags(method: Method, tree: TreeConfig, *_: object) -> str:
     """Return command-line flags of ``sglang.launch_server``."""
     thresholds = method.rule if isinstance(method.rule, TargetRule) else TargetRule()
     flags = {
@@ -78,21 +144,19 @@ def _sglang_flags(method: Method, tree: TreeConfig, _: PreTrainedTokenizerBase) 
     return " ".join(f"--speculative-{name} {value}" for name, value in flags.items())
 
 
-def _tensorrt_series() -> Series:
-    return {
-        f"top {top}": [
-            Method(f"top {top} gap {gap:g}", EAGLE_ACCEPTANCE, TopKRule(top, gap), phase=THINKING)
-            for gap in GAPS
-        ]
+def _tensorrt_methods(*_: object) -> list[Method]:
+    return [
+        Method(f"top {top} gap {gap:g}", EAGLE_ACCEPTANCE, TopKRule(top, gap), phase=THINKING)
         for top in TOPS
-    }
+        for gap in GAPS
+    ]
 
 
-def _tensorrt_flags(method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _tensorrt_flags(method: Method, tree: TreeConfig, model: EagleFSD, _: object) -> str:
     """Return the ``speculative_config`` of a YAML file of options (``--extra_llm_api_options``)."""
     lines = ["speculative_config:", "  decoding_type: MTP", f"  max_draft_len: {tree.depth + 1}"]
     if isinstance(method.rule, TopKRule):
-        begin, end = thinking_tokens(tokenizer)
+        begin, end = thinking_tokens(model.tokenizer)
         lines += [
             "  use_relaxed_acceptance_for_thinking: true",
             f"  relaxed_topk: {method.rule.top}",
@@ -121,24 +185,32 @@ def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return found
 
 
-ENGINES: dict[EngineName, EngineRule] = {
-    "sglang": EngineRule(
+ENGINES: dict[EngineName, EngineSupport] = {
+    "vllm": EngineSupport(
+        label="vLLM",
+        chains_only=True,
+        methods=_vllm_methods,
+        flags=_vllm_flags,
+        reads_settings=True,
+        check=_check_vllm,
+    ),
+    "sglang": EngineSupport(
         label="SGLang",
+        chains_only=False,
+        methods=_sglang_methods,
+        flags=_sglang_flags,
         sampled=True,
         requirement="SGLang applies its thresholds to sampled requests only: set a --temperature"
         " above 0",
-        chains_only=False,
-        series=_sglang_series,
-        flags=_sglang_flags,
     ),
-    "tensorrt-llm": EngineRule(
+    "tensorrt-llm": EngineSupport(
         label="TensorRT-LLM",
+        chains_only=True,
+        methods=_tensorrt_methods,
+        flags=_tensorrt_flags,
         sampled=False,
         requirement="TensorRT-LLM relaxes greedy decoding only: set --temperature to 0",
-        chains_only=True,
-        series=_tensorrt_series,
-        flags=_tensorrt_flags,
-        check=thinking_tokens,
+        check=lambda model: thinking_tokens(model.tokenizer),
     ),
 }
 
@@ -148,23 +220,17 @@ def caveat(engine: EngineName) -> str:
     name = ENGINES[engine].label
     return (
         f"Answers and speeds are eagle-fsd's with {name}'s rule: {name} itself did not run, so the"
-        " bound does not hold for its answers. Evaluate them before you rely on them."
+        " bound does not hold for its answers. Compare its servers with eagle-fsd evaluate --server"
+        " before you rely on them."
     )
 
 
-def series(engine: EngineName, temperature: float) -> Series:
-    """Return the settings of an engine's rule.
-
-    An OptionsError is raised if the engine does not apply its rule at this temperature.
-    """
-    rule = ENGINES[engine]
-    if rule.sampled != (temperature > 0.0):
-        raise OptionsError(f"{rule.requirement}; got {temperature:g}")
-    return rule.series()
-
-
-def settings(
-    engine: EngineName, method: Method, tree: TreeConfig, tokenizer: PreTrainedTokenizerBase
+def flags(
+    engine: EngineName,
+    method: Method,
+    tree: TreeConfig,
+    model: EagleFSD,
+    request: EvaluationRequest,
 ) -> str:
     """Return the chosen settings in the form that the engine takes.
 
@@ -173,4 +239,4 @@ def settings(
     """
     if tree.total_tokens == 1:
         return "# Plain decoding is the fastest: start the engine without speculative decoding."
-    return ENGINES[engine].flags(method, tree, tokenizer)
+    return ENGINES[engine].flags(method, tree, model, request)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from eagle_fsd.evaluation.analysis import comparable_rows, quality
 from eagle_fsd.evaluation.statistics import Interval, loss_bound
 from eagle_fsd.evaluation.tables import Row
 
@@ -17,6 +17,23 @@ MAX_EXTENSION = 0.3
 #: Part of the qualities below the best one that a plot shows in any case: nats per token without
 #: accuracies, percentage points with them.
 VISIBLE_LOSS = (0.1, 6.0)
+
+
+def quality(row: Row) -> float:
+    """Return a method's accuracy, or its log-probability if it has none; NaN without either."""
+    value = row["accuracy"] if row["accuracy"] is not None else row["log_likelihood"]
+    return math.nan if value is None else float(value)
+
+
+def comparable_rows(rows: Sequence[Row]) -> list[Row]:
+    """Select the methods with a quality and a speed relative to exact decoding."""
+    return [row for row in rows if row["speed_over_exact"] and not math.isnan(quality(row))]
+
+
+def is_faster(row: Row) -> bool:
+    """Return whether a method is significantly faster than exact decoding."""
+    interval = row["speed_over_exact_interval"]
+    return interval is not None and interval[0] > 1.0
 
 
 @dataclass(frozen=True)

@@ -212,13 +212,14 @@ def summarize(
     methods: Sequence[str],
     records: Mapping[str, Sequence[Record]],
     scores: Mapping[str, dict[int | str, bool]],
+    reference: str = "exact",
 ) -> list[dict[str, Any]]:
     """Summarize the answers of several methods as a row each.
 
-    Rows are compared with ``plain``, ``exact`` and ``hf`` where these are included.
+    Rows are compared with ``plain``, ``reference`` and ``hf`` where these are included.
     """
     found = {name: Summary(name, records[name], scores[name]) for name in methods}
-    references = [found.get(name) for name in ("plain", "exact", "hf")]
+    references = [found.get(name) for name in ("plain", reference, "hf")]
     return [found[name].as_row(*references) for name in methods]
 
 

@@ -10,16 +10,18 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from eagle_fsd.evaluation.agreement import compare_answers
+from eagle_fsd.evaluation.agreement import compare_answers, fuzzy_divergences
 from eagle_fsd.evaluation.answer_store import (
     AnswerStore,
     Record,
@@ -27,14 +29,17 @@ from eagle_fsd.evaluation.answer_store import (
     folder_lock,
     read_sessions,
 )
-from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.answering import PairAnswerer
 from eagle_fsd.evaluation.code_execution.execution import CachedRunner, use_sandbox
 from eagle_fsd.evaluation.completion import evaluation_template
 from eagle_fsd.evaluation.config import DEFAULT_METHODS, EvaluationConfig, EvaluationRequest
 from eagle_fsd.evaluation.html_report import html_text
-from eagle_fsd.evaluation.judge.client import judgment_file
-from eagle_fsd.evaluation.judge.grading import judge_answers
-from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
+from eagle_fsd.evaluation.judge.judging import (
+    judge_answers,
+    judge_pairs,
+    judgment_file,
+    pair_summary,
+)
 from eagle_fsd.evaluation.judge.prompts import JudgePrompts
 from eagle_fsd.evaluation.markdown_report import report_text
 from eagle_fsd.evaluation.methods import (
@@ -82,108 +87,81 @@ Report = dict[str, Any]
 T = TypeVar("T")
 
 
-class Evaluation:
+class Evaluation(ABC):
     """Several methods on the same questions, with all results in one folder.
 
     Every process calls :meth:`open` (the first one before the others) and :meth:`answer`. When all
-    have finished, the first one calls :meth:`report` and :meth:`write`.
+    have finished, the first one calls :meth:`report` and :meth:`write`. ``source`` says, for the
+    report, where the answers come from.
     """
+
+    #: The method that the others are compared with.
+    reference = EXACT.name
+    #: Tree and acceptance options of the run.
+    settings: Mapping[str, Any] = {}
 
     def __init__(
         self,
-        model: EagleFSD,
+        names: Sequence[str],
         questions: Sequence[Question],
-        methods: Sequence[Method],
         request: EvaluationRequest,
         config: EvaluationConfig,
         folder: str | Path,
+        source: Mapping[str, Any],
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.model, self.questions, self.methods = model, list(questions), list(methods)
+        self.names, self.questions = list(names), list(questions)
         self.config, self.folder = config, Path(folder)
         self.execute_code, self.unsafe = request.execute_code, request.unsafe
         self.process, self.processes = process, processes
-        self.chat_template = evaluation_template(
-            model.tokenizer, request.chat_template, request.few_shot
-        )
         self.about = {
             "questions": Path(request.questions).name,
             "skip": request.skip,
             "count": len(questions),
-            "target": request.target or "bundled",
-            "drafter": request.drafter or "bundled",
-            "draft_vocabulary": request.draft_vocabulary,
+            **source,
             **config.model_dump(),
             "template": request.chat_template,
             "system": request.system,
             "few_shot": request.few_shot,
             "grader": request.grader,
         }
-        self.provenance = {
-            "environment": describe_environment(),
-            "dtype": str(model.target.dtype),
-            "device": str(model.target.device),
-            "compiled": bool(model.compile),
-        }
+        self.provenance: dict[str, Any] = {"environment": describe_environment()}
         self.stores: dict[str, AnswerStore] = {}
         self.scores: dict[str, dict[int | str, bool]] = {}
 
+    @abstractmethod
+    def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
+        """Return the settings of a method that its answers depend on, as JSON values.
+
+        They may depend on ``rows``, the number of prompts decoded at once.
+        """
+
+    @abstractmethod
+    def inputs(self) -> dict[str, Any]:
+        """Return everything that all answers depend on, as JSON values."""
+
+    @abstractmethod
+    def answer(self, progress: Progress | None = None) -> None:
+        """Answer this process's share of the questions, except for those that have answers."""
+
     def open(self) -> None:
         """Read the answers of an earlier run."""
-        model = self.model
-        for question in self.questions:
-            try:
-                self.chat_template.render(question.first_chat(), add_generation_prompt=True)
-            except ValueError as error:
-                raise ValueError(f"question {question.question_id!r}: {error}") from error
-        # Answers do not depend on the grader. They do not depend on the count either, but a bound
-        # that is read again and again while a run grows errs more often than it states.
-        inputs = {
-            **{key: value for key, value in self.about.items() if key != "grader"},
-            "dtype": str(model.target.dtype),
-            "device": model.target.device.type,
-            **self._fingerprints(),
-        }
+        inputs = self.inputs()
         questions = {
             question.question_id: _digest(json.dumps([*question.context, *question.turns]).encode())
             for question in self.questions
         }
-        for method in self.methods:
+        for name in self.names:
             store = AnswerStore(
                 self.folder,
-                method.name,
-                {**inputs, **method.describe(model)},
+                name,
+                {**inputs, **self.describe(name)},
                 questions,
                 self.process,
                 self.processes,
             )
-            self.stores[method.name] = store.open()
-
-    def _fingerprints(self) -> dict[str, str]:
-        """Return hashes that tell chat templates and weights from others of the same name."""
-        model = self.model
-        chat = [{"role": "user", "content": "Hello!"}]
-        prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
-        return {
-            "fingerprint of the chat template": _digest(json.dumps(prompt).encode()),
-            "fingerprint of the target": fingerprint(model.model),
-            "fingerprint of the drafter": fingerprint(model.drafter),
-        }
-
-    def answer(self, progress: Progress | None = None) -> None:
-        """Answer this process's share of the questions, except for those that have answers."""
-        answerer = Answerer(
-            self.model,
-            self.chat_template,
-            self.methods,
-            list(self.stores.values()),
-            self.config,
-            Session(self.folder, self.provenance),
-            self.process,
-            self.processes,
-        )
-        answerer.run(self.questions, progress)
+            self.stores[name] = store.open()
 
     def merge(self) -> dict[str, list[Record]]:
         """Merge the answers of all processes."""
@@ -213,24 +191,24 @@ class Evaluation:
         sessions = read_sessions(self.folder, ids)
         newest = list(sessions.values())[-1] if sessions else self.provenance
         self.scores = {name: samples[0] for name, samples in scores.items()}
-        rows = summarize(list(self.stores), records, self.scores)
-        tree, acceptance = self.model.tree, self.model.acceptance
+        rows = summarize(list(self.stores), records, self.scores, self.reference)
         share = self.questions[self.process :: self.processes]
         filled = min(self.config.batch, count * len(share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
         published = [question for question in self.questions if not question.extra]
-        for row, method in zip(rows, self.methods, strict=True):
-            row["settings"] = method.describe(self.model, rows=filled)
-            each = (sample_records(records[method.name], sample) for sample in range(count))
+        for row in rows:
+            name = row["method"]
+            row["settings"] = self.describe(name, filled)
+            each = (sample_records(records[name], sample) for sample in range(count))
             row["harness"] = harness_accuracy(published, list(chain.from_iterable(each)))
-            exact = None if method.name == EXACT.name else scores.get(EXACT.name)
-            found = summarize_samples(scores[method.name], self.config.seeds, exact)
+            exact = None if name == self.reference else scores.get(self.reference)
+            found = summarize_samples(scores[name], self.config.seeds, exact)
             if count > 1 and found is not None:
                 mean = {name: found[name] for name in ("accuracy", "accuracy_interval")}
                 row |= {"samples": found, **mean}
         return {
             "about": self.about,
-            "settings": settings_dict(tree, acceptance),
+            "settings": dict(self.settings),
             **newest,
             "sessions": sessions,
             "questions": len(self.questions),
@@ -252,17 +230,12 @@ class Evaluation:
     def compare(self, report: Report) -> None:
         """Add the changed answers of a report's main method to it, as ``comparison``."""
         row = main_row(report)
-        method = next((item for item in self.methods if row and item.name == row["method"]), None)
-        if method is not None:
-            report["comparison"] = compare_answers(
-                self.model,
-                method,
-                self.questions,
-                self.merge(),
-                self.scores,
-                greedy=not self.config.temperature,
-                max_batch=self.config.batch,
-            )
+        if row is not None:
+            report["comparison"] = self.changed_answers(row["method"])
+
+    def changed_answers(self, name: str) -> dict[str, Any]:
+        """Return the changed answers of a method, see :func:`compare_answers`."""
+        return compare_answers(self.questions, self.merge(), self.scores, name, self.reference)
 
     def write(self, report: Report) -> None:
         """Write a report as JSON, HTML and Markdown, and its rows as CSV."""
@@ -270,6 +243,104 @@ class Evaluation:
         atomic_write(self.folder / PAGE_FILE, html_text(report, self.folder))
         atomic_write(self.folder / TABLE_FILE, report_text(report))
         atomic_write(self.folder / CSV_FILE, csv_text(report))
+
+
+class PairEvaluation(Evaluation):
+    """An evaluation of methods that decode with a pair in this process."""
+
+    def __init__(
+        self,
+        model: EagleFSD,
+        questions: Sequence[Question],
+        methods: Sequence[Method],
+        request: EvaluationRequest,
+        config: EvaluationConfig,
+        folder: str | Path,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        source = {
+            "target": request.target or "bundled",
+            "drafter": request.drafter or "bundled",
+            "draft_vocabulary": request.draft_vocabulary,
+        }
+        names = [method.name for method in methods]
+        super().__init__(
+            names, questions, request, config, folder, source, process=process, processes=processes
+        )
+        self.model, self.methods = model, {method.name: method for method in methods}
+        self.chat_template = evaluation_template(
+            model.tokenizer, request.chat_template, request.few_shot
+        )
+        self.settings = settings_dict(model.tree, model.acceptance)
+        self.provenance |= {
+            "dtype": str(model.target.dtype),
+            "device": str(model.target.device),
+            "compiled": bool(model.compile),
+        }
+
+    def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
+        """See :meth:`Evaluation.describe`."""
+        return self.methods[name].describe(self.model, rows)
+
+    def inputs(self) -> dict[str, Any]:
+        """See :meth:`Evaluation.inputs`; hashes tell weights from others of the same name."""
+        model = self.model
+        chat = [{"role": "user", "content": "Hello!"}]
+        prompt = encode_prompt(chat, model.tokenizer, self.chat_template)[0].tolist()
+        # Answers do not depend on the grader. They do not depend on the count either, but a bound
+        # that is read again and again while a run grows errs more often than it states.
+        return {
+            **{key: value for key, value in self.about.items() if key != "grader"},
+            "dtype": str(model.target.dtype),
+            "device": model.target.device.type,
+            "fingerprint of the chat template": _digest(json.dumps(prompt).encode()),
+            "fingerprint of the target": fingerprint(model.model),
+            "fingerprint of the drafter": fingerprint(model.drafter),
+        }
+
+    def open(self) -> None:
+        """Check that the chat template accepts all questions; see :meth:`Evaluation.open`."""
+        for question in self.questions:
+            try:
+                self.chat_template.render(question.first_chat(), add_generation_prompt=True)
+            except ValueError as error:
+                raise ValueError(f"question {question.question_id!r}: {error}") from error
+        super().open()
+
+    def answer(self, progress: Progress | None = None) -> None:
+        """See :meth:`Evaluation.answer`."""
+        answerer = PairAnswerer(
+            self.model,
+            self.chat_template,
+            list(self.methods.values()),
+            list(self.stores.values()),
+            self.config,
+            Session(self.folder, self.provenance),
+            self.process,
+            self.processes,
+        )
+        answerer.run(self.questions, progress)
+
+    def report(self, progress: Progress | None = None) -> Report:
+        """See :meth:`Evaluation.report`; processes that share a target have the same report."""
+        make = partial(super().report, progress)
+        report, self.scores = from_first(self.model.target, lambda: (make(), self.scores))
+        return report
+
+    def changed_answers(self, name: str) -> dict[str, Any]:
+        """Return the changed answers of a method, with the divergences of greedy ones."""
+        divergences = partial(
+            fuzzy_divergences, self.model, self.methods[name], max_batch=self.config.batch
+        )
+        return compare_answers(
+            self.questions,
+            self.merge(),
+            self.scores,
+            name,
+            tokenizer=self.model.tokenizer,
+            find_divergences=None if self.config.temperature else divergences,
+        )
 
 
 def ignore(*_: Any) -> None:
@@ -358,7 +429,7 @@ def run_evaluation(
             if loaded is not None
             else requested_questions(request, config.seed, progress)
         )
-        check_request(request, config, methods, questions)
+        check_request(request, config, [method.name for method in methods], questions)
     model = loaded.model if loaded is not None else load_share(request, settings)
     model.compile = bool(request.compile)
     chosen = find_methods(methods)
@@ -367,7 +438,7 @@ def run_evaluation(
     if skipped and is_first:
         log.warning("%s", SKIPPED)
     baseline = baseline_methods(model, request.assistant) if request.baseline else []
-    evaluation = Evaluation(
+    evaluation = PairEvaluation(
         model,
         questions,
         find_methods([*baseline, *decoded]),
@@ -377,7 +448,16 @@ def run_evaluation(
         state.process_index,
         state.num_processes,
     )
-    with folder_lock(folder) if is_first else nullcontext():
+    return conduct(evaluation, request, hooks, skipped)
+
+
+def conduct(
+    evaluation: Evaluation, request: EvaluationRequest, hooks: Hooks, skipped: Sequence[str] = ()
+) -> Report | None:
+    """Answer the questions, and write the report; None except on the first process."""
+    state = start_processes()
+    is_first = state.is_main_process
+    with folder_lock(evaluation.folder) if is_first else nullcontext():
         with state.main_process_first():
             evaluation.open()
         if is_first:
@@ -389,11 +469,8 @@ def run_evaluation(
         if not is_first:
             return None
         with hooks.progress("scoring") as progress:
-            shown = progress if request.execute_code else None
-            report, evaluation.scores = from_first(
-                model.target, lambda: (evaluation.report(shown), evaluation.scores)
-            )
-        report["skipped"] = skipped
+            report = evaluation.report(progress if request.execute_code else None)
+        report["skipped"] = list(skipped)
         evaluation.write(report)
         hooks.on_report(evaluation, report)
         evaluation.compare(report)
@@ -410,7 +487,7 @@ def run_evaluation(
 def check_request(
     request: EvaluationRequest,
     config: EvaluationConfig,
-    methods: Sequence[Method],
+    methods: Collection[str],
     questions: Sequence[Question],
 ) -> None:
     """Raise an exception, before hours of decoding, where a later stage would fail.
@@ -422,7 +499,7 @@ def check_request(
         raise OptionsError("--assistant requires --batch 1: assisted generation has no batches")
     if request.compile == "auto":
         raise OptionsError("evaluations must not depend on timing: --compile auto is not supported")
-    if request.judge_mode == "pair" and EXACT.name not in [method.name for method in methods]:
+    if request.judge_mode == "pair" and EXACT.name not in methods:
         raise OptionsError("--judge-mode pair compares with exact decoding: add the method exact")
     score(questions[0], "")
     if request.judge_base_url:
@@ -476,7 +553,7 @@ def _add_judgments(
         arguments = endpoint, evaluation.questions, evaluation.merge(), folder
         options: dict[str, Any] = {"parallel": request.judge_parallel, "progress": progress}
         if request.judge_mode == "pair":
-            comparisons = judge_pairs(*arguments, **options)
+            comparisons = judge_pairs(*arguments, reference=evaluation.reference, **options)
             pairs = pair_summary(comparisons, report["limit_confidence"])
             for row in report["rows"]:
                 found = pairs.get(row["method"])

@@ -10,17 +10,25 @@ from itertools import combinations
 import numpy as np
 
 from eagle_fsd.evaluation import engines
-from eagle_fsd.evaluation.analysis import is_faster
 from eagle_fsd.evaluation.certificate import MAX_TESTS, outcomes
 from eagle_fsd.evaluation.config import EngineName, GridConfig, LossBounds
-from eagle_fsd.evaluation.methods import EXACT, PLAIN, PRICED, Method, fsd_series, rule_method
+from eagle_fsd.evaluation.frontier import is_faster
+from eagle_fsd.evaluation.methods import (
+    EXACT,
+    PLAIN,
+    PRICED,
+    Method,
+    fsd_series,
+    given_acceptance,
+    rule_method,
+)
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below
 from eagle_fsd.evaluation.tables import Row
-from eagle_fsd.evaluation.tuning.candidates import Candidate
-from eagle_fsd.evaluation.tuning.race import race_exact
-from eagle_fsd.evaluation.tuning.search import TreePlan, shape
+from eagle_fsd.evaluation.tuning.prediction import Candidate
+from eagle_fsd.evaluation.tuning.search import TreePlan, race_exact, shape
 from eagle_fsd.evaluation.tuning.workload import Workload
-from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.config import Settings, TreeConfig
+from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory
 
 #: Rules from the literature to choose from.
@@ -51,19 +59,28 @@ class Setting:
 
 
 def candidate_methods(
-    grid: GridConfig, engine: EngineName | None, temperature: float, rules: bool
+    grid: GridConfig,
+    engine: EngineName | None,
+    temperature: float,
+    rules: bool,
+    settings: Settings | None = None,
+    drafter: str | None = None,
 ) -> list[Method]:
-    """Return the acceptance settings to choose from, without trees: an engine's, or FSD's.
+    """Return the acceptance settings to choose from, without trees, as far as an engine has them.
 
-    To the grid, priced paths without a gate and :data:`CALIBRATED_RULES` are added. An OptionsError
-    is raised if the engine does not apply its rule at this temperature.
+    To the grid, priced paths without a gate and :data:`CALIBRATED_RULES` are added. All share the
+    options in ``settings``. An OptionsError is raised if the engine does not apply its rule at this
+    temperature, or has none of the shared options.
     """
-    if engine:
-        found = engines.series(engine, temperature)
-        return [method for group in found.values() for method in group]
     # The highest floor first, see :func:`plan_settings`.
     methods = [method for group in reversed(fsd_series(grid).values()) for method in group]
-    return [*methods, *PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
+    methods += [*PRICED, *(map(rule_method, CALIBRATED_RULES) if rules else ())]
+    if engine is None:
+        return methods
+    found = engines.ENGINES[engine]
+    if found.sampled not in (None, temperature > 0.0):
+        raise OptionsError(f"{found.requirement}; got {temperature:g}")
+    return list(found.methods(methods, given_acceptance(settings), drafter))
 
 
 def engine_trees(plan: TreePlan, method: Method, engine: EngineName | None) -> list[Candidate]:

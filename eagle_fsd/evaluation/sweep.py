@@ -1,21 +1,23 @@
 """Sweep over a grid of acceptance settings: tables, conclusions, and figures.
 
 Every method decodes with its own best tree: the trees of all methods are predicted from recorded
-accepted lengths (see :mod:`eagle_fsd.evaluation.tuning`). A few questions screen the settings: one
-that clearly loses too much is not measured, nor is one that is predicted to be slower than exact
-decoding.
+accepted lengths (see :mod:`eagle_fsd.evaluation.tuning`). One that is predicted to be slower than
+exact decoding is not measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from eagle_fsd.evaluation.analysis import MAX_PROBED_QUESTIONS, conclusions, probe_divergences
-from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig, SweepGrid
+import torch
+from torch import Tensor
+
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.methods import (
     EXACT,
     PLAIN,
-    Method,
     fsd_series,
     given_acceptance,
     rule_methods,
@@ -23,7 +25,6 @@ from eagle_fsd.evaluation.methods import (
 from eagle_fsd.evaluation.plots import draw_figures
 from eagle_fsd.evaluation.processes import start_processes
 from eagle_fsd.evaluation.questions.sets import balanced_subset, requested_questions
-from eagle_fsd.evaluation.report import limit_losses
 from eagle_fsd.evaluation.runner import (
     Evaluation,
     Hooks,
@@ -35,24 +36,21 @@ from eagle_fsd.evaluation.runner import (
     on_first_process,
     run_evaluation,
 )
-from eagle_fsd.evaluation.statistics import loss_bound
-from eagle_fsd.evaluation.tables import Row
 from eagle_fsd.evaluation.tuning.search import TreePlan, plan_trees
 from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.evaluation.verdict import conclusions
 from eagle_fsd.model.config import Settings
+from eagle_fsd.model.probe import DivergenceProbe
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
-#: Groups of prompts that the trees of exact decoding are raced on; questions that screen settings,
-#: and how many of them are answered at once.
-RACE_GROUPS, SCREENING_QUESTIONS, SCREENING_BATCH = 32, 48, 16
-#: A setting is not measured if it loses more than this part of the questions, with a confidence.
-MAX_LOSS, CONFIDENCE = 0.1, 0.9
+#: Groups of prompts that the trees of exact decoding are raced on.
+RACE_GROUPS = 32
 #: A setting is not measured if its predicted speed, relative to exact decoding, is below this.
 MIN_SPEED = 0.9
-#: Trees of each method in the report.
-BEST_TREES = 3
-#: File with the trees of all methods, and folder with the answers that screen settings.
-TREES_FILE, SCREENING_FOLDER = "trees.json", "screening"
+#: Maximum number of questions whose divergences are recorded.
+MAX_PROBED_QUESTIONS = 50
+#: File with the trees of all methods.
+TREES_FILE = "trees.json"
 
 
 def sweep(
@@ -72,18 +70,17 @@ def sweep(
 
     Arguments, exceptions and report are as in :func:`~eagle_fsd.evaluation.runner.evaluate`; with
     ``rules``, the acceptance rules of the literature are evaluated, too. In the report,
-    ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``trees``
-    and ``omitted`` say what was predicted and not measured, and ``conclusions`` names the fastest
-    settings.
+    ``divergences`` summarizes the divergences at the nodes that exact decoding visits, ``omitted``
+    says what was not measured, and ``conclusions`` names the fastest settings.
     """
-    config, grid = config or EvaluationConfig(), grid or SweepGrid()
+    config, grid = config or EvaluationConfig(), grid or GridConfig()
     fuzzy = [method for group in fsd_series(grid).values() for method in group]
     methods = [*fuzzy, *(rule_methods() if rules else ())]
     folder = request.output_folder("sweep")
     folder.mkdir(parents=True, exist_ok=True)
     with start_processes().main_process_first():
         questions = requested_questions(request, config.seed)
-        check_request(request, config, [EXACT, *methods], questions)
+        check_request(request, config, [EXACT.name], questions)
     model = load_share(request, settings)
     stored, model.acceptance = model.acceptance, given_acceptance(settings)
     raced = balanced_subset(questions, RACE_GROUPS * config.batch)
@@ -99,20 +96,14 @@ def sweep(
         )
     )
     exact, *planned = plan.with_trees([EXACT, *methods])
-    trees = tree_rows([EXACT, *methods], plan)
     omitted = slow_methods(plan)
-    loaded = Loaded(model, questions)
-    fast = [method for method in planned if method.name not in omitted]
-    screened = screen(loaded, [exact, *fast], request, config, progress)
-    omitted |= screened
     kept = {method.name: method for method in planned if method.name not in omitted}
 
     def extend(evaluation: Evaluation, report: Report) -> None:
         probed = balanced_subset(questions, MAX_PROBED_QUESTIONS)
         found = probe_divergences(Workload.of(model, probed, request, config), grid.divergences)
-        report |= {"divergences": found.summary(), "trees": trees, "omitted": omitted}
-        report |= limit_losses(report["rows"], len(screened))
-        report["conclusions"] = conclusions(report["rows"], dropped=len(screened))
+        report |= {"divergences": found.summary(), "omitted": omitted}
+        report["conclusions"] = conclusions(report["rows"])
         if omitted:
             report["tables"] = [(["not measured", "because"], list(map(list, omitted.items())))]
         own = [name for name, item in kept.items() if item.pair_for(model).acceptance == stored]
@@ -121,36 +112,8 @@ def sweep(
 
     hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
     measured = [PLAIN, exact, *kept.values()]
+    loaded = Loaded(model, questions)
     return run_evaluation(request, config, measured, folder, None, hooks, loaded)
-
-
-def tree_rows(methods: Sequence[Method], plan: TreePlan) -> list[Row]:
-    """Return predicted speeds of exact decoding and FSD by tree, as JSON values.
-
-    There is a row for each of these methods and each tree that is among the :data:`BEST_TREES` of
-    any of them.
-    """
-    methods = [
-        method
-        for method in methods
-        if method.rule is None
-        and "rule" not in method.acceptance
-        and method.acceptance.get("selection", "longest") == "longest"
-    ]
-    best = {item.tree for method in methods for item in plan.candidates[method.name][:BEST_TREES]}
-    return [
-        {
-            "method": method.name,
-            **item.tree.model_dump(),
-            "threshold": method.acceptance["threshold"],
-            "tau": item.tau,
-            "speed": item.tokens_per_second,
-            "predicted": True,
-        }
-        for method in methods
-        for item in plan.candidates[method.name]
-        if item.tree in best
-    ]
 
 
 def slow_methods(plan: TreePlan) -> dict[str, str]:
@@ -164,40 +127,45 @@ def slow_methods(plan: TreePlan) -> dict[str, str]:
     }
 
 
-def screen(
-    loaded: Loaded,
-    methods: Sequence[Method],
-    request: EvaluationRequest,
-    config: EvaluationConfig,
-    progress: ProgressFactory,
-) -> dict[str, str]:
-    """Return, by name, why methods are not measured that clearly lose too much on a few questions.
+@dataclass(frozen=True)
+class NodeDivergences:
+    """Divergences at the ``K`` tree nodes with children that exact decoding visits.
 
-    Exact decoding is the first of the methods. None is dropped if the questions have no score.
+    ``drafted`` tells, ``[K]``, whether the target's choice is among the node's children;
+    ``values`` holds ``[K]`` values of each divergence, and ``questions`` the number of questions.
     """
-    few = Loaded(loaded.model, balanced_subset(loaded.questions, SCREENING_QUESTIONS))
-    if not all(question.scored_by for question in few.questions):
-        return {}
-    unused = {"judge_base_url": None, "baseline": None, "assistant": None, "compile": False}
-    found = run_evaluation(
-        request.model_copy(update=unused),
-        config.updated(batch=SCREENING_BATCH),
-        methods,
-        request.output_folder("sweep") / SCREENING_FOLDER,
-        None,
-        Hooks(progress),
-        few,
+
+    drafted: Tensor
+    values: dict[str, Tensor]
+    questions: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """Return counts, and quartiles of each divergence by whether the choice was drafted."""
+        levels = torch.tensor([0.25, 0.5, 0.75])
+        found: dict[str, Any] = {
+            "drafted": int(self.drafted.sum()),
+            "not_drafted": int((~self.drafted).sum()),
+            "questions": self.questions,
+        }
+        for name, values in self.values.items():
+            sides = {"drafted": values[self.drafted], "not_drafted": values[~self.drafted]}
+            found[name] = {
+                side: part.quantile(levels).tolist() for side, part in sides.items() if len(part)
+            }
+        return found
+
+
+def probe_divergences(workload: Workload, names: Sequence[str]) -> NodeDivergences:
+    """Record divergences while decoding the prompts of a workload exactly."""
+    probe = DivergenceProbe(names)
+    seed, batch = workload.config.seed, workload.config.batch
+    workload.generate(workload.model, workload.prompts, seed, max_batch=batch, rule=probe)
+    empty = torch.zeros(0)
+    return NodeDivergences(
+        torch.cat([empty.bool(), *(item.drafted.cpu() for item in probe.records)]),
+        {
+            name: torch.cat([empty, *(item.divergences[name].cpu() for item in probe.records)])
+            for name in names
+        },
+        len(workload.prompts),
     )
-
-    def lossy() -> dict[str, str]:
-        reasons = {}
-        for row in found["rows"] if found is not None else []:
-            against = row.get("against_exact", {})
-            if "lost" in against:
-                lost, gained, paired = (against[name] for name in ("lost", "gained", "paired"))
-                # Bounds the gain: below -MAX_LOSS, the loss exceeds MAX_LOSS.
-                if loss_bound(gained, lost, paired, CONFIDENCE) < -MAX_LOSS:
-                    reasons[row["method"]] = f"lost {lost} and gained {gained} of {paired} answers"
-        return reasons
-
-    return on_first_process(lossy)

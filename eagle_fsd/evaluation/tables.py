@@ -22,6 +22,9 @@ MAX_CATEGORIES = 6
 def tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables of a report, without empty ones."""
     rows, sampled = report["rows"], bool(report["about"]["temperature"])
+    reference, unit = report.get("reference", "exact"), "token"
+    if report["about"].get("servers"):
+        unit = "word"
     several_trees = len({tree for row in rows if (tree := tree_text(row))}) > 1
     filters = _table("accuracy by filter", rows, _filters)
     agree = all(len(set(line[1:])) == 1 for line in filters[1])
@@ -32,10 +35,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
         2**at for at in range(max((len(row["reach"]) for row in rows), default=0).bit_length())
     ]
     found = [
-        _table("method", rows, partial(_speed, with_tree=several_trees)),
+        _table("method", rows, partial(_speed, with_tree=several_trees, reference=reference)),
         _table("quality", rows, _quality),
-        _table("samples", rows, _samples),
-        _table("against exact", rows, partial(_agreement, sampled=sampled)),
+        _table("samples", rows, partial(_samples, reference=reference)),
+        _table(f"against {reference}", rows, partial(_agreement, sampled=sampled, unit=unit)),
         _table("fuzzy tokens", rows, partial(_fuzzy, comparison=report.get("comparison"))),
         _table("judge", rows, _judge),
         *([] if agree else [filters]),
@@ -62,12 +65,12 @@ def _table(header: str, rows: Sequence[Row], cells: Callable[[Row], dict[str, st
     return [header, *names], body
 
 
-def _speed(row: Row, with_tree: bool) -> dict[str, str]:
+def _speed(row: Row, with_tree: bool, reference: str) -> dict[str, str]:
     latency = row["latency"] or {}
     return {
         "tokens/s": _number(row["tokens_per_second"], ".1f"),
         "x plain": _number(row["speedup"], ".2f"),
-        "x exact": _with_interval(row, "speed_over_exact", ".2f"),
+        f"x {reference}": _with_interval(row, "speed_over_exact", ".2f"),
         "x hf": _number(row.get("speed_over_hf"), ".2f"),
         "tau": _number(row["tau"], ".2f"),
         "median s": _number(latency.get("median"), ".3f"),
@@ -90,7 +93,7 @@ def _quality(row: Row) -> dict[str, str]:
     }
 
 
-def _samples(row: Row) -> dict[str, str]:
+def _samples(row: Row, reference: str) -> dict[str, str]:
     found = row.get("samples")
     if not found:
         return {}
@@ -98,21 +101,21 @@ def _samples(row: Row) -> dict[str, str]:
     mean = {"value": sum(seeds) / len(seeds), "value_interval": found["seed_accuracies_interval"]}
     return {
         "accuracy": _with_interval(found, "accuracy", ".1%"),
-        "vs exact": _with_interval(found, "accuracy_change", "+.1%"),
+        f"vs {reference}": _with_interval(found, "accuracy_change", "+.1%"),
         "seeds": _with_interval(mean, "value", ".1%") if len(seeds) > 1 else "",
         **{f"pass@{k}": f"{value:.1%}" for k, value in found["pass_at"].items()},
     }
 
 
-def _agreement(row: Row, sampled: bool) -> dict[str, str]:
-    """Compare answers with exact decoding's; sampled ones differ even if decoding is lossless."""
+def _agreement(row: Row, sampled: bool, unit: str) -> dict[str, str]:
+    """Compare answers with the reference's; sampled ones differ even if decoding is lossless."""
     found = row.get("against_exact", {}).get("agreement", {})
     if not found.get("answers"):
         return {}
     first = found["first_difference"]
     return {
         "identical": "" if sampled else f"{found['identical']}/{found['answers']}",
-        "first change": "" if sampled or not first else f"token {first[1] + 1:.0f}",
+        "first change": "" if sampled or not first else f"{unit} {first[1] + 1:.0f}",
         "length": _with_interval(found, "length_change", "+.1f"),
         "repetition": _with_interval(found, "repetition_change", "+.1%"),
     }
@@ -315,12 +318,18 @@ def measurement(report: dict[str, Any]) -> str:
     answers = about.get("answer_batch", about["batch"])
     batch = str(about["batch"]) + (f" (answers: {answers})" if answers != about["batch"] else "")
     first = f" after the first {about['skip']}" if about.get("skip") else ""
+    questions = f"{report['questions']} questions of {about['questions']}{first}"
+    sampling, when = _describe_sampling(about), " to ".join(dates[:1] + dates[1:][-1:])
+    if about.get("servers"):
+        return (
+            f"{questions}, {batch} at once; {sampling}; servers {', '.join(about['servers'])},"
+            f" requested from {machine['cpu']}; {when}, revision {', '.join(revisions)}."
+        )
     return (
-        f"{report['questions']} questions of {about['questions']}{first}, batch size {batch}"
-        f"{repeats}; {_describe_sampling(about)}, {str(report['dtype']).removeprefix('torch.')} on"
-        f" {_machine(report)}, {threads}{compiled}{shape}; torch {versions['torch']},"
-        f" transformers {versions['transformers']}; {' to '.join(dates[:1] + dates[1:][-1:])},"
-        f" revision {', '.join(revisions)}."
+        f"{questions}, batch size {batch}{repeats}; {sampling},"
+        f" {str(report['dtype']).removeprefix('torch.')} on {_machine(report)},"
+        f" {threads}{compiled}{shape}; torch {versions['torch']}, transformers"
+        f" {versions['transformers']}; {when}, revision {', '.join(revisions)}."
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_fsd.evaluation.analysis import MARGINS, comparable_rows, is_faster
+from eagle_fsd.evaluation.certificate import outcomes
+from eagle_fsd.evaluation.frontier import comparable_rows, is_faster
 from eagle_fsd.evaluation.methods import BASELINES, EXACT, FSD
+from eagle_fsd.evaluation.statistics import confidence_per_test, loss_bound
 from eagle_fsd.evaluation.tables import Row, points_text, tree_text
 
+#: Losses of accuracy, as fractions, for which :func:`conclusions` names the fastest method.
+MARGINS = (0.01, 0.02)
 #: Estimated loss of accuracy up to which a method may be shown where no bound is small enough.
 MAX_SHOWN_LOSS = 0.01
 #: States that ``fsd`` was not decoded.
@@ -23,14 +27,14 @@ def main_row(report: dict[str, Any]) -> Row | None:
 
     This is FSD with the settings of the command line or of ``fsd.json``; where these were not
     measured, the method that the first of the
-    :func:`~eagle_fsd.evaluation.analysis.conclusions` names; where they name none, the fastest
+    :func:`conclusions` names; where they name none, the fastest
     method that is estimated to lose at most one point of accuracy. Without references or a judge,
     it is the one that changes the fewest answers among those that are faster.
     """
     rows = [
         row
-        for row in comparable_rows(report["rows"])
-        if "against_exact" in row and row["method"] not in (*BASELINES, EXACT.name)
+        for row in report["rows"]
+        if "against_exact" in row and row["speed_over_exact"] and row["method"] not in BASELINES
     ]
     for row in rows:
         if row["method"] == FSD.name:
@@ -68,9 +72,8 @@ def verdict(report: dict[str, Any]) -> str | None:
     if report.get("conclusions"):
         return str(report["conclusions"][0])
     sentences = []
-    row = main_row(report)
-    if row is not None:
-        sentences.append(f"{_speed(row)}; {_quality(row, bool(report['about']['temperature']))}.")
+    if (row := main_row(report)) is not None:
+        sentences.append(comparison_text(report, row))
     for row in report["rows"]:
         if row["method"] == EXACT.name and _is_slower_than_plain(row):
             sentences.append(
@@ -81,6 +84,67 @@ def verdict(report: dict[str, Any]) -> str | None:
     if report.get("skipped"):
         sentences.append(SKIPPED)
     return " ".join(sentences) or None
+
+
+def comparison_text(report: dict[str, Any], row: Row) -> str:
+    """Compare a method with the reference in a sentence that bounds the difference."""
+    reference = report.get("reference", "exact decoding")
+    return f"{_speed(row, reference)}; {_quality(report, row, reference)}."
+
+
+def conclusions(
+    rows: Sequence[Row],
+    margins: Sequence[float] = MARGINS,
+    confidence: float = 0.95,
+) -> list[str]:
+    """Name the fastest method that is not inferior to exact decoding, for each margin.
+
+    A method is not inferior if an exact upper confidence bound on its loss of accuracy is at most
+    the margin. The fastest of many methods may pass by chance, so that the error probability is
+    divided among the methods that are compared (Bonferroni): with the stated confidence, the bounds
+    of all of them hold. Too few questions therefore recommend no method rather than a worse one.
+    Without exact decoding or without accuracies, there is no conclusion.
+    """
+    rows = comparable_rows(rows)
+    compared = [
+        row
+        for row in rows
+        if "accuracy_change" in row.get("against_exact", {}) and row["method"] not in BASELINES
+    ]
+    if not compared or all(row["method"] != EXACT.name for row in rows):
+        return []
+    count = len(compared)
+    level = confidence_per_test(confidence, count)
+    faster = [(row, loss_bound(*outcomes(row), level)) for row in compared if is_faster(row)]
+    settings = f"all {count} settings" if count > 1 else "the setting"
+    proof = f"(exact paired bound, {100 * confidence:g}% confidence for {settings})"
+    sentences = []
+    for margin in margins:
+        passed = [item for item in faster if item[1] <= margin]
+        start = f"Fastest with a loss of accuracy of at most {100 * margin:g} points {proof}:"
+        if passed:
+            best = max(passed, key=lambda item: item[0]["speed_over_exact"])
+            sentences.append(f"{start} {_describe(*best)}.")
+        else:
+            paired = max(row["against_exact"]["paired"] for row in compared)
+            least = points_text(loss_bound(0, 0, paired, level))
+            sentences.append(
+                f"{start} exact decoding; {paired} questions without any difference show a loss of"
+                f" at most {least} points."
+            )
+    return sentences
+
+
+def _describe(row: Row, bound: float) -> str:
+    """Describe a method by its speed, its measured loss and the bound on its loss."""
+    against = row["against_exact"]
+    plain = f"{row['speedup']:.2f} times plain decoding, " if row["speedup"] else ""
+    return (
+        f"{row['method']}, {plain}{row['speed_over_exact']:.2f} times exact decoding;"
+        f" {100 * against['accuracy_change']:+.1f} points ({against['lost']} lost,"
+        f" {against['gained']} gained of {against['paired']}), and the loss is at most"
+        f" {points_text(bound)} points"
+    )
 
 
 def _is_slower_than_plain(row: Row) -> bool:
@@ -95,24 +159,26 @@ def _interval(interval: Sequence[float] | None) -> str:
     return f"95% interval {interval[0]:.2f} to {interval[1]:.2f}" if interval else "no interval"
 
 
-def _speed(row: Row) -> str:
-    """Compare a method's speed with exact and plain decoding."""
+def _speed(row: Row, reference: str) -> str:
+    """Compare a method's speed with that of the reference and of plain decoding."""
     name, ratio = method_text(row), row["speed_over_exact"]
     between = _interval(row["speed_over_exact_interval"])
+    if ratio is None:
+        return f"{name} and {reference} were not timed in the same session"
     if not is_faster(row):
-        return f"{name} is not measurably faster than exact decoding ({ratio:.2f} times; {between})"
+        return f"{name} is not measurably faster than {reference} ({ratio:.2f} times; {between})"
     plain = f" and {row['speedup']:.2f} times as fast as plain decoding" if row["speedup"] else ""
-    return f"{name} decodes {ratio:.2f} times as fast as exact decoding ({between}){plain}"
+    return f"{name} decodes {ratio:.2f} times as fast as {reference} ({between}){plain}"
 
 
-def _quality(row: Row, sampled: bool) -> str:
-    """Compare a method's answers with exact decoding's, and bound the difference."""
-    against = row["against_exact"]
+def _quality(report: dict[str, Any], row: Row, reference: str) -> str:
+    """Compare a method's answers with those of the reference, and bound the difference."""
+    against, sure = row["against_exact"], f"with {100 * report['confidence']:g}% confidence"
     pairs = (row.get("judge") or {}).get("pairs")
     if "loss_limit" in against:
         return (
             f"of {against['paired']} questions it loses {against['lost']} and gains"
-            f" {against['gained']}, so that with 95% confidence its loss of accuracy is at most"
+            f" {against['gained']}, so that {sure} its loss of accuracy is at most"
             f" {points_text(against['loss_limit'])} points"
         )
     if pairs:
@@ -121,12 +187,12 @@ def _quality(row: Row, sampled: bool) -> str:
             unclear = f", and is unclear about {count}, which count{'s' * (count == 1)} as worse"
         return (
             f"the judge finds {pairs['lost']} of {pairs['questions']} answers worse and"
-            f" {pairs['won']} better{unclear}, so that with 95% confidence the share of worse"
+            f" {pairs['won']} better{unclear}, so that {sure} the share of worse"
             f" answers exceeds that of better ones by at most {points_text(pairs['loss_limit'])}"
             " points"
         )
     found = against["agreement"]
-    if sampled or not found["answers"]:
+    if report["about"]["temperature"] or not found["answers"]:
         return (
             "nothing bounds its loss of quality, because there are no references and sampled"
             " answers cannot be compared one by one; use a judge"
@@ -143,11 +209,9 @@ def _quality(row: Row, sampled: bool) -> str:
     limit = f"{100 * found['changed_limit']:.0f}"
     bound = ""
     if limit != "100":
-        bound = (
-            f", so that with 95% confidence at most {limit}% of the answers to such prompts change"
-        )
+        bound = f", so that {sure} at most {limit}% of the answers to such prompts change"
     return (
-        f"{found['identical']} of {found['answers']} answers are exact decoding's{price}"
+        f"{found['identical']} of {found['answers']} answers are {reference}'s{price}"
         f"{bound}{likelihood}"
     )
 

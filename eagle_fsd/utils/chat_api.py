@@ -77,28 +77,39 @@ class ChatClient:
         Options are further parameters of the request, such as ``temperature``. Raises EndpointError
         if the endpoint cannot be reached or rejects the request.
         """
+        text, _, _ = self.answer(messages, **options)
+        return text
+
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, bool, int]:
+        """Request the assistant's next message, whether it is complete, and its number of tokens.
+
+        For options and errors, see :meth:`complete`.
+        """
         create: Any = self._client.chat.completions.create
         return self._request(
             lambda: create(
                 model=self.endpoint.model, messages=[dict(item) for item in messages], **options
             ),
-            lambda reply: str(reply.choices[0].message.content or ""),
+            lambda reply: _outcome(reply, reply.choices[0].message.content),
         )
 
     def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
-        """Request the continuation of a text, whether it is complete, and its number of tokens.
-
-        For options and errors, see :meth:`complete`.
-        """
+        """Request the continuation of a text; see :meth:`answer`."""
         create: Any = self._client.completions.create
-
-        def read(reply: Any) -> tuple[str, bool, int]:
-            choice = reply.choices[0]
-            tokens = reply.usage.completion_tokens if reply.usage else 0
-            return str(choice.text or ""), choice.finish_reason == "stop", tokens
-
         return self._request(
-            lambda: create(model=self.endpoint.model, prompt=prompt, **options), read
+            lambda: create(model=self.endpoint.model, prompt=prompt, **options),
+            lambda reply: _outcome(reply, reply.choices[0].text),
+        )
+
+    def list_models(self) -> list[tuple[str, str]]:
+        """Return the name and the owner ("" if unknown) of each model that the endpoint lists."""
+        return self._request(
+            self._client.models.list,
+            lambda reply: [
+                (str(item.id), str(getattr(item, "owned_by", None) or "")) for item in reply.data
+            ],
         )
 
     def _request(self, send: Callable[[], Any], read: Callable[[Any], Result]) -> Result:
@@ -125,6 +136,12 @@ class ChatClient:
         if self._key != NO_KEY:
             message = message.replace(self._key, "...")
         return EndpointError(one_line(message)[:MAX_MESSAGE_LENGTH], status)
+
+
+def _outcome(reply: Any, text: Any) -> tuple[str, bool, int]:
+    """Return the text of a reply, whether it is complete, and its number of tokens."""
+    tokens = reply.usage.completion_tokens if reply.usage else 0
+    return str(text or ""), reply.choices[0].finish_reason == "stop", tokens
 
 
 def map_concurrently(

@@ -26,12 +26,12 @@ import os, random
 from types import SimpleNamespace
 from eagle_fsd.cli import main
 from eagle_fsd.evaluation import calibration
-from eagle_fsd.evaluation.tuning import costs, search, workload
+from eagle_fsd.evaluation.tuning import prediction, search, workload
 from eagle_fsd.model import stats
 from eagle_fsd.model.config import TreeConfig
-costs.SECONDS, search.TIMED_ROUNDS, calibration.RACE_GROUPS = 0.0, 1, 2
+prediction.SECONDS, search.TIMED_ROUNDS, calibration.RACE_GROUPS = 0.0, 1, 2
 def measure_once(workload, advance, rounds=1):
-    return costs.measure_costs(workload, advance, 1)
+    return prediction.measure_costs(workload, advance, 1)
 def one_tree(quick=False):
     return [TreeConfig(total_tokens=12, depth=10, top_k=1)]
 search.measure_costs, search.recorded_trees = measure_once, one_tree

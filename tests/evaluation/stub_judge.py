@@ -12,7 +12,7 @@ from stub_endpoint import Reply, StubEndpoint, completion
 
 from eagle_fsd.evaluation.answer_store import Record
 from eagle_fsd.evaluation.config import EvaluationRequest
-from eagle_fsd.evaluation.judge.client import judgment_file
+from eagle_fsd.evaluation.judge.judging import judgment_file
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
 from eagle_fsd.utils.files import read_jsonl

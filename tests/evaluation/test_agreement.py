@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from eagle_fsd.evaluation.agreement import (
     repetition,
 )
 from eagle_fsd.evaluation.answer_store import Record, Session
-from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.answering import PairAnswerer
 from eagle_fsd.evaluation.config import EvaluationConfig
 from eagle_fsd.evaluation.methods import EXACT, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
@@ -32,6 +33,7 @@ COUNT = 3
 
 def record_of(number: int, *turns: list[int], regrets: list[float] | None = None) -> Record:
     choice = {
+        "turns": ["text" for _ in turns],
         "token_ids": list(turns),
         "new_tokens": [len(turn) for turn in turns],
         "regrets": [regrets or []],
@@ -60,7 +62,9 @@ def test_agreement_of_equal_and_of_empty_answers() -> None:
     found = agreement(answers, answers)
     assert (found["identical"], found["first_difference"]) == (30, None)
     assert changed_limit(found, 0.95) == pytest.approx(1 - 0.05 ** (1 / 30))
-    found = agreement([record_of(0, [])], [record_of(0, [])])  # exact decoding failed
+    empty = record_of(0, [])
+    empty["choices"][0]["turns"] = [""]
+    found = agreement([empty], [empty])  # exact decoding failed
     assert (found["answers"], changed_limit(found, 0.95), found["length_change"]) == (0, None, None)
 
 
@@ -93,7 +97,7 @@ def answers(model: EagleFSD, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folder: Path = tmp_path_factory.mktemp("answers")
     template = load_chat_template(model.tokenizer)
     config = EvaluationConfig(max_new_tokens=64)
-    answerer = Answerer(model, template, [], [], config, Session(folder, {}))
+    answerer = PairAnswerer(model, template, [], [], config, Session(folder, {}))
     questions = bundled_questions(COUNT)
     return {method.name: answerer.answer(questions, method) for method in (EXACT, FUZZY)}
 
@@ -117,7 +121,14 @@ def test_divergences_of_fuzzy_tokens_are_below_the_threshold(
 def compare(
     model: EagleFSD, answers: dict[str, list[Record]], method: Method = FUZZY, **scores: Any
 ) -> dict[str, Any]:
-    return compare_answers(model, method, bundled_questions(COUNT), answers, scores)
+    return compare_answers(
+        bundled_questions(COUNT),
+        answers,
+        scores,
+        method.name,
+        tokenizer=model.tokenizer,
+        find_divergences=partial(fuzzy_divergences, model, method),
+    )
 
 
 def test_changed_answers_consist_of_the_answers_text(

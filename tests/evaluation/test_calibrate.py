@@ -55,7 +55,7 @@ from eagle_fsd.evaluation.selection import (
 )
 from eagle_fsd.evaluation.statistics import confidence_per_test, is_loss_below, loss_bound
 from eagle_fsd.evaluation.tables import points_text
-from eagle_fsd.evaluation.tuning.candidates import Candidate
+from eagle_fsd.evaluation.tuning.prediction import Candidate
 from eagle_fsd.evaluation.tuning.search import TreePlan
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, read_settings
@@ -187,16 +187,13 @@ def test_each_method_is_combined_with_a_chain_and_a_bushy_tree() -> None:
     assert exact_tree(plan, None) == EXACT_TREE
 
 
-def test_candidates_include_other_rules_or_are_an_engines() -> None:
+def test_candidates_include_other_rules() -> None:
     grid = CalibrationGrid(thresholds=(0.05, 0.1), min_ratios=(0.1, 0.3))
     fsd = [f"T={threshold:g} r={ratio:g}" for ratio in (0.3, 0.1) for threshold in (0.05, 0.1)]
     for rules in (False, True):
         names = [method.name for method in candidate_methods(grid, None, 0.0, rules)]
         others = CALIBRATED_RULES if rules else ()
         assert names == [*fsd, "price 1.5", "price 0.75", *others]
-        assert len(candidate_methods(grid, "tensorrt-llm", 0.0, rules)) == 15
-        with pytest.raises(OptionsError, match="set a --temperature above 0; got 0"):
-            candidate_methods(grid, "sglang", 0.0, rules)
 
 
 # -- the certificate -------------------------------------------------------------------------------
@@ -484,6 +481,20 @@ def test_settings_for_another_engine_are_flags(
     exact = found.report["selection"][0]["settings"]
     assert (exact["method"], exact["depth"]) == ("exact", TREE.depth)
     assert not (tmp_path / "fsd.json").exists()
+
+
+def test_settings_for_vllm_are_a_file_and_a_command(
+    machine: Machine, predict: Callable[..., None], tmp_path: Path
+) -> None:
+    predict("top-ratio", exact=(EXACT_TREE, TREE))
+    found = calibrated(EvaluationRequest(count=100, out=tmp_path), 20.0, engine="vllm")
+    assert found.chosen == "top-ratio tree 12-10-1"
+    settings = read_settings(tmp_path / "fsd.json")
+    assert (settings.rule, settings.top_k) == ("top-ratio", 1)
+    assert settings.certificate is not None
+    assert settings.certificate.decoder == "eagle-fsd"
+    assert '"num_speculative_tokens": 11' in found.report["flags"]
+    assert "vLLM itself did not run, so the bound does not hold" in found.conclusion
 
 
 def test_a_chosen_rule_is_stored(

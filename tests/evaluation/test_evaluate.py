@@ -18,7 +18,7 @@ from eagle_fsd import AcceptanceConfig, EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_TARGET
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import CHOICE_LISTS, AnswerStore, Session
-from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.answering import PairAnswerer
 from eagle_fsd.evaluation.methods import (
     EXACT,
     FSD,
@@ -31,7 +31,7 @@ from eagle_fsd.evaluation.methods import (
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import QuestionSetError
-from eagle_fsd.evaluation.runner import Evaluation
+from eagle_fsd.evaluation.runner import PairEvaluation
 from eagle_fsd.evaluation.tables import footnote, tree_text
 from eagle_fsd.model.acceptance import RULES
 from eagle_fsd.model.config import Settings
@@ -72,9 +72,9 @@ def write_questions(path: Path, questions: Sequence[Sequence[str]]) -> str:
 
 def answerer(
     model: EagleFSD, folder: Path, template: ChatTemplate | None = None, **options: Any
-) -> Answerer:
+) -> PairAnswerer:
     template, config = template or load_chat_template(model.tokenizer), EvaluationConfig(**options)
-    return Answerer(model, template, [], [], config, Session(folder, {}))
+    return PairAnswerer(model, template, [], [], config, Session(folder, {}))
 
 
 # -- answers and reports ---------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_run_cannot_grow_until_its_bound_holds(model: EagleFSD, tmp_path: Path
 
     def store(count: int) -> AnswerStore:
         request, config = EvaluationRequest(), EvaluationConfig()
-        grown = Evaluation(model, questions[:count], [EXACT], request, config, tmp_path)
+        grown = PairEvaluation(model, questions[:count], [EXACT], request, config, tmp_path)
         grown.open()
         return grown.stores["exact"]
 
@@ -273,7 +273,7 @@ def test_answers_with_other_settings_are_rejected(model: EagleFSD, tmp_path: Pat
         config = EvaluationConfig(
             **{"max_new_tokens": 8, "temperature": 1.0, "top_k": 50, **options}
         )
-        other = Evaluation(
+        other = PairEvaluation(
             model, questions, [EXACT], EvaluationRequest(**request), config, tmp_path
         )
         with pytest.raises(ValueError, match=r"exact\.jsonl holds answers with other set") as error:
@@ -320,7 +320,7 @@ def test_parts_of_two_processes_give_the_files_of_one(model: EagleFSD, tmp_path:
     for processes in (1, 2):
         out = tmp_path / str(processes)
         parts = [
-            Evaluation(model, questions, [EXACT, FSD], request, config, out, process, processes)
+            PairEvaluation(model, questions, [EXACT, FSD], request, config, out, process, processes)
             for process in range(processes)
         ]
         for part in parts:

@@ -29,8 +29,7 @@ from stub_judge import (
 
 from eagle_fsd.evaluation import EvaluationRequest
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.grading import judge_answers
-from eagle_fsd.evaluation.judge.pairwise import judge_pairs
+from eagle_fsd.evaluation.judge.judging import judge_answers, judge_pairs
 from eagle_fsd.evaluation.judge.prompts import JudgeError
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.questions.sets import requested_questions
@@ -336,7 +335,7 @@ def test_a_transient_failure_is_retried(
 _PROGRAM = """
 import json, sys
 
-from eagle_fsd.evaluation.judge.grading import judge_answers
+from eagle_fsd.evaluation.judge.judging import judge_answers
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.utils.chat_api import Endpoint
 

@@ -11,8 +11,7 @@ from stub_judge import QUESTIONS, StubJudge, records_of
 from eagle_fsd import OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Record
-from eagle_fsd.evaluation.judge.client import judgment_file
-from eagle_fsd.evaluation.judge.pairwise import judge_pairs, pair_summary
+from eagle_fsd.evaluation.judge.judging import judge_pairs, judgment_file, pair_summary
 from eagle_fsd.evaluation.methods import fsd_method
 from eagle_fsd.evaluation.statistics import loss_bound
 from eagle_fsd.utils.files import read_jsonl

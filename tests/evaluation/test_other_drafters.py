@@ -14,10 +14,9 @@ from eagle_fsd.chat.config import Limits
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.worker import FSDWorker, worker_app
 from eagle_fsd.chat.wire_format import encode_chat
-from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, SweepGrid
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, GridConfig
 from eagle_fsd.evaluation.sweep import sweep
-from eagle_fsd.evaluation.tuning import costs as costs_module
-from eagle_fsd.evaluation.tuning import search
+from eagle_fsd.evaluation.tuning import prediction, search
 from eagle_fsd.evaluation.tuning import tune as tune_module
 from eagle_fsd.evaluation.tuning.tune import tune
 from eagle_fsd.model.config import Settings, read_settings
@@ -38,7 +37,7 @@ def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure every step once for a moment, and predict from one recording."""
     chain = TreeConfig(total_tokens=12, depth=10, top_k=1)
     for name, value in (("SECONDS", 0.0), ("STEPS", 1), ("ROUNDS", 1)):
-        monkeypatch.setattr(costs_module, name, value)
+        monkeypatch.setattr(prediction, name, value)
     monkeypatch.setattr(search, "recorded_trees", lambda quick=False: [chain])
     monkeypatch.setattr(search, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "BATCHES", (4,))
@@ -53,7 +52,7 @@ def answer_texts(file: Path) -> list[list[str]]:
 @pytest.mark.usefixtures("fresh_accelerator", "few_measurements")
 def test_sweep_and_tune_with_another_drafter(drafter: str, tmp_path: Path) -> None:
     request = EvaluationRequest(count=2, drafter=drafter, out=tmp_path / "sweep")
-    grid = SweepGrid(thresholds=(0.0, 0.4), min_ratios=(0.0,))
+    grid = GridConfig(thresholds=(0.0, 0.4), min_ratios=(0.0,))
     report = sweep(request, CONFIG, grid, rules=False)
     assert report is not None
     rows = {row["method"]: row for row in report["rows"]}

@@ -14,7 +14,7 @@ import pytest
 from eagle_fsd import EagleFSD, OptionsError
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import Session
-from eagle_fsd.evaluation.answering import Answerer
+from eagle_fsd.evaluation.answering import PairAnswerer
 from eagle_fsd.evaluation.completion import CompletionTemplate, evaluation_template
 from eagle_fsd.evaluation.graders import GRADERS, GraderError, find_grader
 from eagle_fsd.evaluation.methods import EXACT
@@ -376,7 +376,7 @@ def test_a_base_model_sees_the_examples_and_stops(model: EagleFSD, tmp_path: Pat
 
     def answer() -> dict[str, Any]:
         config, session = EvaluationConfig(max_new_tokens=32), Session(tmp_path, {})
-        asked = Answerer(model, template, [], [], config, session)
+        asked = PairAnswerer(model, template, [], [], config, session)
         (record,) = asked.answer([question], EXACT)
         return dict(record["choices"][0])
 

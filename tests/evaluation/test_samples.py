@@ -14,7 +14,7 @@ from sample_report import make_report, make_row
 from eagle_fsd import EagleFSD, OptionsError, TreeConfig
 from eagle_fsd.evaluation import EvaluationConfig, EvaluationRequest, evaluate
 from eagle_fsd.evaluation.answer_store import AnswerStore, Session, all_turns
-from eagle_fsd.evaluation.answering import Answerer, answer_seed
+from eagle_fsd.evaluation.answering import PairAnswerer, answer_seed
 from eagle_fsd.evaluation.methods import EXACT, FSD
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.report import pass_at_k, summarize_samples
@@ -100,7 +100,7 @@ def test_samples_do_not_depend_on_other_questions(model: EagleFSD, tmp_path: Pat
         config = EvaluationConfig(temperature=1.0, max_new_tokens=10, samples=samples, **options)
         session = Session(tmp_path / out, {})
         template = load_chat_template(model.tokenizer)
-        Answerer(model, template, [FSD], [store.open()], config, session).run(some)
+        PairAnswerer(model, template, [FSD], [store.open()], config, session).run(some)
         return {
             record["question_id"]: [choice["turns"][0] for choice in record["choices"]]
             for record in store.merge()

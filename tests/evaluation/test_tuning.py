@@ -22,21 +22,28 @@ from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method, fsd_method
 from eagle_fsd.evaluation.questions.formats import bundled_questions
 from eagle_fsd.evaluation.tuning import search
 from eagle_fsd.evaluation.tuning import tune as tune_module
-from eagle_fsd.evaluation.tuning.candidates import (
+from eagle_fsd.evaluation.tuning.prediction import (
     PLAIN_TREE,
     Candidate,
+    LengthRecorder,
+    Lengths,
+    StepCosts,
     candidate_trees,
+    capacity,
+    max_emitted,
+    measured_trees,
     rank,
     recorded_trees,
     shortlist,
 )
-from eagle_fsd.evaluation.tuning.costs import (
-    StepCosts,
-    measured_trees,
+from eagle_fsd.evaluation.tuning.search import (
+    Runner,
+    TreePlan,
+    TreeRace,
+    plan_rounds,
+    plan_trees,
+    race,
 )
-from eagle_fsd.evaluation.tuning.lengths import LengthRecorder, Lengths, capacity, max_emitted
-from eagle_fsd.evaluation.tuning.race import Runner, plan_rounds, race
-from eagle_fsd.evaluation.tuning.search import TreePlan, TreeRace, plan_trees
 from eagle_fsd.evaluation.tuning.settings_file import settings_values
 from eagle_fsd.evaluation.tuning.tune import tune
 from eagle_fsd.evaluation.tuning.workload import Workload

@@ -15,11 +15,8 @@ from eagle_fsd.evaluation.methods import EXACT, FSD, PLAIN
 from eagle_fsd.evaluation.questions.sets import requested_questions
 from eagle_fsd.evaluation.runner import load_pair
 from eagle_fsd.evaluation.tables import Table
-from eagle_fsd.evaluation.tuning.candidates import PLAIN_TREE
-from eagle_fsd.evaluation.tuning.costs import measure_costs
-from eagle_fsd.evaluation.tuning.lengths import LengthRecorder
-from eagle_fsd.evaluation.tuning.race import race_exact
-from eagle_fsd.evaluation.tuning.search import TreeRace, TreeSearch, shape
+from eagle_fsd.evaluation.tuning.prediction import PLAIN_TREE, LengthRecorder, measure_costs
+from eagle_fsd.evaluation.tuning.search import TreeRace, TreeSearch, race_exact, shape
 from eagle_fsd.evaluation.tuning.settings_file import settings_files, settings_values
 from eagle_fsd.evaluation.tuning.workload import Workload
 from eagle_fsd.model.config import Settings, TreeConfig

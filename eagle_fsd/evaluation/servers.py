@@ -1,0 +1,280 @@
+"""Compare OpenAI-compatible servers: a server is a method whose answers come from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.evaluation.answer_store import Record, Session
+from eagle_fsd.evaluation.answering import Answerer, Conversation, Turn
+from eagle_fsd.evaluation.batches import Reply
+from eagle_fsd.evaluation.certificate import check_questions, count_unscored_as_wrong, outcomes
+from eagle_fsd.evaluation.config import EvaluationConfig, EvaluationRequest, ServerOptions
+from eagle_fsd.evaluation.methods import EXACT
+from eagle_fsd.evaluation.plots import draw_figures
+from eagle_fsd.evaluation.questions.question import Question
+from eagle_fsd.evaluation.questions.sets import requested_questions
+from eagle_fsd.evaluation.report import limit_losses
+from eagle_fsd.evaluation.runner import (
+    Evaluation,
+    Hooks,
+    Report,
+    check_request,
+    conduct,
+    ignore,
+)
+from eagle_fsd.evaluation.tables import Row, points_text
+from eagle_fsd.evaluation.verdict import comparison_text
+from eagle_fsd.model.config import Certificate, PairOptions, read_settings
+from eagle_fsd.utils.chat_api import ChatClient, Endpoint, EndpointError, map_concurrently
+from eagle_fsd.utils.files import atomic_write
+from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.progress import Progress, ProgressFactory, no_progress
+
+log = logging.getLogger(__name__)
+
+#: Seconds to wait for an answer.
+TIMEOUT = 600
+
+
+class ServerError(ValueError):
+    """A server failed; the message names it and says how to resume."""
+
+
+@dataclass(frozen=True)
+class ComparedServer:
+    """A server to compare, under the name that it has in tables and files."""
+
+    name: str
+    endpoint: Endpoint
+    owner: str  # of the model, as the server states it
+
+    @classmethod
+    def find(cls, argument: str, model: str | None) -> ComparedServer:
+        """Connect to the server given as ``NAME=URL``, and choose a model that it lists."""
+        name, _, url = argument.partition("=")
+        endpoint = Endpoint(url, "")
+        try:
+            listed = dict(ChatClient(endpoint).list_models())
+        except EndpointError as error:
+            raise ServerError(f"server {name} at {endpoint.redacted_url}: {error}") from error
+        if model is None:
+            model = next(iter(listed), None)
+        if model is None or model not in listed:
+            known = ", ".join(listed) or "no model"
+            raise OptionsError(f"server {name} lists {known}; got --server-model {model}")
+        return cls(name, Endpoint(url, model, timeout=TIMEOUT), listed[model])
+
+    @cached_property
+    def client(self) -> ChatClient:
+        """A client of the server."""
+        return ChatClient(self.endpoint)
+
+    def failure(self, error: Exception, folder: Path) -> ServerError:
+        """Return the error to raise where a request failed."""
+        return ServerError(
+            f"server {self.name} at {self.endpoint.redacted_url} failed ({error}); the answers so"
+            f" far are in {folder}: run the same command again to resume"
+        )
+
+
+class ServerAnswerer(Answerer[ComparedServer]):
+    """Let servers answer questions, ``config.batch`` at once."""
+
+    def warm_up(self, questions: Sequence[Question], method: ComparedServer) -> None:
+        """See :meth:`Answerer.warm_up`; raises ServerError if the server fails."""
+        for _ in self._converse([Conversation(item, 0) for item in questions], method):
+            pass
+
+    def answer(
+        self, questions: Sequence[Question], method: ComparedServer, group: int = 0
+    ) -> Iterator[Record]:
+        """See :meth:`Answerer.answer`.
+
+        If the server fails, the answers that were complete are yielded before ServerError is
+        raised.
+        """
+        answers = [
+            Conversation(item, sample) for item in questions for sample in range(self.samples)
+        ]
+        begin, seconds = time.perf_counter(), 0.0
+        failure: BaseException | None = None
+        try:
+            for _ in self._converse(answers, method):
+                seconds = time.perf_counter() - begin
+        except (ServerError, KeyboardInterrupt) as error:
+            failure = error
+        kept, turns = [], []
+        for at, question in enumerate(questions):
+            samples = answers[at * self.samples : (at + 1) * self.samples]
+            if all(len(item.turns) == len(question.turns) for item in samples):
+                kept.append(question)
+                turns += [list(item.turns) for item in samples]
+        yield from self.records(kept, turns, method, group, seconds)
+        if failure is not None:
+            raise failure
+
+    def _converse(
+        self, answers: Sequence[Conversation], method: ComparedServer
+    ) -> Iterator[Conversation]:
+        """Answer all turns of conversations, and yield each one that is complete."""
+
+        def finish(answer: Conversation) -> None:
+            while answer.ask():
+                answer.answer(self._turn(answer, method))
+
+        try:
+            with closing(map_concurrently(finish, answers, self.config.batch)) as found:
+                for answer, _ in found:
+                    yield answer
+        except EndpointError as error:
+            raise method.failure(error, self.session.folder) from error
+
+    def _turn(self, answer: Conversation, method: ComparedServer) -> Turn:
+        """Request the next turn; one whose prompt the context has no room for has no answer."""
+        sampling = self.config.sampling(self.seed(answer)).model_dump()
+        standard = {name: sampling[name] for name in ("temperature", "top_p", "seed")}
+        # Servers that do not know these parameters would reject them.
+        extra = {name: sampling[name] for name in ("top_k", "min_p") if sampling[name]}
+        begin = time.perf_counter()
+        try:
+            text, complete, tokens = method.client.answer(
+                answer.chat, max_tokens=self.config.max_new_tokens, extra_body=extra, **standard
+            )
+        except EndpointError as error:
+            if error.status == 400 and "context" in str(error):
+                return Turn(error=str(error))
+            raise
+        seconds = time.perf_counter() - begin
+        return Turn(
+            reply=Reply(passes=None),
+            text=text.strip(),
+            new_tokens=tokens,
+            seconds=seconds,
+            cut_off=not complete,
+        )
+
+
+class ServerEvaluation(Evaluation):
+    """An evaluation of servers, the first of which is the reference."""
+
+    def __init__(
+        self,
+        servers: Sequence[ComparedServer],
+        questions: Sequence[Question],
+        request: EvaluationRequest,
+        config: EvaluationConfig,
+        folder: Path,
+    ) -> None:
+        listed = [f"{item.name}={item.endpoint.redacted_url}" for item in servers]
+        source = {"target": servers[0].endpoint.model, "drafter": None, "servers": listed}
+        names = [item.name for item in servers]
+        super().__init__(names, questions, request, config, folder, source)
+        self.servers = {item.name: item for item in servers}
+        self.reference = servers[0].name
+        self.provenance |= {"dtype": "unknown", "device": "servers", "servers": listed}
+
+    def describe(self, name: str, rows: int = 1) -> dict[str, Any]:
+        """See :meth:`Evaluation.describe`; a server may have moved when a run is resumed."""
+        server = self.servers[name]
+        return {"method": "server", "model": server.endpoint.model, "engine": server.owner}
+
+    def inputs(self) -> dict[str, Any]:
+        """See :meth:`Evaluation.inputs`."""
+        unused = ("grader", "servers")
+        return {key: value for key, value in self.about.items() if key not in unused}
+
+    def answer(self, progress: Progress | None = None) -> None:
+        """See :meth:`Evaluation.answer`; raises ServerError if a server fails."""
+        for name, store in self.stores.items():
+            if store.records:
+                log.warning(
+                    "%d answers of server %s are from an earlier run: its settings must be the"
+                    " same",
+                    len(store.records),
+                    name,
+                )
+        answerer = ServerAnswerer(
+            list(self.servers.values()),
+            list(self.stores.values()),
+            self.config,
+            Session(self.folder, self.provenance),
+        )
+        answerer.run(self.questions, progress)
+
+
+def evaluate_servers(
+    request: EvaluationRequest,
+    options: ServerOptions,
+    config: EvaluationConfig | None = None,
+    *,
+    progress: ProgressFactory = no_progress,
+    on_report: Callable[[Report], None] | None = None,
+) -> Report | None:
+    """Compare servers on the same questions: speed, quality, and a bound on the loss.
+
+    Answers and report are written to the request's output folder, from which a run that was
+    interrupted, or whose server failed, resumes. The bound holds at ``options.confidence`` for all
+    servers at once. A certificate requires questions that had no part in selecting the settings.
+    Besides what :func:`~eagle_fsd.evaluation.runner.evaluate` raises, ServerError is raised if a
+    server fails.
+    """
+    config, folder = config or EvaluationConfig(), request.output_folder("servers")
+    given = request.model_fields_set & {*PairOptions.model_fields, "baseline", "assistant"}
+    if given:
+        raise OptionsError(f"--server compares servers, which {min(given)} does not affect")
+    with progress("downloading") as advance:
+        questions = requested_questions(request, config.seed, advance)
+    check_request(request, config, [EXACT.name], questions)
+    if options.certify is not None:
+        read_settings(options.certify)  # before hours of requests
+        questions = list(map(count_unscored_as_wrong, questions))
+        if warning := check_questions(options, questions, request.execute_code):
+            log.warning("%s", warning)
+    servers = [ComparedServer.find(item, options.server_model) for item in options.servers]
+    evaluation = ServerEvaluation(servers, questions, request, config, folder)
+
+    def extend(_: Evaluation, report: Report) -> None:
+        report["reference"] = evaluation.reference
+        report |= limit_losses(report["rows"], confidence=options.confidence)
+        compared = [row for row in report["rows"] if row["method"] != evaluation.reference]
+        report["conclusions"] = [comparison_text(report, row) for row in compared]
+        if options.certify is not None:
+            report["conclusions"].append(certify(report, options, compared[0]))
+        draw_figures(report, folder)
+
+    hooks = Hooks(progress, on_report=extend, on_finish=on_report or ignore)
+    return conduct(evaluation, request, hooks)
+
+
+def certify(report: Report, options: ServerOptions, row: Row) -> str:
+    """Write a certificate if the bound on a server's loss is small enough; return the outcome."""
+    assert options.certify is not None
+    lost, gained, paired = outcomes(row)
+    bound = max(0.0, row["against_exact"]["loss_limit"])
+    if 100 * bound > options.max_drop:
+        return (
+            f"Not certified: the loss is at most {points_text(bound)} points, and --max-drop is"
+            f" {options.max_drop:g}."
+        )
+    certificate = Certificate(
+        decoder=options.engine or row["settings"]["engine"] or "unknown",
+        measure=f"accuracy on {report['about']['questions']}",
+        questions=paired,
+        lost=lost,
+        gained=gained,
+        bound=100 * bound,
+        confidence=options.confidence,
+        revision=report["environment"]["revision"],
+    )
+    values = json.loads(options.certify.read_text(encoding="utf-8"))
+    values["certificate"] = certificate.model_dump()
+    atomic_write(options.certify, json.dumps(values, indent=2) + "\n")
+    return f"Certified in {options.certify}: {certificate}."

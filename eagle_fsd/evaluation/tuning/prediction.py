@@ -1,0 +1,359 @@
+"""Predict the speed of any tree from the accepted lengths of a few and the time of a few steps.
+
+Accepted lengths are recorded with a few large trees. A recording with a deep tree predicts tau for
+every smaller depth. If a step emitted ``L`` tokens and the tree in question emits at most ``m``,
+then
+
+- on a chain, whose steps end where the target disagrees, the ``L`` tokens take ``ceil(L / m)``
+  steps;
+- on a bushy tree, whose steps often end where its nodes are used up, the step emits ``min(L, m)``
+  tokens, and the next one goes on as far as any other.
+
+Between recorded numbers of nodes, tau is interpolated on their logarithm.
+
+A step over ``N`` nodes, drafted in ``D`` levels of ``K`` nodes, takes ``nodes(N) + draft(K) +
+D * level(K)`` seconds: the target's pass with the rest of the step, and the drafter's passes. The
+first term is measured for several ``N`` and interpolated, the others for every ``K`` with two
+depths. The trees of all measured steps are full. The n-gram drafters propose nothing in many steps,
+which then cost as much as plain decoding, whatever ``N`` is, so :class:`FullTrees` takes their
+place. The predicted speed is then a lower bound: that of a drafter which always has something to
+propose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from eagle_fsd.evaluation.methods import EXACT, PLAIN, Method
+from eagle_fsd.evaluation.processes import from_first
+from eagle_fsd.evaluation.tuning.workload import Workload
+from eagle_fsd.model.batch import Batch
+from eagle_fsd.model.compilation import EAGER_STEPS, using_device
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.ngram import MAX_FOLLOWERS, AdaptiveNGramDrafter
+from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.files import append_line, read_jsonl, truncate_partial_line
+from eagle_fsd.utils.progress import Progress
+
+#: Prompts that are decoded at once.
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The tokens that each target pass of one method emitted, for each answer, by tree."""
+
+    recorded: Mapping[TreeConfig, Sequence[Sequence[int]]]
+
+    def tau(self, tree: TreeConfig) -> float | None:
+        """Predict the mean number of tokens that a target pass emits.
+
+        None if no recording covers the tree: with as many children per node, and at least as many
+        nodes and levels.
+        """
+        if tree.top_k == 1:
+            for recorded, answers in self.recorded.items():
+                if recorded.top_k == 1 and max_emitted(recorded) >= max_emitted(tree):
+                    return _tau(answers, tree)
+            return None
+        points = sorted(
+            (recorded.total_tokens, _tau(answers, tree))
+            for recorded, answers in self.recorded.items()
+            if recorded.top_k == tree.top_k
+            and recorded.depth >= min(tree.depth, recorded.total_tokens - 2)
+        )
+        nodes = tree.total_tokens
+        if not points or not points[0][0] <= nodes <= points[-1][0]:
+            return None
+        sizes, taus = zip(*points, strict=True)
+        return float(np.interp(math.log(nodes), np.log(sizes), taus))
+
+
+def max_emitted(tree: TreeConfig) -> int:
+    """Return the largest number of tokens that a step can emit with a tree.
+
+    Its deepest path has ``depth + 1`` drafted tokens, and a token of the target follows.
+    """
+    return min(tree.total_tokens, tree.depth + 2)
+
+
+def capacity(tree: TreeConfig) -> int:
+    """Return the number of nodes that a tree can have, from its depth and its width."""
+    pool = 1 + (1 + tree.depth * tree.top_k) * tree.top_k
+    return min(tree.total_tokens, pool)
+
+
+def _tau(answers: Sequence[Sequence[int]], tree: TreeConfig) -> float:
+    """Return the mean number of tokens per step, given those of a deeper tree."""
+    most = max_emitted(tree)
+    lengths = [length for answer in answers for length in answer]
+    if tree.top_k == 1:
+        return sum(lengths) / max(1, sum(math.ceil(length / most) for length in lengths))
+    return sum(min(length, most) for length in lengths) / max(1, len(lengths))
+
+
+class LengthRecorder:
+    """Record accepted lengths, and keep them in a file, from which an interrupted run resumes.
+
+    ``digest`` is a hash of the pair, the prompts and the options of decoding.
+    """
+
+    def __init__(self, workload: Workload, path: Path) -> None:
+        self.workload, self.path = workload, path
+        model = workload.model
+        inputs = {
+            "target": fingerprint(model.model),
+            "drafter": fingerprint(model.drafter),
+            "prompts": [prompt.tolist() for prompt in workload.prompts],
+            "config": workload.config.model_dump(),
+        }
+        self.digest = _digest(inputs)
+        self._known: dict[str, list[list[int]]] = {}
+        truncate_partial_line(path)
+        if path.exists():
+            self._known = {line["key"]: line["accepted"] for line in read_jsonl(path)}
+
+    def record(self, method: Method) -> list[list[int]]:
+        """Return the tokens that each target pass of a method with its tree emits, by answer."""
+        key = _digest([self.digest, method.describe(self.workload.model)])
+        if key not in self._known:
+            pair, found = self.workload.pair(), []
+            total = len(self.workload.prompts)
+            for first in range(0, total, BATCH):
+                answers, _ = self.workload.decode(pair, method, first, min(BATCH, total - first))
+                found += [answer.stats.accepted[0] for answer in answers]
+            self._known[key] = found
+            append_line(self.path, json.dumps({"key": key, "accepted": found}))
+        return self._known[key]
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+#: Children of each node, ``K``.
+WIDTHS = (1, 2, 4, 8)
+#: Nodes of the trees that show the cost of ``N``: all have one level of the largest width.
+NODES = (4, 8, 16, 32, 48, 64)
+#: Nodes of the trees that show the cost of a level, and their two depths.
+LEVEL_NODES, DEPTHS = 16, (14, 46)
+#: Least number of steps and seconds of every measurement, without its first step. Measurements of
+#: equal length are interrupted by other processes equally often, whatever the length of a step.
+STEPS, SECONDS = 5, 0.05
+#: How often the steps of a measurement are taken before it, by type of device. On CUDA, steps run
+#: eagerly and are captured before they are replayed.
+WARM_UPS = {"cuda": EAGER_STEPS + 1}
+#: Tokens after which a measurement ends in any case.
+MAX_TOKENS = 4096
+#: Every measurement is repeated; the fastest counts, because other processes only add time.
+ROUNDS = 7
+
+
+class FullTrees(AdaptiveNGramDrafter):
+    """An n-gram drafter that always fills its tree, with the same tokens after any context."""
+
+    def followers(self, context: list[int]) -> list[tuple[int, int]]:
+        """Return the first tokens of the vocabulary, with equal counts."""
+        return [(token, 1) for token in range(min(MAX_FOLLOWERS, self.vocab_size))]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of the parts of a step.
+
+    ``nodes`` is that of a step without drafting, by the number of nodes; one node is plain
+    decoding. ``level`` is that of each level, and ``draft`` what drafting takes besides, by the
+    number of nodes per level.
+    """
+
+    nodes: Mapping[int, float]
+    draft: Mapping[int, float]
+    level: Mapping[int, float]
+
+    @classmethod
+    def fit(cls, plain: float, measured: Mapping[TreeConfig, float]) -> StepCosts:
+        """Fit the costs to the seconds of plain steps and of those with :func:`measured_trees`."""
+        low, high = DEPTHS
+        spent = {(t.total_tokens, t.depth, t.top_k): seconds for t, seconds in measured.items()}
+        level, draft = {}, {}
+        for width in WIDTHS:
+            rise = spent[LEVEL_NODES, high, width] - spent[LEVEL_NODES, low, width]
+            level[width] = max(0.0, rise / (high - low))
+        widest = WIDTHS[-1]
+        nodes = {count: max(plain, spent[count, 1, widest] - level[widest]) for count in NODES}
+        for width in WIDTHS:
+            rest = spent[LEVEL_NODES, low, width] - low * level[width] - nodes[LEVEL_NODES]
+            draft[width] = max(0.0, rest)
+        return cls({1: plain, **nodes}, draft, level)
+
+    def seconds(self, tree: TreeConfig) -> float:
+        """Predict the seconds of a step; other widths than :data:`WIDTHS` are interpolated."""
+        sizes = sorted(self.nodes)
+        count = capacity(tree)
+        seconds = float(np.interp(count, sizes, [self.nodes[size] for size in sizes]))
+        if count > sizes[-1]:
+            last, before = sizes[-1], sizes[-2]
+            slope = (self.nodes[last] - self.nodes[before]) / (last - before)
+            seconds += max(0.0, slope) * (count - last)
+        draft, level = (
+            float(np.interp(tree.top_k, WIDTHS, [costs[width] for width in WIDTHS]))
+            for costs in (self.draft, self.level)
+        )
+        return seconds + draft + tree.depth * level
+
+
+def measured_trees() -> list[TreeConfig]:
+    """Return the trees whose steps :func:`measure_costs` measures."""
+    shapes = [(nodes, 1, WIDTHS[-1]) for nodes in NODES]
+    shapes += [(LEVEL_NODES, depth, width) for width in WIDTHS for depth in DEPTHS]
+    return [TreeConfig(total_tokens=n, depth=depth, top_k=width) for n, depth, width in shapes]
+
+
+def measure_costs(workload: Workload, progress: Progress, rounds: int | None = None) -> StepCosts:
+    """Measure the costs of a step, at the batch size of the workload.
+
+    The measurements rotate, so that changes in the machine's speed affect all of them alike.
+    """
+    rounds = rounds or ROUNDS
+    trees = measured_trees()
+    methods = [PLAIN, *(Method("exact", EXACT.acceptance, tree=tree) for tree in trees)]
+    seconds: list[list[float]] = [[] for _ in methods]
+    for round_ in range(rounds):
+        for at, method in enumerate(methods):
+            seconds[at].append(step_seconds(workload, method, round_))
+            progress(round_ * len(methods) + at + 1, rounds * len(methods))
+    plain, *others = map(min, seconds)
+    return StepCosts.fit(plain, dict(zip(trees, others, strict=True)))
+
+
+def step_seconds(workload: Workload, method: Method, prompt: int) -> float:
+    """Return the median seconds of a few steps whose trees are full, from a prompt's index on.
+
+    Drafters that propose trees on the host may propose fewer nodes than the tree has, or none;
+    :class:`FullTrees` drafts in their place. All others always propose as many nodes. Either way,
+    the result depends on the tree, not on what the prompts let the drafter propose.
+
+    What happens only once is not part of it: the first step, and on CUDA, the first steps with any
+    shapes, because the same steps have been taken before.
+    """
+    prompts = workload.take(prompt, workload.config.batch)
+    pair = method.pair_for(workload.pair())
+    with using_device(pair.target.device):
+        fills_tree = pair.drafter.start(pair.tree, None).on_device
+    if not fills_tree:
+        pair.drafter = FullTrees().attach(pair.target)
+    room = workload.model.target.context_length - max(map(len, prompts))
+    batch = pair.batch(len(prompts))
+    spent: list[float] = []
+    limit = math.inf
+    for _ in range(1 + WARM_UPS.get(pair.target.device.type, 0)):
+        answers = [
+            batch.add(
+                pair.request(ids, min(room, MAX_TOKENS), method=method.decoder, eos_token_id=[])
+            )
+            for ids in prompts
+        ]
+        spent = _take_steps(pair, batch, limit)
+        limit = len(spent)
+        for answer in answers:
+            batch.cancel(answer)
+    steps = [after - before for before, after in pairwise(spent)]
+    return statistics.median(steps) if steps else spent[0]
+
+
+def _take_steps(pair: EagleFSD, batch: Batch, limit: float) -> list[float]:
+    """Take at most ``limit`` steps; return the batch's seconds, without prefill, after each."""
+    spent: list[float] = []
+    while len(batch) and len(spent) < limit:
+        if len(spent) > STEPS and spent[-1] - spent[0] > SECONDS:
+            break
+        for answer, _ in batch.step():
+            if answer.error is not None:
+                raise answer.error
+        parts = [value for phase, value in batch.seconds.items() if phase != "prefill"]
+        spent.append(from_first(pair.target, partial(sum, parts)))
+    return spent
+
+
+#: Nodes and depths to choose from, as far as recordings cover them.
+NODE_COUNTS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 30)
+#: Nodes, depth and children of each node of the trees that accepted lengths are recorded with: a
+#: chain, and bushy trees that are as deep as may pay off.
+RECORDED = (
+    (64, 62, 1),
+    *((nodes, min(30, nodes - 2), 2) for nodes in (6, 12, 24, 64)),
+    *((nodes, min(16, nodes - 2), 4) for nodes in (12, 24, 64)),
+    *((nodes, 10, 8) for nodes in (24, 64)),
+)
+#: Those of them that are recorded where there are many methods.
+QUICK = ((64, 62, 1), (6, 4, 2), (12, 10, 2), (64, 30, 2), (24, 16, 4))
+#: Trees that are raced: the best by prediction, and the best of every other width.
+SHORTLIST = 8
+#: A tree that consists of its root: plain decoding.
+PLAIN_TREE = TreeConfig(total_tokens=1, depth=1, top_k=1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree with its predicted tokens per target pass, and per second without the prefill."""
+
+    tree: TreeConfig
+    tau: float
+    tokens_per_second: float
+
+
+def candidate_trees() -> list[TreeConfig]:
+    """Return the trees to choose from: chains, and bushy trees with 2, 4 or 8 children."""
+    chains = [
+        TreeConfig(total_tokens=nodes, depth=nodes - 2, top_k=1)
+        for nodes in (*NODE_COUNTS, 18, 22, 26, 36)
+    ]
+    bushy = [
+        TreeConfig(total_tokens=nodes, depth=depth, top_k=width)
+        for width in sorted({width for _, _, width in RECORDED if width > 1})
+        for nodes in NODE_COUNTS
+        for depth in LEVELS
+        if depth + 2 <= nodes
+    ]
+    return [*chains, *(tree for tree in bushy if capacity(tree) == tree.total_tokens)]
+
+
+def recorded_trees(quick: bool = False) -> list[TreeConfig]:
+    """Return the trees that accepted lengths are recorded with; few if ``quick``."""
+    return [
+        TreeConfig(total_tokens=nodes, depth=depth, top_k=width)
+        for nodes, depth, width in (QUICK if quick else RECORDED)
+    ]
+
+
+def shortlist(candidates: Sequence[Candidate], current: TreeConfig) -> list[TreeConfig]:
+    """Select the :data:`SHORTLIST` fastest trees, the fastest of every other width, and another.
+
+    The candidates are sorted by predicted speed; ``current`` is the tree of the pair so far.
+    """
+    widest = {item.tree.top_k: item.tree for item in reversed(candidates)}
+    trees = [item.tree for item in candidates[:SHORTLIST]]
+    return list(dict.fromkeys([*trees, *widest.values(), current]))
+
+
+def rank(costs: StepCosts, lengths: Lengths) -> list[Candidate]:
+    """Sort the candidates that the recordings cover, and the recorded trees, by predicted speed."""
+    found = []
+    recorded = [tree for tree in lengths.recorded if tree.total_tokens > 1]
+    for tree in dict.fromkeys([*candidate_trees(), *recorded]):
+        tau = lengths.tau(tree)
+        if tau is not None:
+            found.append(Candidate(tree, tau, tau / costs.seconds(tree)))
+    return sorted(found, key=lambda item: -item.tokens_per_second)

@@ -1,0 +1,143 @@
+"""Comparing OpenAI-compatible servers: the bound, the certificate, and servers that fail."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_servers import APIThread
+from stub_endpoint import Reply, StubEndpoint, completion, failure
+
+from eagle_fsd import AcceptanceConfig, EagleFSD
+from eagle_fsd.model.config import read_settings
+from eagle_fsd.utils.files import read_jsonl
+
+Run = Callable[..., tuple[int, str, str]]
+
+pytestmark = pytest.mark.xdist_group("servers")
+
+
+@pytest.fixture(scope="module")
+def pair_servers(model: EagleFSD) -> Iterator[tuple[APIThread, APIThread]]:
+    """A lossless server, and one that relaxes acceptance."""
+    fuzzy = copy.copy(model)
+    model, model.acceptance = copy.copy(model), AcceptanceConfig()
+    fuzzy.acceptance = AcceptanceConfig(threshold=0.1, min_ratio=0.3)
+    servers = APIThread(model, max_batch=4), APIThread(fuzzy, max_batch=4)
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+def test_two_servers_are_compared_and_certified(
+    run: Run,
+    pair_servers: tuple[APIThread, APIThread],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """The second run finds all answers, and judges the same bound by another limit."""
+    exact, fuzzy = pair_servers
+    settings = tmp_path / "fsd.json"
+    settings.write_text(json.dumps({"threshold": 0.1, "min_ratio": 0.3, "about": {"kept": True}}))
+    arguments = [
+        *(
+            "evaluate",
+            "--count",
+            12,
+            "--batch",
+            4,
+            "--max-new-tokens",
+            160,
+            "--out",
+            tmp_path / "a",
+        ),
+        *("--server", f"base={exact.url}/v1", "--server", f"fuzzy={fuzzy.url}/v1"),
+        *("--certify", settings, "--engine", "vllm"),
+    ]
+    status, printed, errors = run(*arguments, "--max-drop", 1)
+    assert status == 0, errors
+    assert "Not certified: the loss is at most" in printed
+    assert "12 fresh questions cannot show a loss" in caplog.text
+    assert read_settings(settings).certificate is None
+    status, printed, errors = run(*arguments, "--max-drop", 90, "--json")
+    assert status == 0, errors
+    assert "12 answers of server fuzzy are from an earlier run" in caplog.text
+    report = json.loads(printed)
+    reference, row = report["rows"]
+    assert (reference["method"], row["method"]) == ("base", "fuzzy")
+    against, certificate = row["against_exact"], read_settings(settings).certificate
+    assert certificate is not None
+    assert (
+        (certificate.decoder, certificate.questions) == ("vllm", against["paired"]) == ("vllm", 12)
+    )
+    assert certificate.bound == pytest.approx(100 * against["loss_limit"])
+    assert json.loads(settings.read_text())["about"] == {"kept": True}
+    assert reference["accuracy"] > 0.5
+    assert row["tokens"] > 12 * 5
+    assert row["speed_over_exact"] > 0
+    text = (tmp_path / "a" / "report.md").read_text()
+    assert "as fast as base" in text or "faster than base" in text
+    assert (tmp_path / "a" / "report.html").exists()
+
+
+class DyingServer(StubEndpoint):
+    """A server that fails after some requests."""
+
+    def __init__(self, patience: int) -> None:
+        super().__init__()
+        self.patience = patience
+
+    def reply(self, body: dict[str, Any]) -> Reply:
+        if len(self.requests) > self.patience:
+            return failure(503, "gone")
+        if "long" in body["messages"][-1]["content"]:
+            return failure(400, "the maximum context length is exceeded")
+        return completion(body["messages"][-1]["content"].upper())
+
+
+def test_a_server_that_dies_loses_nothing(run: Run, tmp_path: Path) -> None:
+    """Complete answers are kept, the others are asked again, elsewhere if need be."""
+    questions = tmp_path / "q.jsonl"
+    rows = [{"question": f"say {word}", "answer": f"SAY {word.upper()}"} for word in "abcdefgh"]
+    rows.append({"question": "long", "answer": "LONG"})
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, good, bad = tmp_path / "out", DyingServer(1000), DyingServer(6)
+    call = ["evaluate", questions, "--batch", 2, "--out", out, "--server", f"a={good.url}"]
+    status, _, errors = run(*call, "--server", f"b={bad.url}")
+    assert status == 1
+    assert f"server b at {bad.url} failed (503, gone)" in errors
+    assert "run the same command again" in errors
+    kept = [record["question_id"] for record in read_jsonl(out / "b.jsonl")]
+    assert 0 < len(kept) < 9
+    before = len(bad.requests)
+    healed = DyingServer(1000)
+    status, printed, errors = run(*call, "--server", f"b={healed.url}", "--json")
+    assert status == 0, errors
+    assert (len(bad.requests), len(healed.requests)) == (before, 9 - len(kept) + 2)  # and a warm-up
+    first, second = json.loads(printed)["rows"]
+    assert first["accuracy"] == second["accuracy"] == pytest.approx(8 / 9)
+    assert first["failed"] == second["failed"] == 1
+    assert second["against_exact"]["agreement"]["identical"] == 8
+    for server in (good, bad, healed):
+        server.close()
+
+
+def test_invalid_comparisons_are_rejected(run: Run, tmp_path: Path) -> None:
+    server = DyingServer(1000)
+    url, other = f"a={server.url}", f"b={server.url}"
+    for options, message in (
+        (("--server", url), "give at least two"),
+        (("--server", url, "--server", url), "two servers have the name 'a'"),
+        (("--server", url, "--server", "b"), "--server must be NAME=URL; got b"),
+        (("--server", url, "--server", other, "--threshold", "0.1"), "where they start"),
+        (("--server", url, "--server", other, "--target", "x"), "target does not affect"),
+        (("--certify", tmp_path / "fsd.json"), "--certify requires two servers"),
+        (("--server", url, "--server", other, "--server-model", "x"), "lists stub; got"),
+    ):
+        status, _, errors = run("evaluate", "--out", tmp_path / "out", *options)
+        assert (status, message in errors) == (2, True), errors
+    server.close()
