@@ -34,7 +34,7 @@ EAGLE3_DEFAULTS: dict[str, float] = {
 }
 #: Options that are fields of :class:`~eagle_fsd.model.drafters.eagle3.Eagle3Flags`.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
-#: Size of an EAGLE-3 head's vocabulary by default, if the target's is larger.
+#: Largest vocabulary of an EAGLE-3 head by default.
 DRAFT_VOCAB_SIZE = 32_000
 
 #: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
@@ -79,8 +79,8 @@ class TrainConfig(Options):
         None,
         ge=1,
         le=2**31,
-        description="Tokens that an eagle3 head can draft: the most frequent ones of the training"
-        f" text's answers; default: all, but at most {DRAFT_VOCAB_SIZE}.",
+        description="Tokens that the head can draft: the most frequent ones of the training text's"
+        f" answers; default: all, but of eagle3 at most {DRAFT_VOCAB_SIZE}.",
     )
     fc_norm: bool = Field(
         False, description="eagle3: norm each hidden state by itself before fc (EAGLE-3.1)."
@@ -181,7 +181,7 @@ class TrainConfig(Options):
     @model_validator(mode="after")
     def _apply_head_type(self) -> TrainConfig:
         if self.head_type == "eagle":
-            for name in ("draft_vocab_size", *EAGLE3_FLAGS):
+            for name in EAGLE3_FLAGS:
                 if getattr(self, name):
                     raise ValueError(f"{name} requires head_type eagle3")
             return self

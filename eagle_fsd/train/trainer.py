@@ -32,8 +32,8 @@ from eagle_fsd.train.dataset import (
     count_answer_tokens,
     count_batches,
     example_length,
-    most_frequent_tokens,
     pack_batches,
+    rank_by_frequency,
     read_examples,
     shared_batches,
     shuffled_batches,
@@ -290,8 +290,9 @@ class Trainer:
         seed = self.config.seed * 1_000_003 + epoch
         noisy = add_noise(inputs, batch, self.config.noise, seed)
         with self.accelerator.autocast():
+            best = None if batch.best is None else batch.best[:, 1:]
             losses: dict[str, Tensor] = self.losses(
-                noisy, batch.ids[:, 1:], labels, batch.loss_mask
+                noisy, batch.ids[:, 1:], labels, batch.loss_mask, best
             )
         return losses
 
@@ -332,21 +333,23 @@ class Trainer:
         return total
 
     def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
-        """Return ``[D]`` the tokens that a new head can draft; None for all of them.
+        """Return ``[D]`` the tokens that a new head can draft, by frequency; None for all of them.
 
         They are the most frequent ones of the answers in the training chats, which the processes
         count together.
         """
         vocab_size = self.target.vocab_size
-        size = self.config.draft_vocab_size or DRAFT_VOCAB_SIZE
-        if self.config.head_type == "eagle" or size >= vocab_size:
+        size = self.config.draft_vocab_size
+        if size is None:
+            size = DRAFT_VOCAB_SIZE if self.config.head_type == "eagle3" else vocab_size
+        if size >= vocab_size:
             return None
         accelerator = self.accelerator
         own = self.chats[accelerator.process_index :: accelerator.num_processes]
         with progress("counting") as report:
             counts = count_answer_tokens(self.data, own, vocab_size, self.config.workers, report)
         counts = accelerator.reduce(counts.to(accelerator.device), "sum")
-        return most_frequent_tokens(counts.cpu(), size)
+        return rank_by_frequency(counts.cpu())[:size]
 
     def _data_loader(self, batches: list[list[int]]) -> DataLoader[Any]:
         on_gpu = self.accelerator.device.type == "cuda"

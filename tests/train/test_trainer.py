@@ -164,7 +164,9 @@ def test_killed_then_resumed_training_gives_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    "settings", [{**TOKENS, "accumulate": 2, "epochs": 8}, EAGLE3], ids=["tokens", "eagle3"]
+    "settings",
+    [{**TOKENS, "accumulate": 2, "epochs": 8}, EAGLE3, {"draft_vocab_size": 200}],
+    ids=["tokens", "eagle3", "eagle"],
 )
 def test_other_trainings_resume_to_the_same_weights(settings: dict[str, Any], train: Train) -> None:
     """Those on a budget of tokens, and those of a head with a draft vocabulary."""
