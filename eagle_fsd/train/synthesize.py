@@ -13,14 +13,13 @@ import logging
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
 
@@ -31,7 +30,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Request
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
-from eagle_fsd.train.loaded_target import LoadedTarget, target_name
+from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype, target_name
 from eagle_fsd.train.regenerate import (
     REJECTIONS,
     output_files,
@@ -468,14 +467,3 @@ class ServerWriter:
             tokens += count
             self.plan.take(draft, turn, new, complete)
         return tokens
-
-
-def fastest_dtype() -> str | None:
-    """Return bfloat16 on a CPU that computes in it; None elsewhere, for the default."""
-    if torch.cuda.is_available():
-        return None
-    checks: Sequence[Any] = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return "bfloat16" if any(check is not None and check() for check in checks) else None
