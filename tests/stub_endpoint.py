@@ -11,13 +11,16 @@ from typing import Any
 Messages = Sequence[dict[str, str]]
 #: The status of a reply, and its body: JSON values, or a string for a web page.
 Reply = tuple[int, Any]
+#: Tokens that replies report.
+USAGE = {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
 
 
 def completion(text: str | None) -> Reply:
     """Return the reply with a text."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    return 200, {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    reply = {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+    return 200, {**reply, "usage": USAGE}
 
 
 def failure(status: int, message: str) -> Reply:

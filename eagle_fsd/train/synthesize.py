@@ -416,7 +416,7 @@ class ServerWriter:
 
     def write(self, sieve: Sieve) -> Iterator[Draft]:
         """Yield chats in order of completion until the sieve has enough, or a signal arrives."""
-        client, requested = ChatClient(self.endpoint), False
+        client, requested = ChatClient(self.endpoint, self._on_tokens), False
 
         def drafts() -> Iterator[Draft]:
             while not (sieve.complete or signals.requested.is_set()):
@@ -428,8 +428,7 @@ class ServerWriter:
         stop = interrupt_on_second_signal("the chats in progress")
         try:
             with StopSignals(stop) as signals, closing(written):
-                for draft, tokens in written:
-                    self._on_tokens(tokens)
+                for draft, _ in written:
                     yield draft
                     requested = signals.requested.is_set()
                     if sieve.complete and not requested:
@@ -440,9 +439,7 @@ class ServerWriter:
                 f" ({error}); the chats so far are saved: run the same command again to resume"
             ) from error
 
-    def _write(self, client: ChatClient, draft: Draft) -> int:
-        """Write a chat; return the number of its tokens."""
-        tokens = 0
+    def _write(self, client: ChatClient, draft: Draft) -> None:
         # The server adds the token that the tokenizer would add.
         bos = str(self.plan.tokenizer.bos_token or "")
         adds = self.plan.tokenizer("").input_ids == [self.plan.tokenizer.bos_token_id]
@@ -459,11 +456,9 @@ class ServerWriter:
             if turn.stop:
                 options["stop"] = list(turn.stop)
             try:
-                new, complete, count = client.continue_text(text, **options)
+                new, complete = client.continue_text(text, **options)
             except EndpointError as error:
                 if error.status not in REJECTIONS:
                     raise
-                new, complete, count = "", False, 0
-            tokens += count
+                new, complete = "", False
             self.plan.take(draft, turn, new, complete)
-        return tokens

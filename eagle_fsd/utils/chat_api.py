@@ -54,12 +54,17 @@ class EndpointError(ValueError):
 
 
 class ChatClient:
-    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid."""
+    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid.
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    ``on_tokens`` is called with the number of tokens of each reply, by one thread at a time.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, on_tokens: Callable[[int], None] = lambda count: None
+    ) -> None:
         import openai  # takes a second
 
-        self.endpoint = endpoint
+        self.endpoint, self._on_tokens, self._lock = endpoint, on_tokens, Lock()
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
         try:
             self._client = openai.OpenAI(
@@ -85,17 +90,16 @@ class ChatClient:
             lambda reply: str(reply.choices[0].message.content or ""),
         )
 
-    def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool, int]:
-        """Request the continuation of a text, whether it is complete, and its number of tokens.
+    def continue_text(self, prompt: str, **options: Any) -> tuple[str, bool]:
+        """Request the continuation of a text, and whether it is complete.
 
         For options and errors, see :meth:`complete`.
         """
         create: Any = self._client.completions.create
 
-        def read(reply: Any) -> tuple[str, bool, int]:
+        def read(reply: Any) -> tuple[str, bool]:
             choice = reply.choices[0]
-            tokens = reply.usage.completion_tokens if reply.usage else 0
-            return str(choice.text or ""), choice.finish_reason == "stop", tokens
+            return str(choice.text or ""), choice.finish_reason == "stop"
 
         return self._request(
             lambda: create(model=self.endpoint.model, prompt=prompt, **options), read
@@ -106,7 +110,11 @@ class ChatClient:
         import openai
 
         try:
-            return read(send())
+            reply = send()
+            result, usage = read(reply), reply.usage
+            with self._lock:
+                self._on_tokens(usage.completion_tokens if usage else 0)
+            return result
         except openai.APIStatusError as error:
             body = error.body.get("message") if isinstance(error.body, dict) else None
             message = f"{error.status_code}, {body or error.message}"

@@ -29,6 +29,7 @@ from eagle_fsd.bundled import (
     BUNDLED_EAGLE3,
     BUNDLED_HEAD,
     BUNDLED_TARGET,
+    SMOLLM2_HEADS,
 )
 from eagle_fsd.bundled.problems import chats, problems
 from eagle_fsd.evaluation.doctor import checks
@@ -130,8 +131,8 @@ def permuted(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 @pytest.mark.usefixtures("no_templates")
 def test_healthy_drafters(healthy: Measurements) -> None:
-    for folder in BUNDLED_DRAFTERS.values():
-        drafter = loaded(healthy, folder)
+    for name in BUNDLED_DRAFTERS.keys() - SMOLLM2_HEADS.keys():
+        drafter = loaded(healthy, BUNDLED_DRAFTERS[name])
         found = findings(with_drafter(healthy, drafter))
         assert {finding.level for finding in found.values()} == {"ok"}
         of_heads = ["hidden states", "input order"] if drafter.reads else []
