@@ -86,12 +86,15 @@ class Scale:
     chats: int = 12_000
     answers: int = 7_473
     max_new_tokens: int = 512
+    batch_size: int = 32
     max_steps: int | None = None
     questions: int = 80
     curve: tuple[int, ...] = (100_000, 300_000, 1_000_000, 3_000_000)
 
 
-TINY = Scale(chats=6, answers=2, max_new_tokens=48, max_steps=2, questions=6, curve=(500, 1000))
+TINY = Scale(
+    chats=6, answers=2, max_new_tokens=64, batch_size=4, max_steps=2, questions=6, curve=(500, 1000)
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,10 @@ class Recipe:
             log.info("%s holds %d chats", self.packed, len(read_chats(self.packed)))
             return
         written = self.work / "synthesized.jsonl"
-        config = SynthesizeConfig(max_new_tokens=self.scale.max_new_tokens)
+        limit = self.scale.max_new_tokens
+        config = SynthesizeConfig(
+            max_new_tokens=limit, max_user_tokens=min(256, limit), batch_size=self.scale.batch_size
+        )
         request = SynthesizeRequest(target=TARGET, out=written, count=self.scale.chats)
         chats = list(synthesize(request, config))
         chats = [*self._answer_questions(), *chats]
@@ -159,7 +165,9 @@ class Recipe:
             messages = [{"role": "user", "content": question}, answer]
             lines.append(json.dumps({"messages": messages}) + "\n")
         atomic_write(prompts, "".join(lines))
-        config = RegenerateConfig(max_new_tokens=self.scale.max_new_tokens, batch_size=32)
+        config = RegenerateConfig(
+            max_new_tokens=self.scale.max_new_tokens, batch_size=self.scale.batch_size
+        )
         request = RegenerateRequest(data=prompts, out=written, target=TARGET, dtype=fastest_dtype())
         answered = regenerate(request, config)
         return [] if answered is None else list(answered)
