@@ -93,7 +93,7 @@ class Scale:
 
 
 TINY = Scale(
-    chats=6, answers=2, max_new_tokens=64, batch_size=4, max_steps=2, questions=6, curve=(500, 1000)
+    chats=6, answers=2, max_new_tokens=96, batch_size=4, max_steps=2, questions=6, curve=(500, 1000)
 )
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Steps from which an answer shows whether drafting pays.
 MIN_STEPS = 16
+#: Tokens that are decoded to see why FSD accepts nothing.
+PROBED_TOKENS = 64
 
 
 class GenerateConfig(SamplingConfig):
@@ -92,6 +94,7 @@ def generate(
             stats = _print_stream(model, ids, config, method, show_origins, as_json)
             if speedup and stats.tokens:
                 _print_speedup(model, ids, config, stats)
+                _print_closed_gate(model, ids)
 
 
 def _print_stream(
@@ -165,6 +168,19 @@ def _print_speedup(
         style="dim",
         soft_wrap=True,
     )
+
+
+def _print_closed_gate(model: EagleFSD, ids: Tensor) -> None:
+    """Say if FSD cannot differ from lossless decoding, because the drafter is too far off."""
+    from eagle_fsd.model.probe import describe_closed_gate, gate_divergences
+
+    acceptance = model.acceptance
+    if acceptance.rule != "fsd" or acceptance.lossless:
+        return
+    found = gate_divergences(model, [ids[0]], PROBED_TOKENS, acceptance.divergence)
+    message = describe_closed_gate(found, acceptance.threshold)
+    if message is not None:
+        err.print(f"{message}. Train the drafter further, or raise the threshold.", soft_wrap=True)
 
 
 def _print_best(
