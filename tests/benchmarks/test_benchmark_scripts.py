@@ -26,6 +26,7 @@ import shapes
 import step
 import summary
 import torch
+import training
 import vocabulary
 from measurement import EXACT, FSD, PLAIN, copy_bandwidth
 

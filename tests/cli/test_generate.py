@@ -110,7 +110,7 @@ def test_bundled_drafters_have_names(run: Run) -> None:
 
 
 def test_threshold_that_accepts_nothing_is_explained(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With an untrained head, whose tree is chosen by its costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -119,10 +119,10 @@ def test_threshold_that_accepts_nothing_is_explained(
     for head, shown in ((tmp_path / "head", True), (BUNDLED_HEAD, False)):
         pair = ("--target", BUNDLED_TARGET, "--head", head, "--threshold", 0.05)
         status, _, errors = run("generate", *pair, "--max-new-tokens", 40, "--speedup", QUESTION)
-        assert ("timing a few steps to choose the draft tree" in errors) == shown
         assert status == 0
         assert "as fast as plain decoding" in errors
         assert ("accepts hardly anything beyond lossless decoding" in errors) == shown
+    assert caplog.text.count("timing a few steps to choose the draft tree") == 1
 
 
 def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> None:
