@@ -11,28 +11,16 @@ the pair's settings. ``make bundled`` runs everything, which takes some hours on
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from eagle_fsd.bundled import BUNDLED
-from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
+from eagle_fsd.model.config import SETTINGS_FILE
 from eagle_fsd.train.chat_file import write_chats
 from eagle_fsd.train.config import FeaturesRequest, TrainConfig, TrainRequest
 from eagle_fsd.train.feature_store import store_features
-from eagle_fsd.train.heads import load_for_training, save_trained
-from eagle_fsd.train.loaded_target import LoadedTarget
-from eagle_fsd.train.model_card import CARD_FILE
-from eagle_fsd.train.record import RECORD_FILE, read_record
-from eagle_fsd.train.run import train
 from eagle_fsd.train.training_folder import TrainingFolder
-from eagle_fsd.utils.files import atomic_write
-from eagle_fsd.utils.provenance import describe_environment
 from recipes.compare_heads import compare_heads
 from recipes.draft_model import (
     CARD,
@@ -41,6 +29,7 @@ from recipes.draft_model import (
     train_draft_model,
 )
 from recipes.measure import measure
+from recipes.publish import describe_measurement, describe_tree, train_and_save, write_card
 from recipes.target import TargetConfig, train_target
 
 STAGES = ("target", "head", "eagle3", "draft-model", "card")
@@ -94,7 +83,7 @@ def train_head(target: Path, work: Path, out: Path) -> None:
     """Train the head as ``eagle-fsd train`` does by default."""
     data, folder = write_chats(work / "chats.jsonl", HEAD_CHATS), TrainingFolder(work / "head")
     request = TrainRequest(data=data, out=folder.path, target=target, resume=folder.exists)
-    _train_and_save(request, TrainConfig(), out)
+    train_and_save(request, TrainConfig(), out)
 
 
 def train_eagle3(target: Path, work: Path, out: Path) -> None:
@@ -103,17 +92,7 @@ def train_eagle3(target: Path, work: Path, out: Path) -> None:
     store_features(FeaturesRequest(data=data, out=features, target=target, head_type="eagle3"))
     folder = TrainingFolder(work / "eagle3")
     request = TrainRequest(features=features, out=folder.path, target=target, resume=folder.exists)
-    _train_and_save(request, EAGLE3_CONFIG, out)
-
-
-def _train_and_save(request: TrainRequest, config: TrainConfig, out: Path) -> None:
-    """Train a head, and save it in half precision."""
-    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
-    loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
-    head = load_for_training(request.out, config.head_type, loaded.target)
-    save_trained(head, out, torch.float16)
-    shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
-    (out / SETTINGS_FILE).unlink(missing_ok=True)  # it was calibrated for the previous head
+    train_and_save(request, EAGLE3_CONFIG, out)
 
 
 def write_cards(out: Path) -> None:
@@ -124,34 +103,16 @@ def write_cards(out: Path) -> None:
             f"{head} has no {SETTINGS_FILE}; run eagle-fsd calibrate --install first"
         )
     results = _format_results(measure(target, head, CARD_PROBLEMS, ("exact", "fsd")))
-    _write_card(target, _TARGET_CARD, results)
-    _write_card(head, _HEAD_CARD, results)
-    _write_card(out / "eagle3", _EAGLE3_CARD, compare_heads(out))
+    write_card(target, _TARGET_CARD, results, HEAD_CHATS)
+    write_card(head, _HEAD_CARD, results, HEAD_CHATS)
+    write_card(out / "eagle3", _EAGLE3_CARD, compare_heads(out), HEAD_CHATS)
     write_draft_model_card(target, out / "draft_model")
 
 
 def write_draft_model_card(target: Path, folder: Path) -> None:
     """Measure exact decoding and FSD with the draft model's chains; write its model card."""
     rows = measure(target, folder, CARD_PROBLEMS, ("exact", "fsd"), *CHAIN_OPTIONS)
-    _write_card(folder, CARD, _format_results(rows))
-
-
-def _write_card(folder: Path, template: str, results: str) -> None:
-    record = read_record(folder)
-    card = template.format(
-        **record,
-        recipe=json.dumps(record["settings"], indent=2),
-        parameters=f"{_count_parameters(folder) / 1e6:.2f}",
-        minutes=f"{record['seconds'] / 60:.0f}",
-        chats=record["settings"].get("chats", HEAD_CHATS),
-        results=results,
-    )
-    atomic_write(folder / CARD_FILE, card)
-
-
-def _count_parameters(folder: Path) -> int:
-    weights = load_file(folder / "model.safetensors").values()
-    return sum(weight.numel() for weight in weights if weight.is_floating_point())
+    write_card(folder, CARD, _format_results(rows), HEAD_CHATS)
 
 
 def _format_results(rows: dict[str, dict[str, Any]]) -> str:
@@ -159,21 +120,13 @@ def _format_results(rows: dict[str, dict[str, Any]]) -> str:
     settings, names = fuzzy["settings"], ("threshold", "divergence", "min_ratio")
     shown = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     shown = shown or settings["method"]
-    trees = [
-        "/".join(str(row["settings"][name]) for name in ("total_tokens", "depth", "tree_top_k"))
-        for row in (exact, fuzzy)
-    ]
-    environment = describe_environment()
-    versions = environment["versions"]
     return (
-        f"Measured on {exact['scored']} unseen problems, greedy, float32, on"
-        f" {environment['date'][:10]} with torch {versions['torch']}, transformers"
-        f" {versions['transformers']}; trees are total_tokens/depth/top_k:\n"
+        f"{describe_measurement(exact['scored'], 'unseen problems')}\n"
         "\n"
         "| decoding | tree | accuracy | tau |\n"
         "|---|---|---|---|\n"
-        f"| exact | {trees[0]} | {exact['accuracy']:.1%} | {exact['tau']:.2f} |\n"
-        f"| {shown} | {trees[1]} | {fuzzy['accuracy']:.1%} | {fuzzy['tau']:.2f} |"
+        f"| exact | {describe_tree(exact)} | {exact['accuracy']:.1%} | {exact['tau']:.2f} |\n"
+        f"| {shown} | {describe_tree(fuzzy)} | {fuzzy['accuracy']:.1%} | {fuzzy['tau']:.2f} |"
     )
 
 

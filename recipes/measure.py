@@ -14,14 +14,21 @@ MAX_NEW_TOKENS = 256
 
 
 def measure(
-    target: Path, head: Path, count: int, methods: Sequence[str], *options: object
+    target: str | Path,
+    head: Path,
+    count: int,
+    methods: Sequence[str],
+    *options: object,
+    questions: str | Path = "bundled",
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> dict[str, dict[str, Any]]:
-    """Answer unseen problems greedily in float32, and return the report's row of each method.
+    """Answer questions greedily in float32, and return the report's row of each method.
 
-    ``options`` are further options of ``eagle-fsd evaluate``.
+    The questions are by default unseen problems; ``options`` are further options of ``eagle-fsd
+    evaluate``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "eagle_fsd.cli", "evaluate", "bundled", "--json"]
+        command = [sys.executable, "-m", "eagle_fsd.cli", "evaluate", str(questions), "--json"]
         arguments = {
             "--target": target,
             "--head": head,
@@ -29,7 +36,7 @@ def measure(
             "--out": folder,
             "--dtype": "float32",
             "--batch": 1,  # larger batches may have trees of their own
-            "--max-new-tokens": MAX_NEW_TOKENS,
+            "--max-new-tokens": max_new_tokens,
         }
         for option, value in arguments.items():
             command += [option, str(value)]

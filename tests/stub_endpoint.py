@@ -11,6 +11,8 @@ from typing import Any
 Messages = Sequence[dict[str, str]]
 #: The status of a reply, and its body: JSON values, or a string for a web page.
 Reply = tuple[int, Any]
+#: Tokens that replies report.
+USAGE = {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
 
 
 def completion(text: str | None) -> Reply:

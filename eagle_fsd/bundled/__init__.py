@@ -1,6 +1,7 @@
-"""The bundled pair: a small target, drafters for it, and a generator of problems for them.
+"""The bundled drafters: those of a small target that comes with them, and heads of SmolLM2.
 
-``target``, ``head`` (EAGLE-2), ``eagle3`` and ``draft_model`` contain weights;
+``target``, ``head`` (EAGLE-2), ``eagle3`` and ``draft_model`` contain the weights of the bundled
+pair, ``smollm2_eagle2`` and ``smollm2_eagle3`` heads of the target ``smollm2``;
 :mod:`eagle_fsd.bundled.problems` generates the word problems that all are trained on and evaluated
 with. Nothing here imports the rest of the package. Start with the model cards, the folders'
 ``README.md`` files.
@@ -19,3 +20,9 @@ BUNDLED_DRAFTERS = {
     "bundled-eagle3": BUNDLED_EAGLE3,
     "bundled-draft-model": BUNDLED_DRAFT_MODEL,
 }
+#: Heads of SmolLM2-135M-Instruct by name, see ``recipes/smollm2.py``.
+SMOLLM2_HEADS = {
+    "smollm2-eagle2": BUNDLED / "smollm2_eagle2",
+    "smollm2-eagle3": BUNDLED / "smollm2_eagle3",
+}
+BUNDLED_DRAFTERS |= {name: path for name, path in SMOLLM2_HEADS.items() if path.is_dir()}

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Steps from which an answer shows whether drafting pays.
 MIN_STEPS = 16
+#: Tokens that are decoded to see why FSD accepts nothing.
+PROBED_TOKENS = 64
 
 
 class GenerateConfig(SamplingConfig):
@@ -73,6 +75,8 @@ def generate(
             "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"
             " acceptance options"
         )
+    from eagle_fsd.model.default_tree import fit_tree
+
     if speedup and (plain or as_json or config.num_beams > 1):
         raise OptionsError("--speedup excludes --plain, --json and --num-beams")
     with joined(pair.device) as is_first:
@@ -80,6 +84,8 @@ def generate(
         if not text.strip():
             raise OptionsError("PROMPT is missing or empty")
         model = load_pair(pair, tree, acceptance, plain)
+        if not plain:
+            fit_tree(model)
         ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
         method = "ar" if plain else "fsd"
         if config.num_beams > 1:
@@ -88,6 +94,7 @@ def generate(
             stats = _print_stream(model, ids, config, method, show_origins, as_json)
             if speedup and stats.tokens:
                 _print_speedup(model, ids, config, stats)
+                _print_closed_gate(model, ids)
 
 
 def _print_stream(
@@ -161,6 +168,19 @@ def _print_speedup(
         style="dim",
         soft_wrap=True,
     )
+
+
+def _print_closed_gate(model: EagleFSD, ids: Tensor) -> None:
+    """Say if FSD cannot differ from lossless decoding, because the drafter is too far off."""
+    from eagle_fsd.model.probe import describe_closed_gate, gate_divergences
+
+    acceptance = model.acceptance
+    if acceptance.rule != "fsd" or acceptance.lossless:
+        return
+    found = gate_divergences(model, [ids[0]], PROBED_TOKENS, acceptance.divergence)
+    message = describe_closed_gate(found, acceptance.threshold)
+    if message is not None:
+        err.print(f"{message}. Train the drafter further, or raise the threshold.", soft_wrap=True)
 
 
 def _print_best(

@@ -55,7 +55,8 @@ Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 PairArguments = Annotated[Pair, options("Model")]
 SettingsOptions = Annotated[SettingsFile, options("Model")]
 TreeOptions = Annotated[
-    TreeConfig, options("Draft tree", f"{_FROM_FILES} what suits the device.", show_default=False)
+    TreeConfig,
+    options("Draft tree", f"{_FROM_FILES} what suits device and pair.", show_default=False),
 ]
 AcceptanceOptions = Annotated[
     AcceptanceConfig, options("Acceptance", f"{_FROM_FILES} lossless.", show_default=False)
@@ -122,9 +123,11 @@ def load_chat(
     pair: Pair, tree: TreeConfig, acceptance: AcceptanceConfig
 ) -> tuple[EagleFSD, ChatTemplate]:
     """Load a pair and its chat template; passes are compiled in the background by default."""
+    from eagle_fsd.model.default_tree import fit_tree
     from eagle_fsd.utils.chat_templates import load_chat_template
 
     if pair.compile is None:
         pair = pair.updated(compile="auto")
     model = load_pair(pair, tree, acceptance)
+    fit_tree(model)
     return model, load_chat_template(model.tokenizer, pair.chat_template)

@@ -208,6 +208,14 @@ class TrainingProgress:
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a step or of a validation."""
         step, steps = metrics["step"], metrics["steps"]
+        if metrics["kind"] == "start":
+            done = f", from step {step}" if step else ""
+            err.print(
+                f"training on {metrics['chats']} chats: {steps} steps, up to {metrics['epochs']}"
+                f" epochs{done}; each checkpoint saves the head, Ctrl-C stops after one",
+                soft_wrap=True,
+            )
+            return
         if metrics["kind"] == "validation":
             decoded = ""
             if metrics["tau"]:

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -41,6 +42,8 @@ CONFIG_FILE = "config.json"
 RANKS_FILE = "token_ranks.safetensors"
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
+#: Size of a head's vocabulary, if it was trained on some of the target's tokens.
+DRAFT_VOCAB_SIZE = "draft_vocab_size"
 #: RoPE scaling that EAGLE's own code reads. It requires the older name, ``type``, and rejects other
 #: entries beside ``factor``.
 EAGLE_SCALING = ("linear", "dynamic")
@@ -76,7 +79,14 @@ def load_head(
     bias = getattr(config, "bias", True) or FC_BIAS in weights
     with building_head(path):
         head = EagleHead(config, bias, dtype or target.dtype)
-    return fill_head(path, head, target, weights)
+    head = fill_head(path, head, target, weights)
+    size = getattr(config, DRAFT_VOCAB_SIZE, None) or target.vocab_size
+    if size < target.vocab_size:
+        file = drafter_file(path, RANKS_FILE, token)
+        if file is None:
+            raise CheckpointError(f"{path} drafts {size} tokens, but has no {RANKS_FILE}")
+        head.restrict_vocabulary(read_ranks(file, target.vocab_size)[:size])
+    return head
 
 
 def save_head(
@@ -88,11 +98,39 @@ def save_head(
     """
     dtype = dtype or head.dtype
     write_head(path, head_config(head, dtype), head.state_dict(), dtype=dtype, binary=binary)
+    if head.ranked_tokens is not None:
+        write_ranks(Path(path) / RANKS_FILE, head.ranked_tokens)
+
+
+def write_ranks(path: str | Path, tokens: Tensor) -> None:
+    """Write a ranking of tokens ``[R]``, the most frequent first."""
+    with atomic_path(Path(path)) as temporary:
+        save_file({"tokens": tokens.cpu().contiguous()}, temporary)
+
+
+def read_ranks(path: str | Path, vocab_size: int) -> Tensor:
+    """Read the tokens ``[R]`` of a ranking, the most frequent first."""
+    try:
+        tokens = load_file(path)["tokens"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} holds no ranking of tokens: {one_line(error)}") from error
+    valid = tokens.dtype == torch.int64 and tokens.ndim == 1 and len(tokens) > 0
+    if not valid or len(tokens.unique()) < len(tokens):
+        raise CheckpointError(f"{path} holds no ranking of tokens: they are not distinct integers")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise CheckpointError(
+            f"{path} ranks tokens from {tokens.min()} to {tokens.max()}, but the target has only"
+            f" {vocab_size}"
+        )
+    return tokens
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of a head's ``config.json``, given the data type of its saved weights."""
-    return {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
+    fields = {**layer_fields(head.config, 1, dtype), "bias": head.fc.bias is not None}
+    fields.pop(DRAFT_VOCAB_SIZE, None)
+    size = {} if head.token_ids is None else {DRAFT_VOCAB_SIZE: len(head.token_ids)}
+    return {**fields, **size}
 
 
 def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:

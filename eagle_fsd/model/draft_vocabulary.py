@@ -6,34 +6,23 @@ projection. Verification stays exact: the target can sample any token, and one t
 not know is never drafted.
 
 The ranking is a file beside the head, ``token_ranks.safetensors``, with the tensor ``tokens``:
-``[R]`` int64, the most frequent token first. ``eagle-fsd train ranks`` writes it.
+``[R]`` int64, the most frequent token first. ``eagle-fsd train ranks`` writes it, and so does a
+training with ``--draft-vocab-size``, whose head drafts these tokens by default.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, drafter_file
-from eagle_fsd.utils.files import atomic_path
-from eagle_fsd.utils.text import one_line
-
-
-def write_ranks(path: str | Path, counts: Tensor) -> None:
-    """Rank tokens by how often they occur ``[V]``, equally frequent ones by their ids."""
-    tokens = counts.sort(descending=True, stable=True).indices
-    with atomic_path(Path(path)) as temporary:
-        save_file({"tokens": tokens.contiguous()}, temporary)
+from eagle_fsd.model.checkpoint import RANKS_FILE, CheckpointError, drafter_file, read_ranks
 
 
 def select_tokens(
     vocabulary: int | str | Path, drafter: str | Path, vocab_size: int, token: str | None = None
 ) -> Tensor:
-    """Return the tokens ``[D]`` of a draft vocabulary in ascending order.
+    """Return the tokens ``[D]`` of a draft vocabulary, the most frequent first.
 
     ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
     of ranked tokens, all of which are used. Raises :class:`CheckpointError` if the file is missing
@@ -46,28 +35,12 @@ def select_tokens(
             raise CheckpointError(
                 f"{drafter} has no ranking of tokens; write one with eagle-fsd train ranks"
             )
-        tokens = _read_ranks(Path(found), vocab_size)
+        tokens = read_ranks(found, vocab_size)
         if not 1 <= vocabulary <= len(tokens):
             raise ValueError(
                 f"draft_vocabulary must be an integer in [1, {len(tokens)}]; got {vocabulary}"
             )
         tokens = tokens[:vocabulary]
     else:
-        tokens = _read_ranks(Path(vocabulary), vocab_size)
-    return tokens.sort().values
-
-
-def _read_ranks(path: Path, vocab_size: int) -> Tensor:
-    try:
-        tokens = load_file(path)["tokens"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path} holds no ranking of tokens: {one_line(error)}") from error
-    valid = tokens.dtype == torch.int64 and tokens.ndim == 1 and len(tokens) > 0
-    if not valid or len(tokens.unique()) < len(tokens):
-        raise CheckpointError(f"{path} holds no ranking of tokens: they are not distinct integers")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise CheckpointError(
-            f"{path} ranks tokens from {tokens.min()} to {tokens.max()}, but the target has only"
-            f" {vocab_size}"
-        )
+        tokens = read_ranks(vocabulary, vocab_size)
     return tokens

@@ -85,6 +85,7 @@ class EagleFSD:
         model: The target as a Hugging Face model, without wrappers.
         exact_tree: Shape of the draft tree of lossless calls, those with a threshold of 0.
             Assigning to :attr:`tree` sets it too.
+        has_default_tree: Whether no argument, file or assignment has set a tree.
         batch_trees: Shapes of the draft trees of lossless calls while so many prompts or more are
             decoded at once; the tokens do not depend on them. Assigning to :attr:`tree` clears
             them.
@@ -108,6 +109,7 @@ class EagleFSD:
         if self.drafter.network is not None:
             self.drafter.network.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
+        self.has_default_tree = tree is None
         self.acceptance = acceptance or AcceptanceConfig()
         self.compile = False
         self._background = BackgroundCompiler()
@@ -223,6 +225,7 @@ class EagleFSD:
     @tree.setter
     def tree(self, tree: TreeConfig) -> None:
         self._tree = self.exact_tree = tree
+        self.has_default_tree = False
         self.batch_trees: dict[int, TreeConfig] = {}
 
     @property
@@ -244,7 +247,8 @@ class EagleFSD:
         """
         if settings.tree:
             self.tree = self.tree.updated(**settings.tree)
-        self.exact_tree = settings.exact or self.exact_tree
+        if settings.exact is not None:
+            self.exact_tree, self.has_default_tree = settings.exact, False
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
         self.acceptance = self.acceptance.updated(**settings.acceptance)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.model.acceptance import FuzzyRule
 from eagle_fsd.model.verify import AcceptanceRule, VerificationInputs
+
+if TYPE_CHECKING:
+    from eagle_fsd.model.pipeline import EagleFSD
+
+#: Share of nodes below the threshold under which the gate counts as closed.
+MIN_OPEN = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,3 +64,26 @@ class DivergenceProbe(AcceptanceRule):
                 )
             )
         return torch.zeros_like(tree.tokens, dtype=torch.bool)
+
+
+def gate_divergences(
+    model: EagleFSD, prompts: Sequence[Tensor], max_new_tokens: int, divergence: str
+) -> Tensor:
+    """Return the divergences ``[n]`` at the nodes that exact greedy decoding of prompts reaches."""
+    probe = DivergenceProbe((divergence,))
+    for _ in model.generate_many(prompts, max_new_tokens, rule=probe):
+        pass
+    records = [record.divergences[divergence].cpu() for record in probe.records]
+    return torch.cat([torch.empty(0), *records])
+
+
+def describe_closed_gate(divergences: Tensor, threshold: float) -> str | None:
+    """Say that a threshold opens FSD's gate hardly anywhere; None if it does, or without nodes."""
+    share = float((divergences < threshold).double().mean()) if len(divergences) else 1.0
+    if share >= MIN_OPEN:
+        return None
+    return (
+        f"threshold {threshold:g} accepts hardly anything beyond lossless decoding: the divergence"
+        f" between target and drafter is below it at {share:.1%} of the drafted positions, its"
+        f" median is {float(divergences.median()):.2f}"
+    )

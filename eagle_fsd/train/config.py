@@ -34,7 +34,9 @@ EAGLE3_DEFAULTS: dict[str, float] = {
 }
 #: Options that are fields of :class:`~eagle_fsd.model.drafters.eagle3.Eagle3Flags`.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
-#: Size of an EAGLE-3 head's vocabulary by default, if the target's is larger.
+#: Bounds of the number of epochs, and of the tokens read in all of them, by default.
+MIN_EPOCHS, MAX_EPOCHS, TRAINED_TOKENS = 4, 20, 12_000_000
+#: Largest vocabulary of an EAGLE-3 head by default.
 DRAFT_VOCAB_SIZE = 32_000
 
 #: Divergences that can be part of the loss: they are smooth where the distributions nearly agree.
@@ -79,8 +81,8 @@ class TrainConfig(Options):
         None,
         ge=1,
         le=2**31,
-        description="Tokens that an eagle3 head can draft: the most frequent ones of the training"
-        f" text's answers; default: all, but at most {DRAFT_VOCAB_SIZE}.",
+        description="Tokens that the head can draft: the most frequent ones of the training text's"
+        f" answers; default: all, but of eagle3 at most {DRAFT_VOCAB_SIZE}.",
     )
     fc_norm: bool = Field(
         False, description="eagle3: norm each hidden state by itself before fc (EAGLE-3.1)."
@@ -91,7 +93,14 @@ class TrainConfig(Options):
     norm_before_residual: bool = Field(
         False, description="eagle3: add the normed input to the attention's output, not the input."
     )
-    epochs: int = Field(20, ge=1, le=10_000, description="Passes over the chats.")
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        le=10_000,
+        description=f"Passes over the chats; default: {MAX_EPOCHS}, and for more than"
+        f" {TRAINED_TOKENS // MAX_EPOCHS:,} tokens as many as make {TRAINED_TOKENS:,}, but at least"
+        f" {MIN_EPOCHS}.",
+    )
     max_steps: int | None = Field(
         None, ge=1, description="Stop after this many optimizer steps; default: no limit."
     )
@@ -181,7 +190,7 @@ class TrainConfig(Options):
     @model_validator(mode="after")
     def _apply_head_type(self) -> TrainConfig:
         if self.head_type == "eagle":
-            for name in ("draft_vocab_size", *EAGLE3_FLAGS):
+            for name in EAGLE3_FLAGS:
                 if getattr(self, name):
                     raise ValueError(f"{name} requires head_type eagle3")
             return self
@@ -197,6 +206,12 @@ class TrainConfig(Options):
         if self.bias:
             raise ValueError("bias requires head_type eagle")
         return self
+
+    def count_epochs(self, tokens: int) -> int:
+        """Return ``epochs``, or the default for chats of so many tokens."""
+        if self.epochs is not None:
+            return self.epochs
+        return min(MAX_EPOCHS, max(MIN_EPOCHS, -(-TRAINED_TOKENS // max(1, tokens))))
 
     def learning_rate(self, hidden_size: int) -> float:
         """Return the peak learning rate: ``lr``, or the published one times 4096 / ``hidden_size``.
@@ -239,6 +254,11 @@ class TrainRequest(TargetOptions):
     head: DrafterName | None = Field(
         None, description="Head to start from: a folder or a Hub name; default: random weights."
     )
+    store_features: bool = Field(
+        False,
+        description="Compute the target's features once, and keep them in --out until the end, in"
+        " bfloat16, instead of computing them in every epoch.",
+    )
     regenerate: bool = Field(
         False, description="First have the target rewrite the assistant's turns in --data."
     )
@@ -254,6 +274,8 @@ class TrainRequest(TargetOptions):
             raise ValueError("training requires either --data or --features")
         if self.regenerate and self.data is None:
             raise ValueError("--regenerate requires --data")
+        if self.store_features and self.data is None:
+            raise ValueError("--store-features requires --data")
         return self
 
 

@@ -29,7 +29,8 @@ class Example:
     """One chat, or why it could not be encoded (``error``); it then contributes no loss.
 
     ``index`` is that of the chat in the data, or :data:`FILLER`; ``features`` are ``[S, H]`` stored
-    hidden states of the target, or None if they must be computed.
+    hidden states of the target, or None if they must be computed, and ``best`` ``[S]`` the tokens
+    that are the target's most likely after them, where the loss needs one.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Example:
     assistant_mask: list[bool]
     truncated: bool = False
     features: Tensor | None = None
+    best: Tensor | None = None
     error: str | None = None
 
     @property
@@ -47,7 +49,7 @@ class Example:
 
 @dataclass
 class TrainingBatch:
-    """Chats padded on the right: ``[B, S]`` ids and mask, and ``[B, S, H]`` stored features.
+    """Chats padded on the right: ``[B, S]`` ids and mask; ``[B, S, H]`` stored features.
 
     ``errors`` says why chats could not be encoded, ``unused`` counts the others of which the loss
     covers no token, and ``lengths`` leave out padding.
@@ -61,6 +63,7 @@ class TrainingBatch:
     errors: tuple[str, ...] = ()
     unused: int = 0
     features: Tensor | None = None
+    best: Tensor | None = None
 
     @property
     def loss_mask(self) -> Tensor:
@@ -82,6 +85,7 @@ class TrainingBatch:
             ids=moved(self.ids),
             assistant_mask=moved(self.assistant_mask),
             features=None if self.features is None else moved(self.features),
+            best=None if self.best is None else moved(self.best),
         )
 
 
@@ -128,14 +132,18 @@ def collate(examples: Sequence[Example]) -> TrainingBatch:
     ids = torch.zeros(len(examples), width, dtype=torch.long)
     mask = torch.zeros(len(examples), width, dtype=torch.bool)
     stored = [item.features for item in examples if item.features is not None]
-    features = None
+    features = best = None
     if stored:
         features = stored[0].new_zeros(len(examples), width, stored[0].shape[-1])
+    if all(item.best is not None for item in examples):
+        best = torch.zeros_like(ids)
     for row, item in enumerate(examples):
         ids[row, : len(item.ids)] = torch.tensor(item.ids)
         mask[row, : len(item.ids)] = torch.tensor(item.assistant_mask)
         if features is not None and item.features is not None:
             features[row, : len(item.ids)] = item.features
+        if best is not None and item.best is not None:
+            best[row, : len(item.ids)] = item.best
     return TrainingBatch(
         ids,
         mask,
@@ -145,6 +153,7 @@ def collate(examples: Sequence[Example]) -> TrainingBatch:
         errors=tuple(item.error for item in examples if item.error),
         unused=sum(item.error is None for item in silent),
         features=features,
+        best=best,
     )
 
 
@@ -253,9 +262,9 @@ def _answer(example: Example) -> Tensor:
     return torch.tensor(example.ids)[torch.tensor(example.assistant_mask)]
 
 
-def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """Return the most frequent tokens in ascending order, of equally frequent ones the lowest."""
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+def rank_by_frequency(counts: Tensor) -> Tensor:
+    """Return all tokens, the most frequent first, of equally frequent ones the lowest."""
+    return counts.sort(descending=True, stable=True).indices
 
 
 def check_contribution(data: Dataset[Example], chats: Sequence[int], seed: int) -> None:

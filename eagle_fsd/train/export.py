@@ -102,6 +102,13 @@ def convert_head(
             f"{head} is an EAGLE-1/2 head; the speculators layout is for EAGLE-3 heads"
         )
     loaded = load_head(head, target, dtype=_stored_dtype(head))
+    if loaded.token_ids is not None:
+        log.warning(
+            "the head was trained to draft %d tokens; %s will draft all of the target's",
+            len(loaded.token_ids),
+            export_format,
+        )
+        loaded.restrict_vocabulary(None)
     config = head_config(loaded, loaded.dtype)
     state: dict[str, Tensor] = dict(loaded.state_dict())
     if loaded.embed_tokens is None:

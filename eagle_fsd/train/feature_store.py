@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 from safetensors import safe_open
@@ -25,7 +26,7 @@ from torch.utils.data import Dataset
 from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import FeaturesRequest
 from eagle_fsd.train.dataset import FILLER, ChatDataset, Example, collate
-from eagle_fsd.train.features import compute_features
+from eagle_fsd.train.features import compute_features, most_likely_tokens
 from eagle_fsd.train.heads import head_reads, training_states
 from eagle_fsd.train.loaded_target import LoadedTarget, check_device_map
 from eagle_fsd.utils.files import atomic_path, atomic_write
@@ -47,7 +48,9 @@ def estimate_bytes(data: ChatDataset, feature_size: int) -> int:
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(data), generator=generator)[:SAMPLE_CHATS].tolist()
     tokens = sum(len(data[index].ids) for index in sample) / len(sample) * len(data)
-    return int(tokens * (feature_size * STORAGE_DTYPE.itemsize + 4 + 1))  # int32 id, uint8 mask
+    return int(
+        tokens * (feature_size * STORAGE_DTYPE.itemsize + 4 + 4 + 1)
+    )  # and two int32, a uint8
 
 
 class FeatureStore(Dataset[Example]):
@@ -109,6 +112,8 @@ class FeatureStore(Dataset[Example]):
             [False] * tokens if index == FILLER else mask.tolist(),
             truncated,
             shard.get_slice("features")[rows],
+            # Absent in stores of earlier versions.
+            shard.get_slice("best")[rows] if "best" in set(shard.keys()) else None,
         )
 
     def size(self, index: int) -> int:
@@ -267,9 +272,15 @@ def _compute_shards(
             yield shard
             shard, tokens = [], 0
         examples = [data[index] for index in batch]
-        computed = compute_features(target, collate(examples).ids, states)
-        for item, features in zip(examples, computed, strict=True):
-            item.features = features[: len(item.ids)].to("cpu", STORAGE_DTYPE)
+        batch = collate(examples)
+        computed = compute_features(target, batch.ids, states)
+        best = torch.zeros_like(batch.ids)
+        needed = F.pad(batch.loss_mask, (1, 0))  # features that the loss compares with predictions
+        labels = computed[..., -target.hidden_size :]  # the last of the states
+        best[needed] = most_likely_tokens(target, labels[needed.to(labels.device)]).cpu()
+        for row, item in enumerate(examples):
+            item.features = computed[row, : len(item.ids)].to("cpu", STORAGE_DTYPE)
+            item.best = best[row, : len(item.ids)]
             shard.append(item)
             tokens += len(item.ids)
     if shard:
@@ -286,6 +297,7 @@ def _write_shard(folder: Path, examples: Sequence[Example]) -> dict[str, Any]:
             [torch.tensor(item.assistant_mask, dtype=torch.uint8) for item in examples]
         ),
         "features": torch.cat([item.features for item in examples if item.features is not None]),
+        "best": torch.cat([item.best.int() for item in examples if item.best is not None]),
     }
     with atomic_path(folder / file) as temporary:
         save_file(tensors, temporary)

@@ -10,6 +10,11 @@ from torch import Tensor
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.train.dataset import TrainingBatch
 
+#: Logits of one distribution that are in memory at a time. On a CPU they fit its caches, and the
+#: allocator reuses the memory instead of returning it to the system.
+MAX_LOGITS = 1 << 26
+MAX_CPU_LOGITS = 1 << 21
+
 
 @torch.no_grad()
 def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,)) -> Tensor:
@@ -28,6 +33,19 @@ def compute_features(target: Target, ids: Tensor, states: Sequence[int] = (LAST,
     recorded[LAST] = last
     device = last.device if target.lm_head.weight.is_meta else target.device
     return torch.cat([recorded[state].to(device) for state in states], -1)
+
+
+@torch.no_grad()
+def most_likely_tokens(target: Target, labels: Tensor) -> Tensor:
+    """Return the target's most likely tokens ``[n]`` after its last hidden states ``[n, H]``."""
+    size = max(1, max_logits(labels.device) // target.vocab_size)
+    parts = [target.project(part).argmax(-1) for part in labels.split(size)]
+    return torch.cat(parts)
+
+
+def max_logits(device: torch.device) -> int:
+    """Return the number of logits to compute at a time."""
+    return MAX_CPU_LOGITS if device.type == "cpu" else MAX_LOGITS
 
 
 def batch_features(target: Target, batch: TrainingBatch, states: Sequence[int] = (LAST,)) -> Tensor:

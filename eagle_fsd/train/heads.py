@@ -30,11 +30,13 @@ from eagle_fsd.train.config import EAGLE3_FLAGS, HeadType, TrainConfig
 def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = None) -> DraftHead:
     """Create a head with random weights, attached to its target.
 
-    The output projection of an EAGLE-3 head starts as the target's rows of its vocabulary, ``[D]``
-    token ids in ascending order; by default all.
+    ``token_ids`` ``[D]`` are the head's vocabulary, the most frequent token first; by default all.
+    The output projection of an EAGLE-3 head starts as the target's rows of its vocabulary.
     """
     if config.head_type == "eagle":
-        return EagleHead(target.config, config.bias).attach(target)
+        eagle = EagleHead(target.config, config.bias).attach(target)
+        eagle.restrict_vocabulary(token_ids)
+        return eagle
     layers = layer_config(target.config)
     size = target.vocab_size if token_ids is None else len(token_ids)
     reads = head_reads(config.head_type, target)
@@ -42,6 +44,7 @@ def new_head(config: TrainConfig, target: Target, token_ids: Tensor | None = Non
     head = Eagle3Head(layers, target.hidden_size, size, reads, flags)
     rows = target.lm_head.weight.detach()
     if token_ids is not None:
+        token_ids = token_ids.sort().values
         head.set_token_ids(token_ids)
         rows = rows[token_ids]
     with torch.no_grad():
@@ -59,6 +62,7 @@ def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
             copy.set_token_ids(head.token_ids)
     else:
         copy = EagleHead(head.config, head.fc.bias is not None, dtype)
+        copy.ranked_tokens = head.ranked_tokens
     copy.attach(head.target)
     if head.embed_tokens is not None:
         rows, size = head.embed_tokens.weight.shape

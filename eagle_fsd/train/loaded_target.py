@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,17 @@ def load_frozen_target(
     if model is None:
         model = load_target(path, options.dtype, device_map, token=token)
     return Target(model.requires_grad_(False).eval())
+
+
+def fastest_dtype() -> str | None:
+    """Return bfloat16 on a CPU that computes in it; None elsewhere, for the default."""
+    if torch.cuda.is_available():
+        return None
+    checks: Sequence[Any] = [
+        getattr(torch.cpu, name, None)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    ]
+    return "bfloat16" if any(check is not None and check() for check in checks) else None
 
 
 def open_chat_file(path: str | Path, progress: Progress | None = None) -> ChatFile:

@@ -23,23 +23,28 @@ is outside that vocabulary are left out. The divergence is that of the same two 
 Shape letters: ``B`` chats, ``S`` pairs (tokens - 1), ``F`` values of the head's input, ``H`` hidden
 size, ``V`` vocabulary, ``D`` vocabulary of the head, ``R`` runs, ``n`` positions that the loss
 covers.
+
+The losses over the vocabulary are computed in chunks of positions. The forward pass also computes
+their gradients, chunk by chunk, so that distributions are neither stored nor computed twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from eagle_fsd.model.cache import additive_mask
 from eagle_fsd.model.divergence import DIVERGENCES
+from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.weights import whole
 from eagle_fsd.train.config import TrainConfig
-
-#: Logits of one distribution that are in memory at a time, over all positions and runs.
-MAX_LOGITS = 1 << 27
+from eagle_fsd.train.features import max_logits, most_likely_tokens
 
 
 class HeadLosses(nn.Module):
@@ -52,15 +57,23 @@ class HeadLosses(nn.Module):
         super().__init__()
         self.head = head
         self.config = config
+        self._rows: tuple[Tensor, Tensor | None] | None = None
 
     def forward(
-        self, features: Tensor, tokens: Tensor, labels: Tensor, loss_mask: Tensor
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        best: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Sum the losses over positions, averaged over the runs with weights of ``unroll_decay``.
 
         ``features`` ``[B, S, F]`` are the hidden states that the head reads, noise included,
         ``tokens`` ``[B, S]`` the token after each, ``labels`` ``[B, S, H]`` the target's last
         hidden state at that token, and ``loss_mask`` ``[B, S]`` the positions that the loss covers.
+        ``best`` ``[B, S]`` are the target's most likely tokens after the labels, which are computed
+        by default: that takes the whole output projection, whatever the head's vocabulary.
         The result has ``loss``, its parts ``feature``, ``token`` and ``divergence``, and for the
         first run ``top1`` and ``top3``: the number of positions where the target's most likely
         token is the head's most likely token, or among the head's three most likely.
@@ -68,64 +81,130 @@ class HeadLosses(nn.Module):
         config = self.config
         outputs = unroll(self.head, features, tokens, config.unroll)
         predicted = torch.stack([output[loss_mask] for output in outputs])  # [R, n, H]
+        labels, best = labels[loss_mask], None if best is None else best[loss_mask]
         runs = torch.arange(config.unroll, device=tokens.device)[:, None]
         weights = torch.full_like(runs, config.unroll_decay, dtype=torch.float32) ** runs
         # Nothing was predicted before the first position.
         valid = loss_mask.nonzero()[:, 1] >= runs
         weights = weights / weights.sum() * valid  # [R, n]
-        sums = self._compare(predicted, labels[loss_mask], weights)
-        sums["loss"] = (
-            config.feature_weight * sums["feature"]
-            + config.token_weight * sums["token"]
-            + config.divergence_weight * sums["divergence"]
+        differentiate = torch.is_grad_enabled()
+        values = _VocabularyLoss.apply(
+            self, differentiate, labels, best, weights, predicted, *self.output_parameters()
         )
-        return sums
-
-    def _compare(self, predicted: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """Sum the losses over ``[R, n, H]`` predicted and ``[n, H]`` true features."""
-        names = ("token", "divergence", "top1", "top3")
-        sums: dict[str, Tensor] = {}
-        size = max(1, MAX_LOGITS // (len(predicted) * self.head.target.vocab_size))
-        for start in range(0, max(1, len(labels)), size):  # weights need gradients even if n is 0
-            rows = slice(start, start + size)
-            part = predicted[:, rows], labels[rows], weights[:, rows]
-            if len(labels) <= size:
-                found = self._compare_logits(*part)
-            else:  # recompute the distributions in the backward pass instead of storing all
-                found = checkpoint(self._compare_logits, *part, use_reentrant=False)
-            for name, value in zip(names, found, strict=True):
-                sums[name] = sums.get(name, 0.0) + value
+        sums = dict(zip(("loss", "token", "divergence", "top1", "top3"), values, strict=True))
         sums["feature"] = predicted.sum() * 0.0
-        if self.config.feature_weight:
+        if config.feature_weight:
             feature = F.smooth_l1_loss(
                 predicted.float(), labels.float().expand_as(predicted), reduction="none"
             )
             sums["feature"] = (feature.mean(-1) * weights).sum()
+        sums["loss"] = sums["loss"] + config.feature_weight * sums["feature"]
         return sums
 
-    def _compare_logits(
-        self, predicted: Tensor, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def output_parameters(self) -> list[nn.Parameter]:
+        """Return the head's parameters that its distributions depend on, given its output."""
+        head = self.head
+        parts: list[nn.Module] = []
+        if isinstance(head, Eagle3Head):
+            parts = [head.norm] if head.projects else [head.norm, head.lm_head]
+        return [item for part in parts for item in part.parameters() if item.requires_grad]
+
+    def targets(
+        self, labels: Tensor, best: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield chunks: rows of ``[n, H]`` labels, ``[rows, D]`` log-probabilities, best tokens.
+
+        The target's distribution is in its own precision, not in the training's.
+        """
+        head, reduced = self.head, self.head.token_ids is not None
+        size = max(1, max_logits(labels.device) // head.vocab_size)
+        for start in range(0, len(labels), size):
+            rows = slice(start, start + size)
+            with torch.no_grad(), torch.autocast(labels.device.type, enabled=False):
+                logits = head.target.project(labels[rows], self._target_rows() if reduced else None)
+                if best is not None:
+                    likely = best[rows]
+                elif reduced:
+                    likely = most_likely_tokens(head.target, labels[rows])
+                else:
+                    likely = logits.argmax(-1)
+                yield rows, logits.log_softmax(-1), likely
+
+    def _target_rows(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the target's output projection for the head's vocabulary."""
+        if self._rows is None:
+            projection, token_ids = self.head.target.lm_head, self.head.token_ids
+            bias = getattr(projection, "bias", None)
+            self._rows = (
+                whole(projection.weight).detach()[token_ids],
+                None if bias is None else whole(bias).detach()[token_ids],
+            )
+        return self._rows
+
+    def compare(self, target: Tensor, hidden: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        """Return loss, cross-entropy, divergence, and ``[rows, D]`` log-probabilities of the head.
+
+        ``target`` ``[rows, D]`` are log-probabilities; ``hidden`` ``[rows, H]`` the head's output.
+        """
         config = self.config
-        # The target's distribution is in its own precision, not in the training's.
-        with torch.no_grad(), torch.autocast(labels.device.type, enabled=False):
-            logits = self.head.target.project(labels)  # [rows, V]
-            best = logits.argmax(-1)
-            token_ids = self.head.token_ids
-            if token_ids is not None:
-                logits, weights = logits[:, token_ids], weights * torch.isin(best, token_ids)
-            target = logits.log_softmax(-1)  # [rows, D]
-            probs = target.exp()
-        drafts = [self.head.log_probs(features) for features in predicted]  # [rows, D] per run
-        token = divergence = probs.new_zeros(())
-        for draft, weight in zip(drafts, weights, strict=True):
-            token = token - ((probs * draft).sum(-1) * weight).sum()
-            if config.divergence_weight:
-                divergences = DIVERGENCES[config.divergence_loss](target, draft)
-                divergence = divergence + (divergences * weight).sum()
-        likely = drafts[0].detach().topk(min(3, target.shape[-1])).indices
-        hits = (likely if token_ids is None else token_ids[likely]) == best[:, None]
-        return token, divergence, hits[:, 0].sum().float(), hits.sum().float()
+        draft = self.head.log_probs(hidden)
+        token = -((target.exp() * draft).sum(-1) * weights).sum()
+        divergence = torch.zeros_like(token)
+        if config.divergence_weight:
+            divergences = DIVERGENCES[config.divergence_loss](target, draft)
+            divergence = (divergences * weights).sum()
+        loss = config.token_weight * token + config.divergence_weight * divergence
+        return loss, token, divergence, draft.detach()
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Sum the losses over the vocabulary, and compute their gradients in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        losses: HeadLosses,
+        differentiate: bool,
+        labels: Tensor,
+        best: Tensor | None,
+        weights: Tensor,
+        predicted: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return loss, cross-entropy, divergence, ``top1`` and ``top3``."""
+        sums = weights.new_zeros(5)
+        gradients = [torch.zeros_like(item) for item in (predicted, *parameters)]
+        token_ids, device = losses.head.token_ids, predicted.device.type
+        # A cached conversion of a weight would belong to the graph of the first chunk.
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        for rows, target, likely in losses.targets(labels, best):
+            known = 1.0 if token_ids is None else torch.isin(likely, token_ids)
+            for run, weight in enumerate(weights[:, rows] * known):
+                hidden = predicted[run, rows].detach().requires_grad_(differentiate)
+                with (
+                    torch.set_grad_enabled(differentiate),
+                    torch.autocast(device, dtype, enabled=enabled, cache_enabled=False),
+                ):
+                    *values, draft = losses.compare(target, hidden, weight)
+                if differentiate:
+                    own, *others = torch.autograd.grad(values[0], (hidden, *parameters))
+                    gradients[0][run, rows] = own
+                    for total, gradient in zip(gradients[1:], others, strict=True):
+                        total += gradient
+                sums[:3] += torch.stack([value.detach() for value in values])
+                if run == 0:
+                    top = draft.topk(min(3, draft.shape[-1])).indices
+                    hits = (top if token_ids is None else token_ids[top]) == likely[:, None]
+                    sums[3:] += torch.stack([hits[:, 0].sum(), hits.sum()])
+        ctx.save_for_backward(*gradients)
+        results = sums.unbind()
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the loss, times that of the whole."""
+        return (*[None] * 5, *(outputs[0] * gradient for gradient in ctx.saved_tensors))
 
 
 def unroll(head: DraftHead, features: Tensor, tokens: Tensor, runs: int) -> list[Tensor]:

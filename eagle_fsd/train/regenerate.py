@@ -72,7 +72,7 @@ def regenerate(
     Every process that ``accelerate launch`` or ``torchrun`` started calls this; all of them must
     see the same output file. A server rewrites the chats if its ``base_url`` is set. ``progress``
     reports ``reading`` (in bytes) and ``rewriting`` (in chats); ``on_tokens`` is called with
-    numbers of tokens that the loaded target generated in this process.
+    numbers of new tokens.
     """
     if server is not None and server.base_url is not None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -84,7 +84,7 @@ def regenerate(
         with progress("reading") as report:
             chats = open_chat_file(request.data, report)
         with progress("rewriting") as report:
-            return request_chats(server, chats, request.out, config, report)
+            return request_chats(server, chats, request.out, config, report, on_tokens)
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     check_device_map(request.device_map, state.num_processes)
@@ -179,6 +179,7 @@ def request_chats(
     out: str | Path,
     config: RegenerateConfig | None = None,
     progress: Progress | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> ChatFile:
     """Rewrite chats with a server, several at once, resuming an interrupted run.
 
@@ -212,7 +213,7 @@ def request_chats(
                 yield index, chats[index]
 
     try:
-        client = ChatClient(endpoint)
+        client = ChatClient(endpoint, on_tokens)
         rewritten = map_concurrently(
             lambda item: _request_turns(client, *item, config), pending(), server.concurrency
         )

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import time
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
+from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.self_check import check_target
+from eagle_fsd.model.target import Target
 from eagle_fsd.train.config import TrainConfig, TrainRequest
 from eagle_fsd.train.curves import CURVES_FILE, draw_curves
 from eagle_fsd.train.dataset import ChatDataset, check_contribution, split_validation
-from eagle_fsd.train.feature_store import FeatureStore
+from eagle_fsd.train.feature_store import FeatureStore, write_features
 from eagle_fsd.train.heads import head_reads, load_for_training, save_trained, training_states
 from eagle_fsd.train.loaded_target import (
     LoadedTarget,
     check_device_map,
+    fastest_dtype,
     load_frozen_target,
     target_name,
 )
@@ -29,12 +32,15 @@ from eagle_fsd.train.model_card import write_card
 from eagle_fsd.train.record import write_record
 from eagle_fsd.train.regenerate import rewrite_chats
 from eagle_fsd.train.trainer import MetricsCallback, Trainer
-from eagle_fsd.train.training_folder import TrainingFolder
+from eagle_fsd.train.training_folder import FEATURES, TrainingFolder
 from eagle_fsd.train.validation import can_decode
 from eagle_fsd.utils.options import OptionsError
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
 log = logging.getLogger(__name__)
+
+#: Estimate of the length of chats that are not encoded yet.
+BYTES_PER_TOKEN = 4
 
 
 def train(
@@ -48,10 +54,11 @@ def train(
 ) -> Path | None:
     """Train a draft head; return its folder, or None on processes other than the main one.
 
-    :mod:`~eagle_fsd.train.training_folder` lists the files. ``progress`` reports ``reading`` (in
-    bytes), ``rewriting``, ``measuring`` and ``counting`` (in chats), and ``on_metrics`` receives
-    the metrics of every logged step and validation, both on the main process. Raises TrainingError
-    if training could not continue, and KeyboardInterrupt if a signal stopped it.
+    :mod:`~eagle_fsd.train.training_folder` lists the files; the head is saved with every
+    checkpoint. ``progress`` reports ``reading`` (in bytes), ``rewriting``, ``features``,
+    ``measuring`` and ``counting`` (in chats), and ``on_metrics`` receives what is trained and the
+    metrics of every logged step and validation, both on the main process. Raises TrainingError if
+    training could not continue, and KeyboardInterrupt if a signal stopped it.
     """
     config = config or TrainConfig()
     accelerator = accelerator or make_accelerator(request.out, cpu=request.device_map == "cpu")
@@ -62,6 +69,8 @@ def train(
         )
     check_device_map(request.device_map, accelerator.num_processes)
     device_map = request.device_map or accelerator.device
+    if request.store_features and request.dtype is None and accelerator.device.type == "cpu":
+        request = request.updated(dtype=fastest_dtype())
     loaded: LoadedTarget | None = None
     if request.features is None:
         loaded = LoadedTarget.load(request, device_map, token)
@@ -95,6 +104,9 @@ def train(
         data, fingerprint = _open_chats(request, config, loaded, progress)
     chats, _ = split_validation(len(data), config.validation, config.seed)
     check_contribution(data, chats, config.seed)
+    size = sum(data.size(index) for index in chats)
+    read = size if isinstance(data, FeatureStore) else size // BYTES_PER_TOKEN
+    config = config.updated(epochs=config.count_epochs(read))
     fingerprint = {**fingerprint, "head": None if head is None else str(request.head)}
     folder = TrainingFolder(request.out)
     if is_main and config.validation and not can_decode(target):
@@ -105,23 +117,28 @@ def train(
         if is_main:
             folder.prepare(config, fingerprint, request.resume, request.overwrite)
     accelerator.init_trackers("tensorboard")
-    start = time.monotonic()
-    trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress)
+    records = data.file.counts() if isinstance(data, ChatDataset) else {}
+    stored = folder.path / FEATURES
+    if request.store_features:
+        data = _store_features(data, target, stored, fingerprint, states, progress)
+
+    def save(trained: DraftHead) -> None:
+        dtype = None if target.dtype == torch.float32 else target.dtype
+        save_trained(trained, folder.path, dtype, binary=request.binary)
+        counts, settings = trainer.counts, config.model_dump()
+        read = {**records, **asdict(counts)}
+        write_record(folder.path, settings, trainer.step, counts.tokens, trainer.seconds, read)
+        write_card(folder.path, folder.metrics(), fingerprint)
+
+    trainer = Trainer(config, target, data, folder, accelerator, on_metrics, head, progress, save)
     trained = trainer.run()
     if is_main:
         summary = trainer.counts.summary()
         if summary is not None:
             log.warning("%s", summary)
-        dtype = None if target.dtype == torch.float32 else target.dtype
-        save_trained(trained, folder.path, dtype, binary=request.binary)
-        log.info("trained in %.0f s", time.monotonic() - start)
-        counts = trainer.counts
-        read = {**(data.file.counts() if isinstance(data, ChatDataset) else {}), **asdict(counts)}
-        settings = config.model_dump()
-        write_record(folder.path, settings, trainer.step, counts.tokens, trainer.seconds, read)
-        metrics = folder.metrics()
-        draw_curves(metrics, folder.path / CURVES_FILE)
-        write_card(folder.path, metrics, fingerprint)
+        save(trained)
+        draw_curves(folder.metrics(), folder.path / CURVES_FILE)
+        shutil.rmtree(stored, ignore_errors=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()  # closes the connection between the processes
     return folder.path if is_main else None
@@ -158,6 +175,24 @@ def _open_features(
             f" {list(states)}; run eagle-fsd train features --head-type {config.head_type}"
         )
     return store
+
+
+def _store_features(
+    data: ChatDataset | FeatureStore,
+    target: Target,
+    folder: Path,
+    fingerprint: dict[str, Any],
+    states: Sequence[int],
+    progress: ProgressFactory,
+) -> FeatureStore:
+    """Store the features of a training, or of those chats that an interrupted one left."""
+    assert isinstance(data, ChatDataset)  # TrainRequest excludes stored features
+    dtype = str(target.dtype).removeprefix("torch.")
+    fingerprint = {**fingerprint, "states": list(states), "dtype": dtype}
+    with progress("features") as report:
+        return write_features(
+            data, target, folder, fingerprint, progress=report, state=PartialState()
+        )
 
 
 def _open_chats(

@@ -13,14 +13,13 @@ import logging
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
 
@@ -31,7 +30,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.model.request import Request
 from eagle_fsd.train.chat_file import Chat, ChatFile
 from eagle_fsd.train.config import RegenerateServer, SynthesizeConfig, SynthesizeRequest
-from eagle_fsd.train.loaded_target import LoadedTarget, target_name
+from eagle_fsd.train.loaded_target import LoadedTarget, fastest_dtype, target_name
 from eagle_fsd.train.regenerate import (
     REJECTIONS,
     output_files,
@@ -417,7 +416,7 @@ class ServerWriter:
 
     def write(self, sieve: Sieve) -> Iterator[Draft]:
         """Yield chats in order of completion until the sieve has enough, or a signal arrives."""
-        client, requested = ChatClient(self.endpoint), False
+        client, requested = ChatClient(self.endpoint, self._on_tokens), False
 
         def drafts() -> Iterator[Draft]:
             while not (sieve.complete or signals.requested.is_set()):
@@ -429,8 +428,7 @@ class ServerWriter:
         stop = interrupt_on_second_signal("the chats in progress")
         try:
             with StopSignals(stop) as signals, closing(written):
-                for draft, tokens in written:
-                    self._on_tokens(tokens)
+                for draft, _ in written:
                     yield draft
                     requested = signals.requested.is_set()
                     if sieve.complete and not requested:
@@ -441,9 +439,7 @@ class ServerWriter:
                 f" ({error}); the chats so far are saved: run the same command again to resume"
             ) from error
 
-    def _write(self, client: ChatClient, draft: Draft) -> int:
-        """Write a chat; return the number of its tokens."""
-        tokens = 0
+    def _write(self, client: ChatClient, draft: Draft) -> None:
         # The server adds the token that the tokenizer would add.
         bos = str(self.plan.tokenizer.bos_token or "")
         adds = self.plan.tokenizer("").input_ids == [self.plan.tokenizer.bos_token_id]
@@ -460,22 +456,9 @@ class ServerWriter:
             if turn.stop:
                 options["stop"] = list(turn.stop)
             try:
-                new, complete, count = client.continue_text(text, **options)
+                new, complete, _ = client.continue_text(text, **options)
             except EndpointError as error:
                 if error.status not in REJECTIONS:
                     raise
-                new, complete, count = "", False, 0
-            tokens += count
+                new, complete = "", False
             self.plan.take(draft, turn, new, complete)
-        return tokens
-
-
-def fastest_dtype() -> str | None:
-    """Return bfloat16 on a CPU that computes in it; None elsewhere, for the default."""
-    if torch.cuda.is_available():
-        return None
-    checks: Sequence[Any] = [
-        getattr(torch.cpu, name, None)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return "bfloat16" if any(check is not None and check() for check in checks) else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eagle_fsd.model.draft_vocabulary import write_ranks
+from eagle_fsd.model.checkpoint import write_ranks
 from eagle_fsd.train.config import RanksRequest
-from eagle_fsd.train.dataset import count_answer_tokens
+from eagle_fsd.train.dataset import count_answer_tokens, rank_by_frequency
 from eagle_fsd.train.loaded_target import LoadedTarget
 from eagle_fsd.utils.progress import ProgressFactory, no_progress
 
@@ -22,5 +22,5 @@ def rank_tokens(
         chats = loaded.open_chats(request.data, request.max_length, report)
     with progress("counting") as report:
         counts = count_answer_tokens(chats, range(len(chats)), loaded.target.vocab_size, 0, report)
-    write_ranks(request.out, counts)
+    write_ranks(request.out, rank_by_frequency(counts))
     return int((counts > 0).sum())

@@ -32,8 +32,8 @@ from eagle_fsd.train.dataset import (
     count_answer_tokens,
     count_batches,
     example_length,
-    most_frequent_tokens,
     pack_batches,
+    rank_by_frequency,
     read_examples,
     shared_batches,
     shuffled_batches,
@@ -87,9 +87,12 @@ class ReadCounts:
 class Trainer:
     """Training loop of one draft head, which starts from ``head`` or from random weights.
 
-    ``on_metrics`` is called on the main process with the metrics of every logged step and
-    validation. ``progress`` reports ``measuring`` (in chats), which ``tokens_per_batch`` requires,
-    and ``counting`` (in chats), which a reduced draft vocabulary requires.
+    The number of epochs must be set in the configuration.
+
+    ``on_metrics`` is called on the main process with what is trained and the metrics of every
+    logged step and validation, ``on_checkpoint`` with the head in float32. ``progress`` reports
+    ``measuring`` (in chats), which ``tokens_per_batch`` requires, and ``counting`` (in chats),
+    which a reduced draft vocabulary requires.
     """
 
     def __init__(
@@ -102,10 +105,11 @@ class Trainer:
         on_metrics: MetricsCallback | None = None,
         head: DraftHead | None = None,
         progress: ProgressFactory = no_progress,
+        on_checkpoint: Callable[[DraftHead], None] = lambda head: None,
     ) -> None:
         self.config, self.target, self.data, self.folder = config, target, data, folder
         self.accelerator = accelerator
-        self.on_metrics = on_metrics
+        self.on_metrics, self.on_checkpoint = on_metrics, on_checkpoint
         self.chats, self.held_out = split_validation(len(data), config.validation, config.seed)
         self.packed: list[list[int]] = []
         if config.tokens_per_batch is None:
@@ -116,7 +120,9 @@ class Trainer:
             self.sizes = self._measure_lengths(progress)
             self.packed = pack_batches(self.chats, self.sizes, config.tokens_per_batch, config.seed)
             self.batches_per_epoch = count_batches(len(self.packed), accelerator.num_processes)
-        self.steps = -(-config.epochs * self.batches_per_epoch // config.accumulate)
+        assert config.epochs is not None
+        self.epochs = config.epochs
+        self.steps = -(-self.epochs * self.batches_per_epoch // config.accumulate)
         self.steps = min(self.steps, config.max_steps or self.steps)
         self.step, self.seconds = 0, 0.0
         self.counts = ReadCounts()
@@ -176,6 +182,9 @@ class Trainer:
             log.info("resuming from step %d", self.step)
         if self.accelerator.is_main_process:
             self.folder.rewind_metrics(self.step)
+            if self.on_metrics is not None:
+                read = {"chats": len(self.chats), "epochs": self.epochs}
+                self.on_metrics({"kind": "start", "step": self.step, "steps": self.steps, **read})
         with StopSignals(interrupt_on_second_signal("this step")) as signals:
             batches = self._batches()
             while self.step < self.steps:
@@ -190,6 +199,9 @@ class Trainer:
                     self._validate()
                 if is_last or stopping or self.step % self.config.checkpoint_every == 0:
                     self.folder.write_checkpoint(self.step, self.accelerator)
+                    head = self.copy_head(torch.float32)
+                    if self.accelerator.is_main_process and not is_last:
+                        self.on_checkpoint(head)
                 if stopping:
                     raise KeyboardInterrupt
         return self.copy_head(torch.float32)
@@ -290,8 +302,9 @@ class Trainer:
         seed = self.config.seed * 1_000_003 + epoch
         noisy = add_noise(inputs, batch, self.config.noise, seed)
         with self.accelerator.autocast():
+            best = None if batch.best is None else batch.best[:, 1:]
             losses: dict[str, Tensor] = self.losses(
-                noisy, batch.ids[:, 1:], labels, batch.loss_mask
+                noisy, batch.ids[:, 1:], labels, batch.loss_mask, best
             )
         return losses
 
@@ -299,7 +312,7 @@ class Trainer:
         """Yield (epoch, batch) from the current step on; after the last epoch, empty batches."""
         config = self.config
         epoch, skip = divmod(self.step * config.accumulate, self.batches_per_epoch)
-        while epoch < config.epochs:
+        while epoch < self.epochs:
             for batch in self._data_loader(self._epoch_batches(epoch)[skip:]):
                 yield epoch, batch
             epoch, skip = epoch + 1, 0
@@ -332,21 +345,23 @@ class Trainer:
         return total
 
     def _select_draft_vocabulary(self, progress: ProgressFactory) -> Tensor | None:
-        """Return ``[D]`` the tokens that a new head can draft; None for all of them.
+        """Return ``[D]`` the tokens that a new head can draft, by frequency; None for all of them.
 
         They are the most frequent ones of the answers in the training chats, which the processes
         count together.
         """
         vocab_size = self.target.vocab_size
-        size = self.config.draft_vocab_size or DRAFT_VOCAB_SIZE
-        if self.config.head_type == "eagle" or size >= vocab_size:
+        size = self.config.draft_vocab_size
+        if size is None:
+            size = DRAFT_VOCAB_SIZE if self.config.head_type == "eagle3" else vocab_size
+        if size >= vocab_size:
             return None
         accelerator = self.accelerator
         own = self.chats[accelerator.process_index :: accelerator.num_processes]
         with progress("counting") as report:
             counts = count_answer_tokens(self.data, own, vocab_size, self.config.workers, report)
         counts = accelerator.reduce(counts.to(accelerator.device), "sum")
-        return most_frequent_tokens(counts.cpu(), size)
+        return rank_by_frequency(counts.cpu())[:size]
 
     def _data_loader(self, batches: list[list[int]]) -> DataLoader[Any]:
         on_gpu = self.accelerator.device.type == "cuda"

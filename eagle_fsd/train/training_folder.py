@@ -6,7 +6,9 @@
     metrics.jsonl          a line for every logged step and every validation
     checkpoints/step-N/    the newest two checkpoints
     tensorboard/           the metrics as TensorBoard events
-    config.json, model.safetensors, README.md, curves.png, training.json    at the end
+    features/              the target's features, if they are stored; deleted at the end
+    config.json, model.safetensors, README.md, training.json    the head at the newest checkpoint
+    curves.png             at the end
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "recipe.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+FEATURES = "features"
 MAX_CHECKPOINTS = 2
 #: Options that may change when a training resumes: they do not affect the result.
 RESUMABLE_CHANGES = ("validate_every", "checkpoint_every", "log_every", "workers", "compile")

@@ -33,7 +33,8 @@ def validation_losses(
         batch = cpu_batch.to(losses.head.device)
         features = batch_features(target, batch, states).to(losses.head.dtype)
         inputs, labels = split_features(losses.head, features)
-        result = losses(inputs, batch.ids[:, 1:], labels, batch.loss_mask)
+        best = None if batch.best is None else batch.best[:, 1:]
+        result = losses(inputs, batch.ids[:, 1:], labels, batch.loss_mask, best)
         for name, value in result.items():
             sums[name] = sums.get(name, 0.0) + float(value)
         positions += int(batch.loss_mask.sum())

@@ -54,12 +54,17 @@ class EndpointError(ValueError):
 
 
 class ChatClient:
-    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid."""
+    """A thread-safe client of one endpoint; raises EndpointError if the URL is invalid.
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    ``on_tokens`` is called with the number of tokens of each reply, by one thread at a time.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, on_tokens: Callable[[int], None] = lambda count: None
+    ) -> None:
         import openai  # takes a second
 
-        self.endpoint = endpoint
+        self.endpoint, self._on_tokens, self._lock = endpoint, on_tokens, Lock()
         self._key = endpoint.api_key or os.environ.get(KEY_VARIABLE) or NO_KEY
         try:
             self._client = openai.OpenAI(
@@ -117,7 +122,11 @@ class ChatClient:
         import openai
 
         try:
-            return read(send())
+            reply = send()
+            result, usage = read(reply), getattr(reply, "usage", None)
+            with self._lock:
+                self._on_tokens(usage.completion_tokens if usage else 0)
+            return result
         except openai.APIStatusError as error:
             body = error.body.get("message") if isinstance(error.body, dict) else None
             message = f"{error.status_code}, {body or error.message}"

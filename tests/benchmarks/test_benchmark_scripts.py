@@ -27,6 +27,7 @@ import shapes
 import step
 import summary
 import torch
+import training
 import vocabulary
 from measurement import EXACT, FSD, PLAIN, copy_bandwidth
 
@@ -210,6 +211,13 @@ def test_batches_give_the_same_answers(quick: Quick, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", [vocabulary, attention], ids=lambda script: script.__name__)
 def test_other_scripts_save_their_results(script: Any, quick: Quick) -> None:
     quick(script, saves=2)
+
+
+def test_training_steps_have_a_floor(quick: Quick) -> None:
+    _, tables, _ = quick(training, saves=4)
+    (rows,) = tables.values()
+    assert all(row["ratio"] > 0 and row["rate"] > 0 for row in rows)
+    assert rows[0]["floor"] > rows[2]["floor"]  # all tokens, and a draft vocabulary
 
 
 def test_comparison_with_hugging_face(quick: Quick, tmp_path: Path) -> None:

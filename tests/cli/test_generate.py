@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd import EagleFSD
-from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET
+from eagle_fsd import EagleFSD, EagleHead
+from eagle_fsd.bundled import BUNDLED_DRAFTERS, BUNDLED_HEAD, BUNDLED_TARGET, SMOLLM2_HEADS
+from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import PairOptions
+from eagle_fsd.model.loading import load_target
+from eagle_fsd.model.target import Target
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -101,9 +104,25 @@ def test_command_line_overrides_settings_files_which_override_the_head(
 
 
 def test_bundled_drafters_have_names(run: Run) -> None:
-    for name, path in BUNDLED_DRAFTERS.items():
-        assert PairOptions(drafter=name).drafter == str(path)
+    for name in BUNDLED_DRAFTERS.keys() - SMOLLM2_HEADS.keys():
+        assert PairOptions(drafter=name).drafter == str(BUNDLED_DRAFTERS[name])
         assert generated(run, "--drafter", name, "--max-new-tokens", 2, QUESTION)["tokens"]
+
+
+def test_threshold_that_accepts_nothing_is_explained(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an untrained head, whose tree is chosen by its costs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = Target(load_target(BUNDLED_TARGET))
+    save_head(EagleHead(target.config, False).attach(target), tmp_path / "head")
+    for head, shown in ((tmp_path / "head", True), (BUNDLED_HEAD, False)):
+        pair = ("--target", BUNDLED_TARGET, "--head", head, "--threshold", 0.05)
+        status, _, errors = run("generate", *pair, "--max-new-tokens", 40, "--speedup", QUESTION)
+        assert status == 0
+        assert "as fast as plain decoding" in errors
+        assert ("accepts hardly anything beyond lossless decoding" in errors) == shown
+    assert caplog.text.count("timing a few steps to choose the draft tree") == 1
 
 
 def test_rule_replaces_the_threshold_of_the_head(run: Run, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, tensor_names
+from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, tensor_names, write_ranks
 from eagle_fsd.model.config import read_settings
 from eagle_fsd.model.divergence import DIVERGENCES
-from eagle_fsd.model.draft_vocabulary import select_tokens, write_ranks
+from eagle_fsd.model.draft_vocabulary import select_tokens
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
@@ -162,17 +162,18 @@ def folder(tmp_path: Path) -> Path:
     head = aligned_pair().drafter
     assert isinstance(head, EagleHead)
     save_head(head, tmp_path)
-    write_ranks(tmp_path / RANKS_FILE, torch.arange(VOCAB_SIZE) % 7)
+    ranks = (torch.arange(VOCAB_SIZE) % 7).sort(descending=True, stable=True).indices
+    write_ranks(tmp_path / RANKS_FILE, ranks)
     return tmp_path
 
 
-def test_tokens_are_the_most_frequent_in_ascending_order(folder: Path) -> None:
+def test_tokens_are_the_most_frequent(folder: Path) -> None:
     sixes = list(range(6, VOCAB_SIZE, 7))
     assert select_tokens(3, folder, VOCAB_SIZE).tolist() == sixes[:3]
     found = select_tokens(len(sixes) + 1, folder, VOCAB_SIZE).tolist()
-    assert found == sorted([*sixes, 5])
+    assert found == [*sixes, 5]
     every = select_tokens(folder / RANKS_FILE, folder, VOCAB_SIZE)
-    assert torch.equal(every, torch.arange(VOCAB_SIZE))
+    assert torch.equal(every.sort().values, torch.arange(VOCAB_SIZE))
 
 
 def test_invalid_sizes_and_rankings_are_refused(folder: Path) -> None:
@@ -194,6 +195,23 @@ def test_invalid_sizes_and_rankings_are_refused(folder: Path) -> None:
     (folder / RANKS_FILE).unlink()
     with pytest.raises(CheckpointError, match="eagle-fsd train ranks"):
         select_tokens(1, folder, VOCAB_SIZE)
+
+
+def test_head_is_saved_and_loaded_with_its_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """The option overrides it, and a lost file is reported."""
+    model, saved = aligned_pair().model, tmp_path / "saved"
+    head = EagleFSD.from_pretrained(model, folder, draft_vocabulary=30).drafter
+    assert isinstance(head, EagleHead)
+    save_head(head, saved)
+    for size, options in ((30, {}), (9, {"draft_vocabulary": 9})):
+        found = EagleFSD.from_pretrained(model, saved, **options).drafter
+        assert isinstance(found, EagleHead)
+        assert found.token_ids is not None
+        expected = select_tokens(size, folder, VOCAB_SIZE).sort().values
+        assert torch.equal(found.token_ids, expected)
+    (saved / RANKS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"drafts 30 tokens, but has no {RANKS_FILE}"):
+        EagleFSD.from_pretrained(model, saved)
 
 
 def test_option_is_for_eagle_heads_that_are_to_be_loaded(folder: Path) -> None:

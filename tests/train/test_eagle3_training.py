@@ -26,6 +26,7 @@ from trainings import (
 from eagle_fsd import CheckpointError, EagleFSD, OptionsError
 from eagle_fsd.model.acceptance import TopKRule
 from eagle_fsd.model.cache import additive_mask
+from eagle_fsd.model.checkpoint import load_head
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.divergence import DIVERGENCES
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
@@ -40,7 +41,7 @@ from eagle_fsd.train.config import (
     RanksRequest,
     TrainConfig,
 )
-from eagle_fsd.train.dataset import split_validation
+from eagle_fsd.train.dataset import collate, split_validation
 from eagle_fsd.train.export import convert_head
 from eagle_fsd.train.feature_store import FeatureStore, store_features
 from eagle_fsd.train.features import compute_features
@@ -116,6 +117,11 @@ def test_stored_features_train_the_same_head(
     assert features is not None
     computed = compute_features(Target(load_target(target)), ids, [*READS, LAST])[0]
     torch.testing.assert_close(features.float(), computed, rtol=2**-7, atol=1e-3)
+    batch = collate([store[3]])
+    assert batch.best is not None
+    needed = batch.best[0, 1:][batch.loss_mask[0]]
+    logits = load_target(target)(ids).logits[0, 1:][batch.loss_mask[0]]
+    assert torch.equal(needed, logits.argmax(-1))
     stored = train("stored", features=request.out, **EAGLE3)
     fresh = train("fresh", **EAGLE3)
     assert read_losses(stored).tolist() == pytest.approx(read_losses(fresh).tolist(), rel=0.1)
@@ -128,11 +134,17 @@ def test_stored_features_train_the_same_head(
 
 
 def test_draft_vocabulary_is_that_of_the_answers(
-    train: Train, target: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train,
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Held-out chats and prompts do not count. Large vocabularies are reduced by default."""
+    """Held-out chats and prompts do not count. Large vocabularies of EAGLE-3 are reduced."""
     options = {**EAGLE3, "validation": 1, "max_steps": 1}
     out = train(**options, draft_vocab_size=12)
+    eagle = train("eagle", validation=1, max_steps=1, draft_vocab_size=12)
     chats = LoadedTarget.load(TargetOptions(target=target)).open_chats(data, 64)
     counts: Counter[int] = Counter()
     for index in split_validation(len(chats), 1, 0)[0]:
@@ -140,8 +152,12 @@ def test_draft_vocabulary_is_that_of_the_answers(
         pairs = zip(example.ids, example.assistant_mask, strict=True)
         counts.update(token for token, is_answer in pairs if is_answer)
     expected = sorted(sorted(counts, key=lambda token: (-counts[token], token))[:12])
-    head = load_eagle3(out, Target(load_target(target)))
-    assert head.token_ids.tolist() == expected
+    loaded = Target(load_target(target))
+    assert load_eagle3(out, loaded).token_ids.tolist() == expected
+    assert load_head(eagle, loaded).token_ids.tolist() == expected
+    convert_head(eagle, loaded, tmp_path / "exported", "vllm")  # which drafts all tokens
+    assert load_head(tmp_path / "exported", loaded).token_ids is None
+    assert "trained to draft 12 tokens; vllm will draft all" in caplog.text
     assert read_weights(out)["lm_head.weight"].shape == (12, 32)
     assert "d2t" not in read_weights(train("whole", **options))
     monkeypatch.setattr("eagle_fsd.train.trainer.DRAFT_VOCAB_SIZE", 50)
@@ -294,7 +310,6 @@ def test_defaults_depend_on_the_type_of_the_head(
     saved = json.loads((out / "recipe.json").read_text())["recipe"]
     assert (saved["unroll"], saved["divergence_weight"], saved["noise"]) == (2, 0.5, 0.0)
     for options, message in (
-        ({"draft_vocab_size": 9}, "draft_vocab_size requires head_type eagle3"),
         ({"fc_norm": True}, "fc_norm requires head_type eagle3"),
         ({"head_type": "eagle3", "bias": True}, "bias requires head_type eagle"),
         ({"head_type": "eagle3", "feature_weight": 0.5}, "feature_weight must be 0 .*; got 0.5"),

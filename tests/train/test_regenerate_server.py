@@ -70,14 +70,18 @@ class Rewriting:
                 new.append(turn)
             self.expected.append({"index": index, "messages": new})
 
-    def __call__(self, progress: Any = None, **options: Any) -> ChatFile:
+    def __call__(
+        self, progress: Any = None, on_tokens: Any = lambda count: None, **options: Any
+    ) -> ChatFile:
         """Rewrite the chats; options are fields of the server or of the configuration."""
         names = [name for name in options if name in RegenerateServer.model_fields]
         server = {"base_url": self.stub.url, "model": MODEL, "retries": 3, "timeout": TIMEOUT}
         server |= {name: options.pop(name) for name in names}
         config = RegenerateConfig(max_new_tokens=7, **options)
         chats = ChatFile(self.data)
-        return request_chats(RegenerateServer(**server), chats, self.out, config, progress)
+        return request_chats(
+            RegenerateServer(**server), chats, self.out, config, progress, on_tokens
+        )
 
     def arguments(self, *more: str) -> list[str]:
         """Arguments of the command that rewrites the chats."""
@@ -103,7 +107,11 @@ def is_first_turn(messages: Messages, number: int) -> bool:
 
 def test_turns_follow_the_rewritten_ones_before_them(rewrite: Rewriting) -> None:
     reported: list[tuple[int, int]] = []
-    rewritten = rewrite(lambda *now: reported.append(now), top_k=5, seed=3, concurrency=1)
+    counted: list[int] = []
+    rewritten = rewrite(
+        lambda *now: reported.append(now), counted.append, top_k=5, seed=3, concurrency=1
+    )
+    assert counted == [5] * 2 * COUNT
     assert rewrite.stub.peak == 1
     assert rewrite.lines() == rewrite.expected
     assert len(rewritten) == COUNT

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_endpoint import Reply, StubEndpoint, failure
+from stub_endpoint import USAGE, Reply, StubEndpoint, failure
 
 from eagle_fsd.bundled import BUNDLED_TARGET
 from eagle_fsd.model.loading import load_tokenizer
@@ -165,9 +165,8 @@ class StubServer(StubEndpoint):
         text = f" Question {number}: what is {number} + {'1' * (number + 1)}?" if asks else " Sum."
         reason = "length" if number == 1 and not asks else "stop"
         choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-        usage = {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
         head = {"id": "1", "object": "text_completion", "created": 0, "model": body["model"]}
-        return 200, {**head, "choices": [choice], "usage": usage}
+        return 200, {**head, "choices": [choice], "usage": USAGE}
 
 
 def test_a_server_writes_chats(tmp_path: Path) -> None:

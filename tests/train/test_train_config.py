@@ -30,6 +30,9 @@ def test_defaults_are_those_of_eagle() -> None:
     for size, rate in ((4096, 3e-5), (8192, 1.5e-5), (128, 3e-5 * 32)):
         assert config.learning_rate(size) == pytest.approx(rate)
         assert TrainConfig(lr=2e-4).learning_rate(size) == 2e-4
+    for tokens, epochs in ((0, 20), (600_000, 20), (1_000_000, 12), (10**9, 4)):
+        assert config.count_epochs(tokens) == epochs
+    assert TrainConfig(epochs=3).count_epochs(1000) == 3
 
 
 @given(st.integers(1, 3000), st.integers(0, 5000))

@@ -30,7 +30,7 @@ from trainings import (
     write_half,
 )
 
-from eagle_fsd import EagleHead, OptionsError
+from eagle_fsd import EagleFSD, EagleHead, OptionsError
 from eagle_fsd.model.checkpoint import save_head
 from eagle_fsd.model.config import TargetOptions
 from eagle_fsd.model.loading import load_target
@@ -164,7 +164,9 @@ def test_killed_then_resumed_training_gives_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    "settings", [{**TOKENS, "accumulate": 2, "epochs": 8}, EAGLE3], ids=["tokens", "eagle3"]
+    "settings",
+    [{**TOKENS, "accumulate": 2, "epochs": 8}, EAGLE3, {"draft_vocab_size": 200}],
+    ids=["tokens", "eagle3", "eagle"],
 )
 def test_other_trainings_resume_to_the_same_weights(settings: dict[str, Any], train: Train) -> None:
     """Those on a budget of tokens, and those of a head with a draft vocabulary."""
@@ -175,6 +177,29 @@ def test_other_trainings_resume_to_the_same_weights(settings: dict[str, Any], tr
     assert same_training(out, whole)
     with pytest.raises(ValueError, match=r"tokens_per_batch was (None|200), is 250"):
         train(resume=True, **{**settings, "tokens_per_batch": 250})
+
+
+def test_checkpoint_saves_a_usable_head(train: Train, target: Path, tmp_path: Path) -> None:
+    """Also with stored features, which an interrupted training keeps and a complete one deletes."""
+    whole = train("whole", **VALIDATED)
+    stored = {**VALIDATED, "store_features": True}
+    with killed(*IN_MID_EPOCH):
+        train(**stored)
+    out = tmp_path / "out"
+    checkpoint = load_file(out / "checkpoints" / "step-6" / "model.safetensors")
+    saved = read_weights(out)
+    assert same_weights(
+        saved, {name.removeprefix("head."): checkpoint[name] for name in checkpoint}
+    )
+    pair = EagleFSD.from_pretrained(target, out)
+    assert pair.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=5).stats.tokens == 5
+    record = json.loads((out / "training.json").read_text())
+    assert (record["steps"], record["settings"]["epochs"]) == (6, 20)
+    assert (out / "README.md").exists()
+    train(resume=True, **stored)
+    assert not (out / "features").exists()
+    assert read_losses(out).tolist() == pytest.approx(read_losses(whole).tolist(), rel=0.1)
+    assert read_metrics(out, "validation")[-1]["tau"] >= 1
 
 
 # -- failures --------------------------------------------------------------------------------------

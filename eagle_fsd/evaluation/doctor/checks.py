@@ -24,6 +24,7 @@ from eagle_fsd.evaluation.doctor.measurements import MeasuredAnswer, Measurement
 from eagle_fsd.evaluation.doctor.settings import DrafterSetting, find_settings
 from eagle_fsd.evaluation.doctor.templates import candidate_templates, unknown_markers
 from eagle_fsd.model.drafters.heads import DraftHead
+from eagle_fsd.model.probe import describe_closed_gate
 from eagle_fsd.model.target import LAST, Target
 from eagle_fsd.utils.chat_templates import encode_prompt
 
@@ -51,6 +52,8 @@ MAX_LENGTH_DROP = 0.15
 MAX_EXCESS = 0.2
 #: Answers with a smaller share of distinct pairs of tokens are loops, which are easy to draft.
 MIN_VARIETY = 0.4
+#: A threshold that many pairs use.
+PROBED_THRESHOLD = 0.1
 #: Values that a comparison needs.
 MIN_COUNT = 50
 
@@ -214,6 +217,19 @@ def check_speed(measured: Measurements) -> list[Finding]:
     evidence = f"plain decoding would be faster in {slow} of {len(answers)} answers"
     step = "draft fewer tokens: --draft-vocabulary, after eagle-fsd train ranks, or smaller trees"
     return [Finding("speed", "note", evidence, f"{step} (eagle-fsd tune)")]
+
+
+def check_gate(measured: Measurements) -> list[Finding]:
+    """Report if FSD can hardly accept more than lossless decoding does.
+
+    The threshold is the pair's, or else :data:`PROBED_THRESHOLD`.
+    """
+    threshold = measured.model.acceptance.threshold or PROBED_THRESHOLD
+    message = describe_closed_gate(measured.divergences, threshold)
+    if message is None:
+        return []
+    step = "train the drafter further; until then, decode losslessly (--threshold 0)"
+    return [Finding("gate", "note", message, step)]
 
 
 def check_tree(measured: Measurements) -> Finding:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle_fsd.evaluation.doctor.checks import (
     check_depth,
+    check_gate,
     check_length,
     check_settings,
     check_speed,
@@ -69,7 +70,7 @@ def diagnose(
             findings = check_settings(measured, agreement)
             if training_texts:
                 findings.append(check_training_text(model.target, training_texts))
-        findings += [check_length(measured), check_depth(measured)]
+        findings += [check_length(measured), check_depth(measured), *check_gate(measured)]
     findings += [*check_speed(measured), check_tree(measured)]
     steps = {finding.level: finding.step for finding in reversed(findings)}
     return {

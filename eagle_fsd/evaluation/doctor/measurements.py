@@ -19,6 +19,7 @@ from eagle_fsd.evaluation.doctor.agreement import Agreement
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.model.drafters.levels import LevelDrafter
 from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.model.probe import gate_divergences
 from eagle_fsd.utils.chat_templates import Chat, ChatTemplate, encode_prompt
 
 #: Questions answered at once.
@@ -117,6 +118,13 @@ class Measurements:
         context = min(model.target.stable_rope_length, own or torch.inf)
         prompts = (encode_prompt(chat, model.tokenizer, chat_template)[0] for chat in chats)
         return [item for item in prompts if 1 < len(item) <= context - self.max_new_tokens]
+
+    @cached_property
+    def divergences(self) -> Tensor:
+        """``[n]`` divergences between target and drafter where answers were drafted."""
+        prompts = [answer.ids[: answer.start] for answer in self.short]
+        name = self.model.acceptance.divergence
+        return gate_divergences(self.model, prompts, self.max_new_tokens, name)
 
     @cached_property
     def agreement(self) -> Agreement | None:

@@ -47,6 +47,8 @@ class EagleHead(DraftHead):
 
     reads = (LAST,)
     projects = True
+    #: The draft vocabulary ``[D]``, the most frequent token first; None for all tokens.
+    ranked_tokens: Tensor | None = None
     # The rows of the output projection that belong to token_ids. They are buffers, because CUDA
     # graphs, which read them, are valid as long as a module's parameters and buffers stay in place.
     _row_weights: Tensor | None
@@ -102,11 +104,12 @@ class EagleHead(DraftHead):
         """Draft some tokens only, see :mod:`~eagle_fsd.model.draft_vocabulary`.
 
         Args:
-            token_ids: ``[D]`` distinct tokens in ascending order; None for all.
+            token_ids: ``[D]`` distinct tokens, the most frequent first; None for all.
         """
+        self.ranked_tokens = token_ids
         weights, bias = None, None
         if token_ids is not None:
-            token_ids = token_ids.to(self.target.device)
+            token_ids = token_ids.to(self.target.device).sort().values
             projection = self.target.lm_head
             weights, bias = projection.weight, getattr(projection, "bias", None)
             weights, bias = (
@@ -118,7 +121,7 @@ class EagleHead(DraftHead):
 
     def attach(self, target: Target) -> Self:
         super().attach(target)
-        self.restrict_vocabulary(self.token_ids)
+        self.restrict_vocabulary(self.ranked_tokens)
         return self
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""Choose the draft tree of a pair without ``fsd.json`` by the costs of its passes on a CPU.
+
+Drafting a level reads the drafter's output projection, and a pass over the tree costs more the more
+nodes it has. How much depends on pair, data type and machine: a tree that suits one pair makes
+another slower than plain decoding. A few steps with different trees are timed, and of all trees the
+one is chosen that emits the most tokens per second if drafted tokens are accepted as often as those
+of published heads. ``eagle-fsd tune`` finds better trees: it decodes the user's prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+
+from eagle_fsd.model.config import TreeConfig
+from eagle_fsd.model.drafters.levels import LevelDrafter
+from eagle_fsd.model.gguf import cache_folder
+from eagle_fsd.model.identity import fingerprint
+from eagle_fsd.model.pipeline import EagleFSD
+from eagle_fsd.utils.files import atomic_write
+from eagle_fsd.utils.provenance import describe_environment
+
+log = logging.getLogger(__name__)
+
+#: Share of tokens accepted after an accepted token, by their rank among the drafter's.
+ACCEPTED = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.01, 0.01)
+#: Nodes, depths and widths of the trees to choose from.
+NODES = (4, 8, 16, 32, 60)
+DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+WIDTHS = (1, 2, 4, 8)
+#: Depth of the trees that show the cost of a level, in comparison with a depth of 1.
+LEVELS = 4
+#: Timed steps of every measurement, of which the fastest counts; one more comes before them.
+STEPS = 2
+CACHE_FILE = "trees.json"
+
+
+def fit_tree(model: EagleFSD) -> None:
+    """Set the tree of a pair whose tree nobody has chosen; the result is cached for the machine.
+
+    Does nothing on other devices than a CPU, where a pass over 60 nodes costs about as much as over
+    one, and for drafters that propose trees at once.
+    """
+    on_cpu = model.target.device.type == "cpu"
+    if not (model.has_default_tree and on_cpu and isinstance(model.drafter, LevelDrafter)):
+        return
+    file, key = cache_folder().with_name(CACHE_FILE), _key(model)
+    try:
+        known = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # missing or damaged
+        known = {}
+    if key in known:
+        model.tree = TreeConfig.from_dict(known[key])
+        return
+    log.warning("timing a few steps to choose the draft tree; eagle-fsd tune finds better ones")
+    tree = choose_tree(*measure_costs(model))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, json.dumps({**known, key: tree.model_dump()}, indent=1) + "\n")
+    except OSError as error:
+        log.warning("the draft tree is not cached: %s", error)
+    model.tree = tree
+
+
+def choose_tree(
+    target: dict[int, float], level: dict[int, float], draft: dict[int, float]
+) -> TreeConfig:
+    """Return the tree that is expected to emit the most tokens per second.
+
+    ``target`` are the seconds of a step without drafting by the number of nodes, ``level`` those of
+    a level by the number of its nodes, and ``draft`` what drafting takes besides.
+    """
+    best, speed = TreeConfig.for_device("cpu"), 0.0
+    for nodes, depth, width in itertools.product(target, DEPTHS, level):
+        seconds = target[nodes] + draft[width] + depth * level[width]
+        found = expected_length(nodes, depth, width) / seconds
+        if found > speed:
+            best, speed = TreeConfig(total_tokens=nodes, depth=depth, top_k=width), found
+    return best
+
+
+def expected_length(nodes: int, depth: int, width: int) -> float:
+    """Return the expected tokens of a step, if tokens are accepted as :data:`ACCEPTED` says."""
+    return 1.0 + sum(itertools.islice(_path_shares(depth, width), nodes - 1))
+
+
+def _path_shares(depth: int, width: int) -> Iterator[float]:
+    """Yield the probability that each node is accepted with its ancestors, the largest first."""
+    # Of each node: its probability, its parent's, its rank and its level.
+    heap = [(-ACCEPTED[0], 1.0, 0, 0)]
+    while heap:
+        negative, parent, rank, level = heapq.heappop(heap)
+        yield -negative
+        if rank + 1 < width:
+            heapq.heappush(heap, (-parent * ACCEPTED[rank + 1], parent, rank + 1, level))
+        if level < depth:
+            heapq.heappush(heap, (negative * ACCEPTED[0], -negative, 0, level + 1))
+
+
+def measure_costs(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """Time steps with a few trees; return the arguments of :func:`choose_tree`."""
+    trees = [TreeConfig(total_tokens=nodes, depth=1, top_k=WIDTHS[-1]) for nodes in NODES]
+    trees += [
+        TreeConfig(total_tokens=NODES[0], depth=depth, top_k=width)
+        for width in WIDTHS
+        for depth in (1, 1 + LEVELS)
+    ]
+    spent = {}
+    original = model.tree
+    try:
+        for tree in trees:
+            model.tree = tree
+            spent[tree.total_tokens, tree.depth, tree.top_k] = _step_seconds(model)
+    finally:
+        model.tree = original
+    target = {nodes: spent[nodes, 1, WIDTHS[-1]][1] for nodes in NODES}
+    level, draft = {}, {}
+    for width in WIDTHS:
+        one, more = (spent[NODES[0], depth, width][0] for depth in (1, 1 + LEVELS))
+        level[width] = max(0.0, (more - one) / LEVELS)
+        draft[width] = max(0.0, one - level[width])
+    return target, level, draft
+
+
+def _step_seconds(model: EagleFSD) -> tuple[float, float]:
+    """Return the seconds of drafting and of the rest of a step."""
+    drafts, others = [], []
+    room = min(model.target.context_length - 2, (STEPS + 1) * (model.tree.depth + 2))
+    with closing(model.batch(1)) as batch, torch.inference_mode():
+        batch.add(model.request(torch.tensor([1, 2]), room, eos_token_id=[]))
+        before = dict(batch.seconds)
+        while len(batch) and len(drafts) <= STEPS:
+            for answer, _ in batch.step():
+                if answer.error is not None:
+                    raise answer.error
+            after = dict(batch.seconds)
+            step = {name: after[name] - before.get(name, 0.0) for name in after}
+            drafts.append(step.pop("draft"))
+            others.append(sum(step.values()) - step["prefill"])
+            before = after
+    return min(drafts[1:] or drafts), min(others[1:] or others)
+
+
+def _key(model: EagleFSD) -> str:
+    """Identify pair, data types and machine."""
+    machine, drafter = describe_environment()["machine"], model.drafter
+    token_ids = drafter.token_ids if isinstance(drafter, LevelDrafter) else None
+    size = None if token_ids is None else len(token_ids)
+    parts = [fingerprint(model.model), fingerprint(drafter), size, machine, torch.__version__]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""What the recipes of published heads share: train and save a head, and write its model card."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from eagle_fsd.model.config import SETTINGS_FILE, TargetOptions
+from eagle_fsd.train.config import TrainConfig, TrainRequest
+from eagle_fsd.train.heads import load_for_training, save_trained
+from eagle_fsd.train.loaded_target import LoadedTarget
+from eagle_fsd.train.model_card import CARD_FILE
+from eagle_fsd.train.record import RECORD_FILE, read_record
+from eagle_fsd.train.run import train
+from eagle_fsd.utils.files import atomic_write
+from eagle_fsd.utils.provenance import describe_environment
+
+log = logging.getLogger(__name__)
+
+
+def train_and_save(
+    request: TrainRequest, config: TrainConfig, out: Path, dtype: torch.dtype = torch.float16
+) -> None:
+    """Train a head, and save it in half precision, without settings for an earlier one."""
+    train(request, config, on_metrics=lambda metrics: log.info("%s", metrics))
+    loaded = LoadedTarget.load(TargetOptions(target=request.target, dtype="float32"))
+    head = load_for_training(request.out, config.head_type, loaded.target)
+    save_trained(head, out, dtype)
+    shutil.copy(request.out / RECORD_FILE, out / RECORD_FILE)
+    (out / SETTINGS_FILE).unlink(missing_ok=True)
+
+
+def write_card(folder: Path, template: str, results: str, chats: int) -> None:
+    """Write a model card from a template, the folder's record and measured results."""
+    record = read_record(folder)
+    card = template.format(
+        **record,
+        recipe=json.dumps(record["settings"], indent=2),
+        parameters=f"{_count_parameters(folder) / 1e6:.2f}",
+        minutes=f"{record['seconds'] / 60:.0f}",
+        chats=record["settings"].get("chats", chats),
+        results=results,
+    )
+    atomic_write(folder / CARD_FILE, card)
+
+
+def _count_parameters(folder: Path) -> int:
+    weights = load_file(folder / "model.safetensors").values()
+    return sum(weight.numel() for weight in weights if weight.is_floating_point())
+
+
+def describe_tree(row: dict[str, Any]) -> str:
+    """Return total_tokens/depth/top_k of a row of a report."""
+    return "/".join(str(row["settings"][name]) for name in ("total_tokens", "depth", "tree_top_k"))
+
+
+def describe_measurement(count: int, questions: str) -> str:
+    """Say what a table was measured on, when and with what."""
+    environment = describe_environment()
+    versions = environment["versions"]
+    return (
+        f"Measured on {count} {questions}, greedy, float32, on"
+        f" {environment['date'][:10]} with torch {versions['torch']}, transformers"
+        f" {versions['transformers']}; trees are total_tokens/depth/top_k:"
+    )

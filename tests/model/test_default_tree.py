@@ -1,0 +1,82 @@
+"""The draft tree of a pair without fsd.json follows the costs of its passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import aligned_pair, greedy_reference, prompt
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.model.default_tree import (
+    ACCEPTED,
+    DEPTHS,
+    NODES,
+    WIDTHS,
+    choose_tree,
+    expected_length,
+    fit_tree,
+)
+
+
+def test_expected_length_is_that_of_the_likeliest_nodes() -> None:
+    first, second = ACCEPTED[:2]
+    chain = [first**level for level in range(7)]
+    for nodes, depth, width, expected in (
+        (4, 8, 1, sum(chain[:4])),
+        (60, 5, 1, sum(chain)),  # six levels below the root
+        (3, 1, 2, 1 + first + first**2),
+        (4, 1, 2, 1 + first + first**2 + second),
+        (60, 1, 8, 1 + sum(ACCEPTED) * (1 + sum(ACCEPTED))),
+    ):
+        found = expected_length(min(nodes, 73), depth, width)
+        assert found == pytest.approx(expected, rel=0.01)
+    for width in WIDTHS:
+        lengths = [expected_length(nodes, 4, width) for nodes in NODES]
+        assert lengths == sorted(lengths)
+
+
+def test_costs_choose_the_tree() -> None:
+    """Nodes that cost nothing are used; levels that cost much are not."""
+    flat, free = dict.fromkeys(NODES, 1.0), dict.fromkeys(WIDTHS, 0.0)
+    assert choose_tree(flat, free, free) == TreeConfig(total_tokens=60, depth=8, top_k=8)
+    steep = {nodes: float(nodes) for nodes in NODES}
+    assert choose_tree(steep, free, free).total_tokens == NODES[0]
+    levels = dict.fromkeys(WIDTHS, 1.0)
+    assert choose_tree(flat, levels, free).depth == DEPTHS[0]
+    wide = {width: 0.01 * width**2 for width in WIDTHS}
+    assert choose_tree(flat, wide, free).top_k < WIDTHS[-1]
+
+
+def test_tree_is_chosen_once_unless_one_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pair = aligned_pair()
+    file = tmp_path / "eagle_fsd" / "trees.json"
+
+    def fitted(**options: int) -> EagleFSD:
+        model = EagleFSD.from_pretrained(pair.model, pair.drafter, **options)
+        fit_tree(model)
+        return model
+
+    assert fitted(depth=3).tree.depth == 3
+    bundled = EagleFSD.from_pretrained()  # has fsd.json
+    tree = bundled.tree
+    fit_tree(bundled)
+    assert bundled.tree == tree
+    assert not file.exists()
+    model = fitted()
+    (stored,) = json.loads(file.read_text()).values()
+    assert model.tree == model.exact_tree == TreeConfig.from_dict(stored)
+    ids = prompt(7)
+    expected = greedy_reference(pair.model, ids, new=20)
+    assert torch.equal(model.generate(ids, max_new_tokens=20).sequences, expected)
+    assert fitted().tree == model.tree
+    assert caplog.text.count("timing a few steps") == 1
+    file.write_text("{")
+    fitted()
+    assert caplog.text.count("timing a few steps") == 2
+    assert len(json.loads(file.read_text())) == 1
