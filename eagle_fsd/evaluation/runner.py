@@ -218,7 +218,9 @@ class Evaluation:
         share = self.questions[self.process :: self.processes]
         filled = min(self.config.batch, count * len(share))
         # Users' own questions do not ask for the marker that the harness's filters look for.
-        published = [question for question in self.questions if not question.extra]
+        published = [
+            item for item in self.questions if not item.extra or item.scored_by == "instructions"
+        ]
         for row, method in zip(rows, self.methods, strict=True):
             row["settings"] = method.describe(self.model, rows=filled)
             each = (sample_records(records[method.name], sample) for sample in range(count))
