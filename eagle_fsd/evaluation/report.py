@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from eagle_fsd.evaluation import ifeval
 from eagle_fsd.evaluation.agreement import agreement, changed_limit, regret_summary
 from eagle_fsd.evaluation.answer_store import Record, all_turns
 from eagle_fsd.evaluation.code_execution.execution import RunResult
-from eagle_fsd.evaluation.code_execution.programs import Program
+from eagle_fsd.evaluation.code_execution.programs import Program, strip_reasoning
 from eagle_fsd.evaluation.methods import BASELINES
 from eagle_fsd.evaluation.questions.question import Question
 from eagle_fsd.evaluation.scoring import HARNESS_FILTERS, harness_match, score
@@ -280,10 +281,17 @@ def score_records(
 def harness_accuracy(
     questions: Sequence[Question], records: Sequence[Record]
 ) -> dict[str, float] | None:
-    """Return the accuracy of numbers by the name of lm-evaluation-harness's filter for GSM8K.
+    """Return the accuracies that lm-evaluation-harness reports, by name.
 
-    None if no question asks for a number.
+    They are those of its filters for GSM8K, or the four of IFEval; None for other questions.
     """
+    prompts = {item.question_id: item for item in questions if item.scored_by == "instructions"}
+    if prompts:
+        return ifeval.accuracies(
+            ifeval.check(prompts[key], strip_reasoning(record["choices"][0]["turns"][-1]))
+            for record in records
+            if (key := record["question_id"]) in prompts
+        )
     numbers = {item.question_id: item.answer for item in questions if item.scored_by == "number"}
     answers = [
         (record["choices"][0]["turns"][-1], numbers[record["question_id"]] or "")

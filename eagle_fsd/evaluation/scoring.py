@@ -1,4 +1,4 @@
-"""Score answers by their final number, their final letter, their text, or by running their code.
+"""Score answers by their number, letter or text, by IFEval's programs, or by running their code.
 
 If an answer states several results, the last one counts, because models correct themselves.
 Reasoning that ends with ``</think>`` is ignored.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from eagle_fsd.evaluation import ifeval
 from eagle_fsd.evaluation.code_execution.execution import RunResult
 from eagle_fsd.evaluation.code_execution.programs import Program, build_program, strip_reasoning
 from eagle_fsd.evaluation.questions.question import LETTERS, Question
@@ -37,6 +38,8 @@ def score(
         return strip_reasoning(answer).strip() == (question.answer or "").strip()
     if question.scored_by == "regex":
         return re.search(question.answer or "", strip_reasoning(answer)) is not None
+    if question.scored_by == "instructions":
+        return all(ifeval.check(question, strip_reasoning(answer)).strict)
     if question.scored_by == "code" and run is not None:
         return run(build_program(question, answer)).passed
     return None

@@ -151,8 +151,10 @@ def _judge(row: Row) -> dict[str, str]:
 
 
 def _filters(row: Row) -> dict[str, str]:
-    """Compare the accuracy with that under lm-evaluation-harness's filters."""
-    values = {"eagle-fsd": row["accuracy"], **row["harness"]} if row.get("harness") else {}
+    """Compare the accuracy with those that lm-evaluation-harness reports, among which may be it."""
+    values = dict(row.get("harness") or {})
+    if values and "prompt, strict" not in values:
+        values = {"eagle-fsd": row["accuracy"], **values}
     return {name: _number(value, ".1%") for name, value in values.items()}
 
 

@@ -407,6 +407,18 @@ def _human_eval(row: dict[str, Any], _: int) -> Question:
     )
 
 
+def _ifeval(row: dict[str, Any], _: int) -> Question:
+    """Convert a row of IFEval, whose category is that of its first instruction."""
+    names, options = row["instruction_id_list"], row["kwargs"]
+    for name, value, kind in (("instruction_id_list", names, str), ("kwargs", options, dict)):
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise ValueError(f'"{name}" must be a list of {kind.__name__} values')
+    if not names or len(names) != len(options):
+        raise ValueError('"kwargs" must have an item for each of "instruction_id_list"')
+    category = names[0].partition(":")[0]
+    return Question(_id(row, "key"), category, (_string(row, "prompt"),), "instructions", extra=row)
+
+
 #: Roles of messages in users' files.
 ROLES = ("system", "user", "assistant")
 
@@ -426,6 +438,14 @@ FORMATS = (
         "runs the code, with --execute-code",
         lambda row: "entry_point" in row,
         _human_eval,
+    ),
+    Format(
+        "IFEval",
+        '{"key": 1, "prompt": "Name a river without a comma.", "instruction_id_list":'
+        ' ["punctuation:no_comma"], "kwargs": [{}]}',
+        "programs that check each instruction",
+        lambda row: "instruction_id_list" in row,
+        _ifeval,
     ),
     Format(
         "prompt",

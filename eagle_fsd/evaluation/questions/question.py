@@ -15,6 +15,7 @@ ScoredBy = Literal[
     "exact",
     "regex",
     "function",
+    "instructions",
     "strict-match",
     "flexible-extract",
 ]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eagle_fsd.evaluation import ifeval
 from eagle_fsd.evaluation.config import EvaluationRequest
 from eagle_fsd.evaluation.graders import Grader, find_grader
 from eagle_fsd.evaluation.questions.formats import (
@@ -69,6 +70,12 @@ SETS = {
         "HumanEval.jsonl.gz",
         f"{_GITHUB}/openai/human-eval/master/data/HumanEval.jsonl.gz",
         "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+    ),
+    "ifeval": PublishedFile(
+        "ifeval_prompts.jsonl",
+        f"{_GITHUB}/google-research/google-research/master/instruction_following_eval/data/"
+        "input_data.jsonl",
+        "67ffeee0fcb87c317c5b08a2de85557b4a7e96ada6178aa645b4954fe4b53d49",
     ),
     "commonsense-qa": PublishedFile(
         "commonsense_qa_dev.jsonl",
@@ -153,6 +160,8 @@ def requested_questions(
     if name in GENERATED_SETS:
         count = request.skip + (request.count or DEFAULT_BUNDLED_COUNT) + shots
     questions = find_questions(name, count, seed, progress, grader)
+    if any(question.scored_by == "instructions" for question in questions):
+        ifeval.load_checkers()
     suitable = [item for item in questions if len(item.turns) == 1 and _solution(item)]
     examples = suitable[:shots]
     shown = {item.question_id for item in examples}
