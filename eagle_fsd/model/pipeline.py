@@ -36,6 +36,7 @@ from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
     BeamSearchConfig,
+    Certificate,
     Settings,
     TreeConfig,
     read_settings,
@@ -134,6 +135,7 @@ class EagleFSD:
             self.drafter.network.eval()
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.acceptance = acceptance or AcceptanceConfig()
+        self._certified: tuple[AcceptanceConfig, TreeConfig, Certificate] | None = None
         self.compile = False
         self._background = BackgroundCompiler()
         self._unseeded = itertools.count(1)
@@ -289,10 +291,12 @@ class EagleFSD:
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
         self.acceptance = self.acceptance.updated(**settings.acceptance)
+        holds = True
         recorded = {"target": settings.target, "drafter": settings.drafter}
         for kind, module in (("target", self.model), ("drafter", self.drafter)):
             identity = recorded[kind]
             if identity is not None and differs(identity, module, self.target.dtype):
+                holds = False
                 log.warning(
                     "the settings were calibrated for another %s (%s): no bound on the loss holds"
                     " for this one; run eagle-fsd calibrate, or pass --threshold 0",
@@ -302,12 +306,31 @@ class EagleFSD:
         dtype = str(self.target.dtype).removeprefix("torch.")
         calibrated = None if settings.lossless else settings.target
         if calibrated is not None and calibrated.dtype != dtype:
+            holds = False
             log.warning(
                 "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
                 " holds; run eagle-fsd calibrate, or pass --threshold 0",
                 calibrated.dtype,
                 dtype,
             )
+        if settings.certificate is not None:
+            certified = (self.acceptance, self.tree, settings.certificate)
+            self._certified = certified if holds else None
+
+    def certificate_for(self, acceptance: AcceptanceConfig) -> Certificate | None:
+        """Return the bound on the loss of calls with given acceptance options.
+
+        None if there is none for this pair, these options, and the present draft tree. A bound
+        holds at the certificate's temperature, with other sampling options at their defaults.
+
+        Args:
+            acceptance: The acceptance options.
+        """
+        if self._certified is None:
+            return None
+        options, tree, certificate = self._certified
+        same = (acceptance, self.tree) == (options, tree) and certificate.decoder == "eagle-fsd"
+        return certificate if same else None
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
         """Return the draft tree of calls with given acceptance options.

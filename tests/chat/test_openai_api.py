@@ -14,6 +14,8 @@ from prompts import reference, tokenize
 
 import eagle_fsd
 from eagle_fsd import EagleFSD
+from eagle_fsd.bundled import BUNDLED_HEAD
+from eagle_fsd.model.config import read_settings
 
 
 def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> Any:
@@ -226,6 +228,33 @@ def test_parameters_without_effect_and_messages_without_content(
     reply = ask(client, messages, extra_body={**EXACT, **ignored})
     plain = [*HELLO, {"role": "assistant", "content": ""}, *HELLO]
     assert reply.choices[0].message.content == expected(model, plain)
+
+
+def test_certificate_is_declared_where_it_holds(model: EagleFSD, client: openai.OpenAI) -> None:
+    """Only for requests that decode with exactly the certified settings."""
+    certificate = model.certificate_for(model.acceptance)
+    assert certificate is not None
+    assert client.models.retrieve(NAME).certificate == certificate.model_dump()
+    certified = f"{model.acceptance.label}; {certificate}"
+    raw = client.chat.completions.with_raw_response
+    for changes, label in (
+        ({}, certified),
+        ({"fsd": {"threshold": model.acceptance.threshold}}, certified),
+        ({"stream": True}, certified),
+        ({"temperature": 0.7}, model.acceptance.label),
+        ({"presence_penalty": 1}, model.acceptance.label),
+        ({"fsd": {"threshold": 0.04}}, "threshold 0.04"),
+        ({"lossless": True}, "lossless"),
+    ):
+        body = {"temperature": 0, **changes}
+        reply = raw.create(model=NAME, messages=HELLO, max_tokens=1, extra_body=body)
+        assert reply.headers["x-eagle-fsd-acceptance"] == label
+    tree = model.tree
+    changed = EagleFSD(model.model, model.drafter)
+    changed.configure(read_settings(BUNDLED_HEAD / "fsd.json"))
+    assert changed.certificate_for(changed.acceptance) == certificate
+    changed.tree = tree.updated(total_tokens=tree.total_tokens - 1)
+    assert changed.certificate_for(changed.acceptance) is None
 
 
 def test_lengths_beyond_the_room_are_errors(server: APIThread, client: openai.OpenAI) -> None:

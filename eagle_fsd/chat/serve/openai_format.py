@@ -32,8 +32,9 @@ from eagle_fsd.chat.decode_queue import (
 from eagle_fsd.chat.request_body import RequestError, shorten
 from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
 from eagle_fsd.chat.text import Piece, TokenDecoder
-from eagle_fsd.model.config import AcceptanceConfig
+from eagle_fsd.model.config import AcceptanceConfig, Certificate
 from eagle_fsd.utils.options import Options
+from eagle_fsd.utils.text import one_line
 
 #: Maximum number of choices in a response, for all prompts together.
 MAX_CHOICES = 128
@@ -50,6 +51,11 @@ _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("fsd", "lossless", "logit_bias", "echo", "logprobs"),
     *("truncation", "chat_template_kwargs"),
+}
+#: Parameters that change which tokens are sampled, beside the temperature.
+_SHAPING = {
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens", "ignore_eos"),
 }
 
 
@@ -214,6 +220,12 @@ class GenerationRequest(AnswerOptions, Body):
             for index, request in enumerate(requests):
                 request["seed"] = (self.seed + index % self.n) % 2**63
         return requests
+
+    def decodes_as(self, certificate: Certificate) -> bool:
+        """Whether answers are sampled as those that the certificate counts."""
+        fields = type(self).model_fields
+        same = all(getattr(self, name) == fields[name].default for name in _SHAPING)
+        return same and self.temperature == certificate.temperature
 
     @abstractmethod
     def _prompts(self) -> list[dict[str, Any]]:
@@ -457,9 +469,12 @@ class ResponseBuilder:
         return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
 
 
-def acceptance_label(acceptance: AcceptanceConfig) -> str:
-    """Describe how tokens are accepted, for a header."""
-    return "lossless" if acceptance.lossless else acceptance.label
+def acceptance_label(acceptance: AcceptanceConfig, certificate: Certificate | None = None) -> str:
+    """Describe how tokens are accepted, in ASCII for a header."""
+    if acceptance.lossless:
+        return "lossless"
+    label = acceptance.label if certificate is None else f"{acceptance.label}; {certificate}"
+    return one_line(label).encode("ascii", "replace").decode()
 
 
 def completion_logprobs(
