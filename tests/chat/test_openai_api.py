@@ -332,10 +332,10 @@ INVALID: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"extra_body": {"beams": 9}}, openai.BadRequestError, "beams is not supported"),
     ({"extra_body": {"fsd": {"threshold": 9}}}, openai.BadRequestError, "at most 0.5 on this"),
     ({"extra_body": {"fsd": {"depth": 9}}}, openai.BadRequestError, "unknown option depth"),
-    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools is not supported"),
+    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools.0.function is missing"),
     ({"messages": []}, openai.BadRequestError, "at least 1 item"),
     (
-        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        {"messages": [{"role": "robot", "content": "x"}]},
         openai.BadRequestError,
         "messages.0.role must be",
     ),

@@ -70,7 +70,7 @@ def long_chat(count: int) -> dict[str, Any]:
         ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
         ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
         ({"images": ["x"]}, "unknown option images"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role must be"),
         ({"client": "x"}, "unknown option client"),
         ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
         ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
