@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,9 +17,12 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.chat import compile_grammar
 from eagle_fsd.model.sampling import AnswerProcessor
 from eagle_fsd.utils.text import one_line
 
+#: Maximum number of characters in the schemas of a request; compiling more can take seconds.
+MAX_LENGTH = 65_536
 #: Whitespace between two tokens of JSON: none, a space, or a line break with indentation. A model
 #: could fill its answer with more.
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
@@ -70,13 +75,25 @@ def json_grammar(
         guided = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         rules.append(f"a{index}: {json.dumps(before)} v{index} {json.dumps(after)}")
         rules.append(f"v{index}: %json {json.dumps(guided)}")
+    if sum(map(len, rules)) > MAX_LENGTH:
+        raise ValueError(f"the schemas must have at most {MAX_LENGTH} characters of JSON")
     grammar = LLMatcher.grammar_from_lark("\n".join(rules))
+    if not _is_cheap(grammar):
+        raise ValueError("the schema takes too much time or memory to compile")
     vocabulary = _vocabulary(tokenizer, vocab_size, tuple(end_tokens))
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     if matcher.is_error():
         message = re.split(r"\n\s*\d+ \| |<state>", matcher.get_error())[0]  # without the rules
         raise ValueError(one_line(message.rpartition("failed to compile JSON schema: ")[2]))
     return Grammar(matcher)
+
+
+@lru_cache(maxsize=256)
+def _is_cheap(grammar: str) -> bool:
+    """Return whether a grammar can be compiled within bounds, tried in a process of its own."""
+    program = [sys.executable, compile_grammar.__file__]
+    done = subprocess.run(program, input=grammar.encode(), capture_output=True, check=False)
+    return done.returncode == 0
 
 
 @lru_cache(maxsize=4)

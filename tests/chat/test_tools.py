@@ -73,7 +73,7 @@ ANSWERS: tuple[tuple[str, str, list[tuple[str, Any]]], ...] = (
 def tool_server(model: EagleFSD) -> Iterator[APIThread]:
     """A server of a random pair whose chat template shows tools."""
     target = tiny_target(
-        vocab_size=model.target.vocab_size, max_position_embeddings=512, eos_token_id=2
+        vocab_size=model.target.vocab_size, max_position_embeddings=1024, eos_token_id=2
     )
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = TEMPLATE
