@@ -44,7 +44,7 @@ class Grammar(AnswerProcessor):
         masks = np.stack([self._mask(tokens, scores.shape[1]) for tokens in input_ids.tolist()])
         return scores.masked_fill(~torch.from_numpy(masks).to(scores.device), -torch.inf)
 
-    def _mask(self, tokens: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _mask(self, tokens: list[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return whether each token may follow a prefix; none may if llguidance gives up."""
         common = 0
         for before, token in zip(self._tokens, tokens, strict=False):
@@ -102,4 +102,5 @@ def _vocabulary(
 ) -> LLTokenizer:
     """Convert a tokenizer, which takes about a second for a large one."""
     size = max(vocab_size, len(tokenizer))
-    return from_tokenizer(tokenizer, n_vocab=size, eos_token=list(end_tokens))
+    fast: Any = tokenizer  # other tokenizers raise ValueError
+    return from_tokenizer(fast, n_vocab=size, eos_token=list(end_tokens))

@@ -150,8 +150,11 @@ class RequestParams(AnswerOptions):
     def _check_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for tool in tools:
             function = tool.get("function")
-            named = isinstance(function, dict) and isinstance(function.get("name"), str)
-            if not named or not isinstance(function.get("parameters", {}), dict):
+            if (
+                not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("parameters", {}), dict)
+            ):
                 raise ValueError("tools must be functions with a name and an object of parameters")
         return tools
 
@@ -267,10 +270,12 @@ def read_request(
 
 def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar | None:
     """Compile the JSON that the answer must be; raises RequestError."""
+    alternatives: list[tuple[str, Mapping[str, Any], str]] = []
     if parsed.json_schema is not None:
-        param, alternatives = "response_format", [("", parsed.json_schema, "")]
+        param = "response_format"
+        alternatives.append(("", parsed.json_schema, ""))
     elif parsed.tools and parsed.tool_choice != "auto":
-        param, alternatives = "tools", []
+        param = "tools"
         for function in (tool["function"] for tool in parsed.tools):
             if parsed.tool_choice in ("required", function["name"]):
                 before = f'{{"name": {json.dumps(function["name"])}, "arguments": '

@@ -312,7 +312,7 @@ class ChatRequest(GenerationRequest):
 
     def _prompts(self) -> list[dict[str, Any]]:
         logprobs = self.top_logprobs if self.logprobs else None
-        params = {"messages": to_chat(self.messages), "logprobs": logprobs}
+        params: dict[str, Any] = {"messages": to_chat(self.messages), "logprobs": logprobs}
         if self.response_format.definition is not None:
             params["json_schema"] = self.response_format.definition
         if self.tool_names:
