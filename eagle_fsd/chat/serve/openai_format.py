@@ -32,7 +32,14 @@ from eagle_fsd.chat.decode_queue import (
 from eagle_fsd.chat.request_body import RequestError, shorten
 from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
 from eagle_fsd.chat.serve.body import Body
-from eagle_fsd.chat.serve.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolParser
+from eagle_fsd.chat.serve.tools import (
+    MAX_TOOLS,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolParser,
+)
 from eagle_fsd.chat.text import Piece, TokenDecoder
 from eagle_fsd.model.config import AcceptanceConfig, Certificate
 from eagle_fsd.utils.text import one_line
@@ -267,7 +274,7 @@ class ChatRequest(GenerationRequest):
     )
     response_format: ResponseFormat = ResponseFormat(type="text")
     tools: Annotated[list[Tool], FailFast()] = Field(default=[], max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+    tool_choice: ToolChoice = Field(
         default="auto", description="Whether the answer calls tools, or which."
     )
     parallel_tool_calls: bool = True
@@ -302,8 +309,8 @@ class ChatRequest(GenerationRequest):
 
     def decodes_as(self, certificate: Certificate) -> bool:
         """See :meth:`GenerationRequest.decodes_as`."""
-        constrained = self.response_format.definition is not None or self.tool_choice != "auto"
-        return not constrained and super().decodes_as(certificate)
+        free = self.response_format.definition is None and self.tool_choice in ("auto", "none")
+        return free and super().decodes_as(certificate)
 
     @property
     def tool_names(self) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from eagle_fsd.chat.serve.body import Body
 from eagle_fsd.chat.text import Piece, TokenDecoder, overlap
@@ -53,6 +53,17 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+def _check_choice(value: Any) -> Any:
+    if value not in ("none", "auto", "required") and not isinstance(value, (dict, NamedTool)):
+        raise ValueError("must be none, auto, required, or a function")
+    return value
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_check_choice)
+]
 
 
 class FunctionCall(Body):
