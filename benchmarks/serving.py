@@ -2,12 +2,13 @@
 
 ::
 
-    python benchmarks/serving.py --revision 68e5df3
+    python benchmarks/serving.py --revision f9e6384
 
 Every client sends its next request as soon as it has the answer to the last one. All numbers of
 clients send the same requests: word problems to the bundled pair, answered greedily and losslessly
 with the same tree, over OpenAI's API. The servers run in processes of their own, one thread each,
-and answer in turn. The older revision is unpacked into a temporary folder.
+and answer in turn. The older revision, whose server may be several processes, is unpacked into a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from measurement import Table, new_parser, parse, parse_tree, progress, save_report, tree_name
 from revisions import NEW, OLD, ROOT, unpack
 
@@ -51,6 +53,13 @@ COLUMNS = {
     "first_p50": "p50 first token (s)",
     "first_p95": "p95 first token (s)",
 }
+SERVER_COLUMNS = {
+    "name": "server",
+    "processes": "processes",
+    "start": "start-up (s)",
+    "idle": "memory after start-up (MB)",
+    "loaded": "memory at the end (MB)",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,30 @@ class Measurement:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready.
+
+    Attributes:
+        url: Its address.
+        process: Its first process.
+        start: Seconds until it was ready.
+    """
+
+    url: str
+    process: psutil.Process
+    start: float
+
+    def memory(self) -> list[float]:
+        """Return the memory of each process in MB, on Linux with its part of shared memory."""
+        found = []
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                info = process.memory_full_info()
+                found.append(getattr(info, "pss", info.uss) / 1e6)
+        return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables and save them.
 
@@ -87,8 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(parser, arguments)
     count, rounds, new_tokens, clients = options.count, options.rounds, 192, CLIENTS
     if options.quick:
-        count, rounds, new_tokens, clients = 4, 1, 8, CLIENTS[:2]
+        count, rounds, new_tokens, clients = 4, 1, 8, (1, 4)
     requests = answer_requests(count, new_tokens)
+    servers: dict[str, Server] = {}
+    memory: dict[str, list[list[float]]] = {}  # of each process, after start-up and later
     results: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, list[list[str]]] = {}
     note = (
@@ -103,6 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = [Table(titles[name], COLUMNS, rows, note) for name, rows in results.items()]
         if options.revision:
             tables.append(compare(results, texts))
+        rows = [
+            {
+                "name": titles[name].removeprefix("Serving, "),
+                "processes": len(memory[name][0]),
+                "start": server.start,
+                "idle": sum(memory[name][0]),
+                "loaded": sum(memory[name][-1]),
+            }
+            for name, server in servers.items()
+        ]
+        tables.append(Table("Serving, start-up and memory", SERVER_COLUMNS, rows))
         save_report(options, "serving", tables, finished=finished)
 
     with ExitStack() as stack:
@@ -112,22 +158,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = ["--max-batch", str(options.max_batch)] if options.max_batch else []
         compiled = "--compile" if options.compile else "--no-compile"
         extra = ["--drafter", str(folder / "head"), "--device", options.device, compiled, *batch]
-        urls = {NEW: stack.enter_context(server(ROOT, options.tree, extra))}
+        roots = {NEW: ROOT}
         if options.revision:
             unpack(options.revision, folder / "revision")
-            extra = ["--head", str(folder / "head"), "--device", options.device]
-            urls[OLD] = stack.enter_context(server(folder / "revision", options.tree, extra))
-        for url in urls.values():
-            asyncio.run(send(url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
+            roots[OLD] = folder / "revision"
+        for name, root in roots.items():
+            if not (root / "eagle_fsd/model/drafters").exists():  # it has fewer options
+                extra = ["--head", str(folder / "head"), "--device", options.device]
+            servers[name] = stack.enter_context(start_server(root, options.tree, extra))
+            memory[name] = [servers[name].memory()]
+        for server in servers.values():
+            asyncio.run(send(server.url, requests[: 2 * max(clients)], max(clients)))  # a warm-up
         for number in progress(clients, "clients"):
-            answers: dict[str, list[Measurement]] = {name: [] for name in urls}
-            seconds = dict.fromkeys(urls, 0.0)
-            for name, url in [*urls.items()] * rounds:
+            answers: dict[str, list[Measurement]] = {name: [] for name in servers}
+            seconds = dict.fromkeys(servers, 0.0)
+            for name, server in [*servers.items()] * rounds:
                 begin = time.perf_counter()
-                answers[name] += asyncio.run(send(url, requests, number))
+                answers[name] += asyncio.run(send(server.url, requests, number))
                 seconds[name] += time.perf_counter() - begin
             for name, found in answers.items():
                 texts.setdefault(name, []).append([item.text for item in found])
+                memory[name].append(servers[name].memory())
                 results.setdefault(name, []).append(summarize(number, found, seconds[name]))
             save(finished=False)
     save(finished=True)
@@ -155,8 +206,8 @@ def answer_requests(count: int, new_tokens: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[str]:
-    """Run the server of the package in a folder; yield its URL once it is ready.
+def start_server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[Server]:
+    """Run the server of the package in a folder; yield it once it is ready.
 
     Raises RuntimeError if it does not start.
     """
@@ -169,14 +220,15 @@ def server(root: Path, tree: TreeConfig, arguments: Sequence[str]) -> Iterator[s
     command += ["--tree-top-k", str(tree.top_k)]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
     process = subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.DEVNULL)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + TIMEOUT
+    url = f"http://127.0.0.1:{port}"
     try:
         while not is_ready(url):
-            if process.poll() is not None or time.monotonic() > end:
+            if process.poll() is not None or time.monotonic() > begin + TIMEOUT:
                 raise RuntimeError(f"the server of {root} did not start; see its error above")
             time.sleep(0.1)
-        yield url
+        yield Server(url, psutil.Process(process.pid), time.monotonic() - begin)
     finally:
         process.terminate()
         process.wait()
@@ -249,7 +301,7 @@ def summarize(clients: int, answers: Sequence[Measurement], seconds: float) -> d
 
 
 def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list[str]]]) -> Table:
-    """Return the table of tokens per second of both revisions.
+    """Return the table of speed and time to the first token of both revisions.
 
     Args:
         results: The rows of each.
@@ -264,6 +316,8 @@ def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list
                 "old": old["tokens_per_second"],
                 "new": new["tokens_per_second"],
                 "ratio": new["tokens_per_second"] / old["tokens_per_second"],
+                "old_first": old["first_p50"],
+                "new_first": new["first_p50"],
                 "identical": 100 * statistics.fmean(map(operator.eq, *both)),
             }
         )
@@ -272,6 +326,8 @@ def compare(results: dict[str, list[dict[str, Any]]], texts: dict[str, list[list
         "old": "old (tokens/s)",
         "new": "new (tokens/s)",
         "ratio": "new / old",
+        "old_first": "old p50 first token (s)",
+        "new_first": "new p50 first token (s)",
         "identical": "same answer (%)",
     }
     return Table("Serving, new against old", columns, rows)

@@ -20,14 +20,14 @@ class RequestError(ValueError):
     """The request is invalid or asks for something unsupported.
 
     The message is truncated by :func:`shorten`; ``code`` is one of
-    ``fastchat.constants.ErrorCode``.
+    ``fastchat.constants.ErrorCode``, and ``param`` the invalid parameter of OpenAI's API, if known.
     """
 
     INVALID, OUT_OF_RANGE, CONTEXT = 40001, 40302, 40303
 
-    def __init__(self, message: str, code: int = OUT_OF_RANGE) -> None:
+    def __init__(self, message: str, code: int = OUT_OF_RANGE, param: str | None = None) -> None:
         super().__init__(shorten(message))
-        self.code = code
+        self.code, self.param = code, param
 
 
 class BodyTooLargeError(RequestError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, TypedDict
 
 from eagle_fsd.chat.config import AnswerOptions, Limits
+from eagle_fsd.chat.grammar import Grammar, json_grammar
 from eagle_fsd.chat.request_body import RequestError
 from eagle_fsd.chat.session import AnswerRequest, ContextLengthError, fit_chat, max_chars
 from eagle_fsd.model.config import AcceptanceConfig
@@ -20,6 +22,7 @@ from eagle_fsd.model.pipeline import EagleFSD
 from eagle_fsd.utils.chat_templates import ChatTemplate, TokenizerTemplate
 from eagle_fsd.utils.detokenization import IncrementalDetokenizer
 from eagle_fsd.utils.options import OptionsError
+from eagle_fsd.utils.text import one_line
 
 #: Maximum number of alternatives per token, as in OpenAI's API.
 MAX_ALTERNATIVES = 20
@@ -37,10 +40,12 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 class ChatTurn(TypedDict):
     """A message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
 class RequestParams(AnswerOptions):
@@ -85,6 +90,15 @@ class RequestParams(AnswerOptions):
     )
     logit_bias: dict[int, float] = Field(
         default={}, description="Numbers in [-100, 100] to add to the logits of tokens."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        default=None, description="JSON schema that the answer satisfies."
+    )
+    tools: list[dict[str, Any]] = Field(
+        default=[], description="Functions that the chat template shows, as in OpenAI's API."
+    )
+    tool_choice: str = Field(
+        default="auto", description="The tool that the answer calls, any (required), or auto."
     )
     strict_length: bool = Field(
         default=False,
@@ -131,6 +145,19 @@ class RequestParams(AnswerOptions):
             raise ValueError(f"fsd must be an object; got {fsd!r}")
         return fsd
 
+    @field_validator("tools")
+    @classmethod
+    def _check_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for tool in tools:
+            function = tool.get("function")
+            if (
+                not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("parameters", {}), dict)
+            ):
+                raise ValueError("tools must be functions with a name and an object of parameters")
+        return tools
+
     @model_validator(mode="after")
     def _check_combinations(self) -> RequestParams:
         prompts = [self.messages, self.prompt, self.prompt_token_ids]
@@ -143,6 +170,8 @@ class RequestParams(AnswerOptions):
             raise ValueError("messages, prompt and prompt_token_ids exclude each other")
         if self.lossless and self.fsd:
             raise ValueError("lossless and fsd exclude each other")
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError("a JSON schema excludes ignore_eos and min_tokens")
         if self.echo and self.messages is not None:
             raise ValueError("echo requires a raw prompt; got a chat")
         if not self.max_new_tokens and not self.echo:
@@ -184,6 +213,8 @@ def read_request(
             raise RequestError(f"{name} must be token ids in [0, {last_token}]")
     if parsed.chat_template_kwargs:
         chat_template = _with_arguments(chat_template, parsed.chat_template_kwargs)
+    if parsed.tools:
+        chat_template = _with_tools(chat_template, parsed.tools)
     stop, stop_token_ids = [*parsed.stop], [*parsed.stop_token_ids]
     echo_texts: list[str] = []
     dropped = 0
@@ -218,6 +249,7 @@ def read_request(
                 f"the prompt's tokens, multiplied by the log-probabilities for each, must be at"
                 f" most {MAX_PROMPT_LOGPROBS}; got {values}"
             )
+    ends = sorted({*model.eos_token_ids, *chat_template.stop_token_ids})
     options = parsed.model_dump(include=set(AnswerOptions.model_fields))
     return AnswerRequest(
         ids,
@@ -228,11 +260,33 @@ def read_request(
         ignore_eos=parsed.ignore_eos,
         min_tokens=parsed.min_tokens,
         logit_bias=parsed.logit_bias,
+        grammar=_read_grammar(parsed, model, ends),
         details=parsed.logprobs,
         echo_texts=echo_texts if parsed.echo else (),
         prompt_only=not max_new_tokens,
         dropped=dropped,
     )
+
+
+def _read_grammar(parsed: RequestParams, model: EagleFSD, ends: Sequence[int]) -> Grammar | None:
+    """Compile the JSON that the answer must be; raises RequestError."""
+    alternatives: list[tuple[str, Mapping[str, Any], str]] = []
+    if parsed.json_schema is not None:
+        param = "response_format"
+        alternatives.append(("", parsed.json_schema, ""))
+    elif parsed.tools and parsed.tool_choice != "auto":
+        param = "tools"
+        for function in (tool["function"] for tool in parsed.tools):
+            if parsed.tool_choice in ("required", function["name"]):
+                before = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+                schema = {"type": "object", **function.get("parameters", {})}
+                alternatives.append((before, schema, "}"))
+    else:
+        return None
+    try:
+        return json_grammar(alternatives, model.tokenizer, model.target.vocab_size, ends)
+    except ValueError as error:
+        raise RequestError(f"{param}: {one_line(error)}", RequestError.INVALID, param) from error
 
 
 def default_acceptance(model: EagleFSD, limits: Limits) -> AcceptanceConfig:
@@ -273,6 +327,20 @@ def _with_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> Cha
     if not isinstance(template, TokenizerTemplate):
         raise RequestError("chat_template_kwargs requires the tokenizer's own chat template")
     return type(template)(template.tokenizer, arguments)
+
+
+def _with_tools(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+    """Return a chat template that shows tools; raises RequestError if it ignores them."""
+    if isinstance(template, TokenizerTemplate):
+        shown = type(template)(template.tokenizer, {**template.arguments, "tools": list(tools)})
+        chat = [{"role": "user", "content": ""}]
+        try:
+            if shown.render(chat) != template.render(chat):
+                return shown
+        except ValueError as error:
+            raise RequestError(str(error), RequestError.INVALID, "tools") from error
+    message = "tools are not supported: the model's chat template ignores them"
+    raise RequestError(message, RequestError.INVALID, "tools")
 
 
 def _encode_raw(params: RequestParams, model: EagleFSD) -> tuple[list[int], list[str]]:

@@ -100,6 +100,7 @@ class AnswerRequest:
     ignore_eos: bool = False  #: whether those do not end the answer
     min_tokens: int = 0  #: before a token may end the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: LogitsProcessor | None = None  #: what the answer is constrained to
     #: Alternatives to report with each token's log-probability; None: report neither.
     details: int | None = None
     method: str = "fsd"  #: or ``"ar"``, without the drafter
@@ -209,6 +210,8 @@ class ChatAnswer:
             processors.append(LogitBias(tuple(sorted(request.logit_bias.items()))))
         if request.min_tokens and ends:
             processors.append(MinTokens(request.min_tokens, tuple(ends)))
+        if request.grammar is not None:
+            processors.append(request.grammar)
         sampling = options.model_dump(include=set(SamplingConfig.model_fields))
         sampling["top_k"] = min(options.top_k, target.vocab_size)
         return {

@@ -118,7 +118,7 @@ class TextStream:
     def _release(self) -> list[Piece]:
         text, end = self._held_text(), self._find_stop()
         if end is None:
-            undecided = max((_overlap(text, item) for item in self._stop), default=0)
+            undecided = max((overlap(text, item) for item in self._stop), default=0)
             ready, self._held = _split(self._held, len(text) - undecided)
             return ready
         self.stopped = True
@@ -130,7 +130,7 @@ class TextStream:
         return ready
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Count the characters at the end of ``text`` that may be the beginning of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):

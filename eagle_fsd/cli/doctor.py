@@ -11,7 +11,7 @@ from rich.text import Text
 from eagle_fsd.cli.console import out, print_json, print_table, progress
 from eagle_fsd.cli.options import Json, Pair, PairArguments, TreeOptions, load_pair
 from eagle_fsd.cli.parsing import options
-from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
+from eagle_fsd.model.config import AcceptanceConfig, Certificate, TreeConfig
 from eagle_fsd.utils.options import Options
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ def _print(found: dict[str, Any]) -> None:
         f" exact greedy decoding, tree {tree['total_tokens']}/{tree['depth']}/{tree['top_k']})",
         soft_wrap=True,
     )
+    if found["acceptance"] != "lossless":
+        certificate = found["certificate"]
+        bound = Certificate(**certificate) if certificate else "no certificate for this pair"
+        out.print(f"acceptance: {found['acceptance']}; {bound}", soft_wrap=True)
     out.print()
     for finding in found["findings"]:
         line = Text(f"{finding['level']:<8}", STYLES[finding["level"]])

@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo
@@ -29,6 +29,9 @@ from eagle_fsd.cli.parsing import Command, options
 from eagle_fsd.cli.processes import check_single_process
 from eagle_fsd.model.config import AcceptanceConfig, TreeConfig
 from eagle_fsd.utils.options import OptionsError
+
+if TYPE_CHECKING:
+    from eagle_fsd.chat.backend import LocalBackend
 
 BUNDLED_NAME = "eagle-fsd-bundled"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -166,9 +169,7 @@ def run_api(
             server.port,
             backend.queue,
             server.shutdown_timeout,
-            on_started=lambda: _print_addresses(
-                local_url(server), names[0], backend.about.acceptance, page is not None
-            ),
+            on_started=lambda: _print_addresses(local_url(server), backend, page is not None),
             on_stop=stop,
         )
     finally:
@@ -254,13 +255,17 @@ def _check_gradio() -> None:
         fail("the web page needs gradio: pip install 'eagle_fsd[web]'", 1)
 
 
-def _print_addresses(url: str, name: str, acceptance: AcceptanceConfig, page: bool) -> None:
+def _print_addresses(url: str, backend: LocalBackend, page: bool) -> None:
     """Print the model, the addresses of the server, and a curl command to try."""
     key = ' -H "Authorization: Bearer $KEY"' if api_keys() else ""
+    name = backend.about.name
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    acceptance = backend.about.acceptance
     label = "lossless" if acceptance.lossless else acceptance.label
+    certificate = None if acceptance.lossless else backend.model.certificate_for(acceptance)
     lines = [
         f"model       {name}, {label}",
+        *([f"certificate {certificate}"] if certificate else []),
         *([f"web page    {url}"] if page else []),
         f"API         {url}/v1  (also {url}/metrics, /health and /ready)",
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"

@@ -435,6 +435,7 @@ def chosen_settings(
             gained=gained,
             bound=verdicts[-1].drop,
             confidence=task.bounds.confidence,
+            temperature=about["temperature"],
             revision=report["environment"]["revision"],
         )
         values["certificate"] = certificate.model_dump()

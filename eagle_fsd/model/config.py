@@ -401,6 +401,9 @@ class Certificate(Options):
     confidence: float = Field(
         gt=0, lt=1, description="Confidence of the bound, whichever setting was selected."
     )
+    temperature: float = Field(
+        default=0.0, ge=0.0, description="Sampling temperature of both decodings."
+    )
     revision: str | None = Field(
         default=None, description="Revision of this package that measured; default: unknown."
     )
@@ -409,7 +412,7 @@ class Certificate(Options):
         return (
             f"{self.measure}: at most {math.ceil(100 * self.bound) / 100:.2f} points lost with"
             f" {100 * self.confidence:g}% confidence ({self.lost} lost and {self.gained} gained of"
-            f" {self.questions}, decoded by {self.decoder})"
+            f" {self.questions}, decoded by {self.decoder} at temperature {self.temperature:g})"
         )
 
 

@@ -41,14 +41,16 @@ def differs(recorded: ModelIdentity, model: nn.Module | Drafter, dtype: torch.dt
 
 def warn_of_other_models(
     settings: Settings, target: nn.Module, drafter: Drafter, dtype: torch.dtype
-) -> None:
-    """Log a warning for each model or data type that settings were not calibrated for."""
+) -> bool:
+    """Warn of each model or data type that settings were not calibrated for; return if any is."""
+    found = False
     advice = "run eagle-fsd calibrate, or pass --threshold 0"
     for kind, recorded, model in (
         ("target", settings.target, target),
         ("drafter", settings.drafter, drafter),
     ):
         if recorded is not None and differs(recorded, model, dtype):
+            found = True
             log.warning(
                 "the settings were calibrated for another %s (%s): no bound on the loss holds"
                 " for this one; %s",
@@ -58,6 +60,7 @@ def warn_of_other_models(
             )
     own, calibrated = str(dtype).removeprefix("torch."), settings.target
     if not settings.lossless and calibrated is not None and calibrated.dtype != own:
+        found = True
         log.warning(
             "the settings were calibrated in %s, but the target is in %s: no bound on the loss"
             " holds; %s",
@@ -65,6 +68,7 @@ def warn_of_other_models(
             own,
             advice,
         )
+    return found
 
 
 def fingerprint(model: nn.Module | Drafter) -> str:

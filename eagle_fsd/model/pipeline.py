@@ -34,6 +34,7 @@ from eagle_fsd.model.config import (
     SETTINGS_FILE,
     AcceptanceConfig,
     BeamSearchConfig,
+    Certificate,
     Settings,
     TreeConfig,
     read_settings,
@@ -111,6 +112,7 @@ class EagleFSD:
         self.tree = tree or TreeConfig.for_device(self.target.device.type)  # sets exact_tree too
         self.has_default_tree = tree is None
         self.acceptance = acceptance or AcceptanceConfig()
+        self._certified: tuple[AcceptanceConfig, TreeConfig, Certificate] | None = None
         self.compile = False
         self._background = BackgroundCompiler()
         self._unseeded = itertools.count(1)
@@ -252,7 +254,25 @@ class EagleFSD:
         if settings.batch:
             self.batch_trees = {int(rows): tree for rows, tree in settings.batch.items()}
         self.acceptance = self.acceptance.updated(**settings.acceptance)
-        warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
+        others = warn_of_other_models(settings, self.model, self.drafter, self.target.dtype)
+        if settings.certificate is not None:
+            certified = (self.acceptance, self.tree, settings.certificate)
+            self._certified = None if others else certified
+
+    def certificate_for(self, acceptance: AcceptanceConfig) -> Certificate | None:
+        """Return the bound on the loss of calls with given acceptance options.
+
+        None if there is none for this pair, these options, and the present draft tree. A bound
+        holds at the certificate's temperature, with other sampling options at their defaults.
+
+        Args:
+            acceptance: The acceptance options.
+        """
+        if self._certified is None:
+            return None
+        options, tree, certificate = self._certified
+        same = (acceptance, self.tree) == (options, tree) and certificate.decoder == "eagle-fsd"
+        return certificate if same else None
 
     def tree_for(self, acceptance: AcceptanceConfig) -> TreeConfig:
         """Return the draft tree of calls with the options ``acceptance``."""

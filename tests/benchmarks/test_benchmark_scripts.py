@@ -390,9 +390,10 @@ def test_revisions_answer_alike(quick: Quick) -> None:
 def test_serving_reports_speed_and_latency(revision: str, quick: Quick) -> None:
     name, tables, _ = quick(serving, "--revision", revision)
     assert name == "serving-cpu"
-    new, old, comparison = tables.values()
+    new, old, comparison, servers = tables.values()
+    assert all(row["start"] > 0.0 and row["loaded"] > row["idle"] / 2 for row in servers)
     for rows in (new, old):
-        assert [row["clients"] for row in rows] == [1, 2]
+        assert [row["clients"] for row in rows] == [1, 4]
         for row in rows:
             assert 0.0 < row["first_p50"] <= row["p50"] <= row["p95"]
     for row, one, other in zip(comparison, new, old, strict=True):

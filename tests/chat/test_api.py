@@ -25,10 +25,10 @@ from eagle_fsd.chat.decode_queue import (
 from eagle_fsd.chat.request_body import MAX_ERROR_LENGTH, RequestError
 from eagle_fsd.chat.serve.api import MAX_CONCURRENT_CHOICES, api_app, api_error
 from eagle_fsd.chat.serve.asgi import until_disconnected
+from eagle_fsd.chat.serve.body import MAX_MEMBERS
 from eagle_fsd.chat.serve.guard import Guard
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
-    MAX_MEMBERS,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -73,7 +73,9 @@ class StandIn:
         self.delay = 0.0
         self.answers: Any = lambda _: updates("He", "llo")
         self.queue = SimpleNamespace(alive=True, rows=0, max_batch=1)
-        self.model = SimpleNamespace(target=SimpleNamespace(context_length=2048))
+        self.model = SimpleNamespace(
+            target=SimpleNamespace(context_length=2048), certificate_for=lambda _: None
+        )
         self.tokens = SimpleNamespace(text=chr, bytes=lambda token: chr(token).encode())
         acceptance = AcceptanceConfig(threshold=0.2)
         self.about = SimpleNamespace(limits=Limits(), acceptance=acceptance)
@@ -196,10 +198,10 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"foo": 1}, "foo is not supported"),
     (CHAT, {"prompt_token_ids": [1]}, "prompt_token_ids is not supported"),
     (CHAT, {"max_new_tokens": 1}, "max_new_tokens is not supported"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools is not supported"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     (CHAT, {"logit_bias": {"5": 101}}, "logit_bias must be an object of at most 300 token ids"),
     (CHAT, {"store": 1}, "store must be a valid boolean; got 1"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type must be 'text'"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type must be 'text', "),
     (CHAT, {"stream_options": {"x": 1}}, "stream_options.x is not supported"),
     (CHAT, {"temperature": 2.5}, "temperature must be less than or equal to 2; got 2.5"),
     (CHAT, {"temperature": "1"}, "temperature must be a valid number; got '1'"),
@@ -222,8 +224,8 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0 must have content"),
     (
         CHAT,
-        {"messages": [{"role": "tool", "content": ""}]},
-        "messages.0.role must be 'system', 'developer', 'user' or 'assistant'; got 'tool'",
+        {"messages": [{"role": "robot", "content": ""}]},
+        "messages.0.role must be 'system', 'developer', 'user', 'assistant' or 'tool'; got 'robot'",
     ),
     (CHAT, {"messages": [{**HELLO[0], "age": 5}]}, "messages.0.age is not supported"),
     (

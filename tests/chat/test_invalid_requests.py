@@ -6,6 +6,7 @@ None of them may cause a server error, reveal a traceback, hang, or change later
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -223,99 +224,81 @@ def test_random_bodies(route: str, target: Target, fields: dict[str, list[str]])
     send_body()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"text"',
-        b"\xff\xfe\xfd",
-        b'{"model": "\xed\xa0\x80"}',
-        b'{"model": NaN}',
-        b'{"temperature": 1e999}',
-        b'{"seed": ' + b"9" * 5000 + b"}",
-        b"[" * 200_000,
-        b'{"a":' * 50_000,
-        b'{"fsd": ' + b"[" * 900 + b"]" * 900 + b"}",
-        b'{"prompt": "\\ud83d", "input": "\\ud83d"}',
-        b"\x1f\x8b\x08\x00",
-        b"model=x&messages=y",
-    ],
-    ids=lambda body: repr(body[:12]),
+#: Bodies that are not JSON objects.
+BODIES = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"\xff\xfe\xfd",
+    b'{"model": "\xed\xa0\x80"}',
+    b'{"model": NaN}',
+    b'{"temperature": 1e999}',
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    b"[" * 200_000,
+    b'{"a":' * 50_000,
+    b'{"fsd": ' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"prompt": "\\ud83d", "input": "\\ud83d"}',
+    b"\x1f\x8b\x08\x00",
+    b"model=x&messages=y",
 )
-def test_bodies_that_are_not_json_objects(body: bytes, target: Target) -> None:
-    for route in VALID:
+
+
+def test_bodies_that_are_not_json_objects(target: Target) -> None:
+    for body, route in itertools.product(BODIES, VALID):
         # FastChat's worker protocol treats an empty body as an empty object.
         accepted = not body and route in (GENERATE, STREAM, COUNT)
         assert send(target, route, body).status_code == (200 if accepted else 400)
 
 
-@pytest.mark.parametrize(
-    ("route", "changes", "status", "text"),
-    [
-        (CHAT, {"n": 10**9}, 400, "n must be"),
-        (CHAT, {"max_tokens": -1}, 400, "max_tokens must be"),
-        (CHAT, {"max_tokens": 10**12}, 400, "max_tokens must be"),
-        (CHAT, {"model": "other"}, 404, "other"),
-        (CHAT, {"model": "/etc/passwd"}, 404, "passwd"),
-        (CHAT, {"model": "../" * 99_999}, 404, "must be one of"),
-        (CHAT, {"model": "\ud800"}, 400, "surrogate"),
-        (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "surrogate"),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "no room"),
-        (CHAT, {"messages": [{"role": nested(20), "content": ""}]}, 400, "role must be"),
-        (CHAT, {"messages": "Hello!"}, 400, "must be a valid list"),
-        (CHAT, {"messages": [{"role": "user", "content": "é" * 100_000}]}, 400, "no room"),
-        (CHAT, {"stop": [str(number) for number in range(5000)]}, 400, "stop must be"),
-        (CHAT, {"logit_bias": {"1" * 99: 100}}, 400, "logit_bias must be"),
-        (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
-        (CHAT, {"stream": "yes"}, 400, "stream must be"),
-        (CHAT, {"top_k": 1.5}, 400, "top_k must be"),
-        (CHAT, {"user": 5}, 400, "user must be"),
-        (CHAT, {"metadata": nested(9)}, 400, "metadata must be"),
-        (CHAT, {"ignore_eos": 1}, 400, "ignore_eos must be"),
-        (CHAT, {"min_tokens": 9}, 400, "min_tokens must be at most"),
-        (CHAT, {"repetition_penalty": 0}, 400, "repetition_penalty must be"),
-        (CHAT, {"min_p": 1.5}, 400, "min_p must be"),
-        (CHAT, {"fsd": {"threshold": "x" * 500_000}}, 400, "threshold must be"),
-        (CHAT, {"fsd": {"threshold": 10**300}}, 400, "at most 0.5 on this server"),
-        (CHAT, {"fsd": {"head": "/etc/passwd"}}, 400, "unknown option head"),
-        (CHAT, {"seed": True}, 400, "seed must be"),
-        (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
-        (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
-        (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
-        (COMPLETIONS, {"prompt": ""}, 400, "non-empty"),
-        (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 200, ""),
-        (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, 400, "128 prompts"),
-        (COMPLETIONS, {"logprobs": 10**9}, 400, "logprobs must be"),
-        (COMPLETIONS, {"echo": "x"}, 400, "echo must be"),
-        (COMPLETIONS, {"use_beam_search": True}, 400, "use_beam_search"),
-        (EMBEDDINGS, {"input": ["a"] * 3000}, 400, "1 to 2048 non-empty strings"),
-        (EMBEDDINGS, {"input": [[1, 2]]}, 400, "input must be a string or a list of strings"),
-        (CHAT, {"temperature": 1e-300}, 200, ""),
-        (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
-        (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
-        (CHAT, {"stop": [""]}, 200, ""),
-        (CHAT, {"messages": HELLO * 18_000}, 400, "no room"),
-        (CHAT, {"messages": HELLO * 18_000, "truncation": "auto"}, 200, "dropped_messages"),
-        (COMPLETIONS, {"prompt": f"{END}{SYSTEM}obey{END}{USER}Hello!{ASSISTANT}"}, 200, ""),
-        (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
-        (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "non-empty"),
-        (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
-        (STREAM, {"stop_token_ids": [True]}, 200, "stop_token_ids"),
-        (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
-        (EMBED, {"input": ["\ud800"]}, 400, "surrogate"),
-        (EMBED, {"input": ["a" * 1_000_000]}, 200, "embedding"),
-        (COUNT, {"prompt": 5}, 200, "prompt must be a string; got 5"),
-    ],
+#: Route, changes of a valid body, and the status and a part of the response.
+HOSTILE_VALUES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
+    (CHAT, {"max_tokens": 10**12}, 400, "max_tokens must be"),
+    (CHAT, {"model": "/etc/passwd"}, 404, "passwd"),
+    (CHAT, {"model": "../" * 99_999}, 404, "must be one of"),
+    (CHAT, {"model": "\ud800"}, 400, "surrogate"),
+    (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "surrogate"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "no room"),
+    (CHAT, {"messages": [{"role": nested(20), "content": ""}]}, 400, "role must be"),
+    (CHAT, {"messages": [{"role": "user", "content": "é" * 100_000}]}, 400, "no room"),
+    (CHAT, {"stop": [str(number) for number in range(5000)]}, 400, "stop must be"),
+    (CHAT, {"logit_bias": {"1" * 99: 100}}, 400, "logit_bias must be"),
+    (CHAT, {"logit_bias": {"1000000": 1}}, 400, "logit_bias must be token ids in [0, "),
+    (CHAT, {"user": 5}, 400, "user must be"),
+    (CHAT, {"metadata": nested(9)}, 400, "metadata must be"),
+    (CHAT, {"fsd": {"threshold": "x" * 500_000}}, 400, "threshold must be"),
+    (CHAT, {"fsd": {"threshold": 10**300}}, 400, "at most 0.5 on this server"),
+    (CHAT, {"fsd": {"head": "/etc/passwd"}}, 400, "unknown option head"),
+    (COMPLETIONS, {"prompt": [1, 2, 10**9]}, 400, "must be token ids in [0, "),
+    (COMPLETIONS, {"prompt": [[1, -2]]}, 400, "must be token ids in [0, "),
+    (COMPLETIONS, {"prompt": [7] * 5000}, 400, "tokens"),
+    (COMPLETIONS, {"prompt": f"{ROLE}{TEXT}{END}"}, 200, ""),
+    (COMPLETIONS, {"logprobs": 10**9}, 400, "logprobs must be"),
+    (COMPLETIONS, {"use_beam_search": True}, 400, "use_beam_search"),
+    (EMBEDDINGS, {"input": ["a"] * 3000}, 400, "1 to 2048 non-empty strings"),
+    (CHAT, {"temperature": 1e-300}, 200, ""),
+    (CHAT, {"seed": 2**63 - 1, "n": 2, "temperature": 1}, 200, ""),
+    (CHAT, {"user": "x" * 99_999, "metadata": None, "tools": []}, 200, ""),
+    (CHAT, {"stop": [""]}, 200, ""),
+    (CHAT, {"messages": HELLO * 18_000}, 400, "no room"),
+    (CHAT, {"messages": HELLO * 18_000, "truncation": "auto"}, 200, "dropped_messages"),
+    (COMPLETIONS, {"prompt": f"{END}{SYSTEM}obey{END}{USER}Hello!{ASSISTANT}"}, 200, ""),
+    (GENERATE, {"prompt": f"{SYSTEM}{END}"}, 200, "non-empty"),
+    (GENERATE, {"prompt": f"{ASSISTANT}{END}"}, 200, "non-empty"),
+    (STREAM, {"prompt": "a" * 1_000_000}, 200, "characters"),
+    (STREAM, {"temperature": 1e-30}, 200, "finish_reason"),
+    (EMBED, {"input": ["\ud800"]}, 400, "surrogate"),
+    (EMBED, {"input": ["a" * 1_000_000]}, 200, "embedding"),
+    (COUNT, {"prompt": 5}, 200, "prompt must be a string; got 5"),
 )
-def test_hostile_values(
-    route: str, changes: dict[str, Any], status: int, text: str, target: Target
-) -> None:
-    response = send(target, route, {**VALID[route], **changes})
-    assert response.status_code == status, response.text
-    assert text in response.text
+
+
+def test_hostile_values(target: Target) -> None:
+    for route, changes, status, text in HOSTILE_VALUES:
+        response = send(target, route, {**VALID[route], **changes})
+        assert response.status_code == status, response.text
+        assert text in response.text
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "application/xml", ""])
@@ -395,6 +378,7 @@ def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> Non
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)
     image = {"type": "image_url", "image_url": {"url": f"file://{pipe}"}}
+    schema = {"$ref": f"file://{pipe}"}
     for name in ("model", "template", "head", "settings"):
         for route in VALID:
             response = send(target, route, {**VALID[route], name: pipe})
@@ -406,6 +390,12 @@ def test_paths_in_requests_are_not_opened(target: Target, tmp_path: Path) -> Non
         {"messages": [{"role": "user", "content": [image]}]},
         {"messages": [{"role": pipe, "content": pipe}]},
         {"response_format": {"type": pipe}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": schema},
+            }
+        },
     ):
         assert send(target, CHAT, {**VALID[CHAT], **changes}).status_code == 400
     ignored: list[dict[str, Any]] = [{"images": [pipe]}, {"prompt": pipe}, {"stop": [pipe]}]

@@ -35,74 +35,75 @@ def long_chat(count: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hello! " * count}]}
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"prompt": None}, "prompt must be a non-empty string, or prompt_token_ids"),
-        ({"prompt": ""}, "prompt must be a non-empty string"),
-        ({"prompt": ["a"]}, r"prompt must be a string; got \['a'\]"),
-        (
-            {"prompt": "a", "prompt_token_ids": [7]},
-            "prompt and prompt_token_ids exclude each other",
-        ),
-        ({"prompt": None, "prompt_token_ids": []}, "prompt_token_ids a non-empty list"),
-        (
-            {"prompt": None, "prompt_token_ids": [7, 1024]},
-            r"prompt_token_ids must be .* \[0, 1023\]",
-        ),
-        ({"prompt": None, "prompt_token_ids": [-1]}, "prompt_token_ids must be token ids"),
-        ({"prompt": None, "prompt_token_ids": [[7]]}, "prompt_token_ids.0 must be a valid integer"),
-        ({"prompt": None, "prompt_token_ids": [7] * 2048}, "2048 tokens fill the context of 2048"),
-        ({"temperature": -1}, "temperature must be a finite number of at least 0; got -1"),
-        ({"temperature": "hot"}, "temperature must be a finite number of at least 0; got 'hot'"),
-        ({"temperature": float("nan")}, "temperature must be"),
-        ({"top_p": 2}, r"top_p must be a number in \(0, 1\]; got 2"),
-        ({"top_k": -7}, "top_k must be an integer of at least 0; got -7"),
-        ({"max_new_tokens": -1}, r"max_new_tokens must be an integer in \[0, 1048576\]; got -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 unless echo is true; got 0"),
-        ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
-        ({"seed": -1}, "seed must be an integer in"),
-        ({"min_p": 1.5}, r"min_p must be a number in \[0, 1\]; got 1.5"),
-        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0; got -1"),
-        ({"min_tokens": 65}, "min_tokens must be at most max_new_tokens, 64; got 65"),
-        ({"ignore_eos": 1}, "ignore_eos must be true or false; got 1"),
-        ({"best_of": 2}, "best_of must be one of 1; got 2"),
-        ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
-        ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
-        ({"images": ["x"]}, "unknown option images"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be"),
-        ({"client": "x"}, "unknown option client"),
-        ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
-        ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
-        ({"echo": True}, "echo requires a raw prompt; got a chat"),
-        ({"fsd": []}, r"fsd must be an object; got \[\]"),
-        ({"fsd": {"threshold": 0.9}}, "fsd: threshold must be at most 0.5 on this server; got 0.9"),
-        ({"fsd": {"threshold": -1}}, "fsd: threshold must be a number of at least 0; got -1"),
-        ({"fsd": {"total_tokens": 9}}, "fsd: unknown option total_tokens"),
-        ({"fsd": {"self": 9}}, "fsd: unknown option self"),
-        ({"fsd": {"divergence": "x"}}, "fsd: divergence must be one of js"),
-        ({"fsd": {"rule": "margin"}}, "fsd: rule must be fsd on this server; got margin"),
-        ({"logprobs": 21}, r"logprobs must be an integer in \[0, 20\]; got 21"),
-        ({"logprobs": "2"}, "logprobs must be an integer"),
-        ({"stop": 5}, "stop must be a string or a list of at most 16 strings"),
-        ({"stop": [1]}, "stop must be a string or a list"),
-        ({"stop": ["a"] * 17}, "stop must be a string or a list"),
-        ({"stop": ["a" * 257]}, "each of at most 256 characters"),
-        ({"stop_token_ids": [10**9]}, r"stop_token_ids must be token ids in \[0, "),
-        ({"stop_token_ids": 3}, "stop_token_ids must be a valid list; got 3"),
-        ({"stop_token_ids": [True]}, "stop_token_ids.0 must be a valid integer; got True"),
-        ({"prompt": "Hello! " * 5000}, "tokens fill the context of"),
-        ({"prompt": "Hello! " * 50_000}, "has 350000 characters, more than"),
-        (long_chat(50_000), "350000 characters leave no room for an answer"),
-        (long_chat(5000), "tokens leave no room for an answer"),
-    ],
+#: Parameters, and a part of the error message.
+INVALID: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"prompt": None}, "prompt must be a non-empty string, or prompt_token_ids"),
+    ({"prompt": ""}, "prompt must be a non-empty string"),
+    ({"prompt": ["a"]}, r"prompt must be a string; got \['a'\]"),
+    (
+        {"prompt": "a", "prompt_token_ids": [7]},
+        "prompt and prompt_token_ids exclude each other",
+    ),
+    ({"prompt": None, "prompt_token_ids": []}, "prompt_token_ids a non-empty list"),
+    (
+        {"prompt": None, "prompt_token_ids": [7, 1024]},
+        r"prompt_token_ids must be .* \[0, 1023\]",
+    ),
+    ({"prompt": None, "prompt_token_ids": [-1]}, "prompt_token_ids must be token ids"),
+    ({"prompt": None, "prompt_token_ids": [[7]]}, "prompt_token_ids.0 must be a valid integer"),
+    ({"prompt": None, "prompt_token_ids": [7] * 2048}, "2048 tokens fill the context of 2048"),
+    ({"temperature": -1}, "temperature must be a finite number of at least 0; got -1"),
+    ({"temperature": "hot"}, "temperature must be a finite number of at least 0; got 'hot'"),
+    ({"temperature": float("nan")}, "temperature must be"),
+    ({"top_p": 2}, r"top_p must be a number in \(0, 1\]; got 2"),
+    ({"top_k": -7}, "top_k must be an integer of at least 0; got -7"),
+    ({"max_new_tokens": -1}, r"max_new_tokens must be an integer in \[0, 1048576\]; got -1"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 unless echo is true; got 0"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
+    ({"seed": -1}, "seed must be an integer in"),
+    ({"min_p": 1.5}, r"min_p must be a number in \[0, 1\]; got 1.5"),
+    ({"min_tokens": -1}, "min_tokens must be an integer of at least 0; got -1"),
+    ({"min_tokens": 65}, "min_tokens must be at most max_new_tokens, 64; got 65"),
+    ({"ignore_eos": 1}, "ignore_eos must be true or false; got 1"),
+    ({"best_of": 2}, "best_of must be one of 1; got 2"),
+    ({"use_beam_search": True}, "use_beam_search must be one of False; got True"),
+    ({"unknown": 1}, "unknown option unknown; the options are temperature, top_p"),
+    ({"images": ["x"]}, "unknown option images"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role must be"),
+    ({"client": "x"}, "unknown option client"),
+    ({"presence_penalty": 3}, r"presence_penalty must be a number in \[-2, 2\]; got 3"),
+    ({"echo": "yes"}, "echo must be true or false; got 'yes'"),
+    ({"echo": True}, "echo requires a raw prompt; got a chat"),
+    ({"fsd": []}, r"fsd must be an object; got \[\]"),
+    ({"tools": [{}]}, "tools must be functions with a name and an object of parameters"),
+    ({"json_schema": {"type": "objekt"}}, "response_format: Invalid type: objekt"),
+    ({"fsd": {"threshold": 0.9}}, "fsd: threshold must be at most 0.5 on this server; got 0.9"),
+    ({"fsd": {"threshold": -1}}, "fsd: threshold must be a number of at least 0; got -1"),
+    ({"fsd": {"total_tokens": 9}}, "fsd: unknown option total_tokens"),
+    ({"fsd": {"self": 9}}, "fsd: unknown option self"),
+    ({"fsd": {"divergence": "x"}}, "fsd: divergence must be one of js"),
+    ({"fsd": {"rule": "margin"}}, "fsd: rule must be fsd on this server; got margin"),
+    ({"logprobs": 21}, r"logprobs must be an integer in \[0, 20\]; got 21"),
+    ({"logprobs": "2"}, "logprobs must be an integer"),
+    ({"stop": 5}, "stop must be a string or a list of at most 16 strings"),
+    ({"stop": [1]}, "stop must be a string or a list"),
+    ({"stop": ["a"] * 17}, "stop must be a string or a list"),
+    ({"stop": ["a" * 257]}, "each of at most 256 characters"),
+    ({"stop_token_ids": [10**9]}, r"stop_token_ids must be token ids in \[0, "),
+    ({"stop_token_ids": 3}, "stop_token_ids must be a valid list; got 3"),
+    ({"stop_token_ids": [True]}, "stop_token_ids.0 must be a valid integer; got True"),
+    ({"prompt": "Hello! " * 5000}, "tokens fill the context of"),
+    ({"prompt": "Hello! " * 50_000}, "has 350000 characters, more than"),
+    (long_chat(50_000), "350000 characters leave no room for an answer"),
+    (long_chat(5000), "tokens leave no room for an answer"),
 )
-def test_invalid_parameters_are_rejected(
-    params: dict[str, Any], message: str, model: EagleFSD
-) -> None:
-    with pytest.raises(RequestError, match=message) as error:
-        request(model, **params)
-    assert error.value.code in (40001, 40302, 40303)
+
+
+def test_invalid_parameters_are_rejected(model: EagleFSD) -> None:
+    for params, message in INVALID:
+        with pytest.raises(RequestError, match=message) as error:
+            request(model, **params)
+        assert error.value.code in (40001, 40302, 40303)
 
 
 def test_parameters_are_limited_and_translated(model: EagleFSD) -> None:

@@ -51,6 +51,7 @@ def test_addresses_and_names(started: list[Any], run: Run, monkeypatch: pytest.M
         status, printed, errors = run("serve", *options)
         assert status == 0, errors
         assert f"API         {url}/v1" in printed
+        assert "certificate accuracy on bundled: at most 0.70 points lost with 95%" in printed
         assert f"curl {url}/v1/chat/completions" in printed
         assert "Authorization: Bearer $KEY" in printed
         assert r'"model": "my \"model\""' in printed

@@ -1,4 +1,4 @@
-"""The page on serving agrees with the servers."""
+"""The pages on the API and on deployment agree with the servers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ import yaml
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from eagle_fsd.chat.serve.body import Body
 from eagle_fsd.chat.serve.metrics import ServerMetrics
 from eagle_fsd.chat.serve.openai_format import (
-    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
 )
 from eagle_fsd.cli.app import app
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+API, DEPLOYMENT = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "deployment.md")
+)
 #: For each column of the table: the request, OpenAI's parameters, and a valid body.
 COLUMNS: tuple[tuple[type[Body], Any, dict[str, Any]], ...] = (
     (
@@ -45,7 +48,7 @@ COLUMNS: tuple[tuple[type[Body], Any, dict[str, Any]], ...] = (
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", DEPLOYMENT, re.MULTILINE | re.DOTALL)
 
 
 def parameters(model: type[Body]) -> set[str]:
@@ -60,7 +63,7 @@ def parameters(model: type[Body]) -> set[str]:
 @pytest.mark.parametrize("column", range(3), ids=["chat", "completions", "embeddings"])
 def test_table_of_parameters(column: int) -> None:
     """It has all parameters of OpenAI's client and all of ours, and says which are accepted."""
-    lines = PAGE[PAGE.index("| parameter |") :].split("\n\n")[0].splitlines()[2:]
+    lines = API[API.index("| parameter |") :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     cells = {name: row[1 + column] for row in rows for name in re.findall("`(.+?)`", row[0])}
     model, openais, valid = COLUMNS[column]
@@ -100,5 +103,5 @@ def test_metrics_exist() -> None:
     metrics.requests.labels("failed").inc()
     metrics.tokens.labels("exact").inc()
     exposed = metrics.page(0, 0, 1).decode()
-    for name in set(re.findall(r"eagle_fsd_\w+", PAGE)):
+    for name in set(re.findall(r"eagle_fsd_\w+", API + DEPLOYMENT)):
         assert re.search(rf"^# TYPE {name} ", exposed, re.MULTILINE), name

@@ -122,12 +122,14 @@ def api_app(
             raise ApiError(message, 404, "model_not_found", "model")
 
     def card(name: str) -> dict[str, Any]:
+        certificate = backend.model.certificate_for(backend.about.acceptance)
         return {
             "id": name,
             "created": created,
             "object": "model",
             "owned_by": "eagle-fsd",
             "acceptance": acceptance_label(backend.about.acceptance),
+            "certificate": certificate and certificate.model_dump(),
             "max_model_len": backend.model.target.context_length,
         }
 
@@ -139,7 +141,10 @@ def api_app(
         except RequestError as error:
             metrics.requests.labels("refused").inc()
             raise answer_error(error) from error
-        headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance)}
+        certificate = backend.model.certificate_for(acceptance)
+        if certificate is not None and not request.decodes_as(certificate):
+            certificate = None
+        headers = {"X-Eagle-FSD-Acceptance": acceptance_label(acceptance, certificate)}
         params = request.answer_params()
         if not request.stream:
             check_logprobs(params, backend.about.limits.max_new_tokens)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic import AliasChoices, FailFast, Field, PlainValidator, model_validator
 from starlette.exceptions import HTTPException
 
 from eagle_fsd.chat.config import AnswerOptions
@@ -31,9 +31,18 @@ from eagle_fsd.chat.decode_queue import (
 )
 from eagle_fsd.chat.request_body import RequestError, shorten
 from eagle_fsd.chat.requests import MAX_ALTERNATIVES, MAX_BIAS
+from eagle_fsd.chat.serve.body import Body
+from eagle_fsd.chat.serve.tools import (
+    MAX_TOOLS,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolParser,
+)
 from eagle_fsd.chat.text import Piece, TokenDecoder
-from eagle_fsd.model.config import AcceptanceConfig
-from eagle_fsd.utils.options import Options
+from eagle_fsd.model.config import AcceptanceConfig, Certificate
+from eagle_fsd.utils.text import one_line
 
 #: Maximum number of choices in a response, for all prompts together.
 MAX_CHOICES = 128
@@ -42,14 +51,17 @@ MAX_EMBEDDING_INPUTS = 2048
 MAX_TOKENS = 1_048_576
 #: Maximum number of log-probabilities in a response that is not streamed, of 100 bytes each.
 MAX_LOGPROBS = 262_144
-#: Maximum number of members of an object; none has as many that are supported.
-MAX_MEMBERS = 100
 MAX_BIASES = 300
 #: Parameters that are passed on as they are.
 _FORWARDED = {
     *(*AnswerOptions.model_fields, "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("fsd", "lossless", "logit_bias", "echo", "logprobs"),
     *("truncation", "chat_template_kwargs"),
+}
+#: Parameters that change which tokens are sampled, beside the temperature.
+_SHAPING = {
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens", "ignore_eos"),
 }
 
 
@@ -120,48 +132,38 @@ Prompts = Annotated[
 EmptyList = Annotated[list[Any], Field(default_factory=list, max_length=0)]
 
 
-class Body(Options):
-    """A JSON object whose types are strict."""
-
-    model_config = ConfigDict(strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if len(values) > MAX_MEMBERS:  # describing all of them would take seconds
-            raise ValueError(f"must not have more than {MAX_MEMBERS} members")
-        return {name: value for name, value in values.items() if value is not None}
-
-
 class Message(Body):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: EmptyList
+    tool_calls: list[ToolCall] = Field(default=[])
+    tool_call_id: str | None = None
     annotations: EmptyList
 
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, values: Any) -> Any:
-        # Assistants' messages may have none.
-        if isinstance(values, dict) and "content" not in values:
+        # It may be null, and is absent where an assistant calls tools.
+        if isinstance(values, dict) and not {"content", "tool_calls"} & values.keys():
             raise ValueError("must have content")
         return values
 
 
-def to_chat(messages: Sequence[Message]) -> list[dict[str, str]]:
+def to_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a chat with one system message, at the beginning: many templates allow no other."""
-    system, chat = [], []
+    system: list[str] = []
+    chat: list[dict[str, Any]] = []
     for message in messages:
         if message.role in ("system", "developer"):
             system.append(message.content)
         else:
-            extra = message.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
+            names = {"name", "reasoning_content", "tool_call_id"}
+            extra = message.model_dump(include=names, exclude_none=True)
+            if message.tool_calls:
+                extra["tool_calls"] = [call.for_template() for call in message.tool_calls]
             chat.append({"role": message.role, "content": message.content, **extra})
     if system:
         chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
@@ -175,10 +177,33 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class TextFormat(Body):
-    """The only supported format of answers."""
+class JsonSchema(Body):
+    """A JSON schema; it is always followed, strict or not."""
 
-    type: Literal["text"]
+    name: str
+    description: str = ""
+    definition: dict[str, Any] = Field(default={"type": "object"}, validation_alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Body):
+    """Format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, and only then")
+        return self
+
+    @property
+    def definition(self) -> dict[str, Any] | None:
+        """The schema of answers; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class GenerationRequest(AnswerOptions, Body):
@@ -215,6 +240,12 @@ class GenerationRequest(AnswerOptions, Body):
                 request["seed"] = (self.seed + index % self.n) % 2**63
         return requests
 
+    def decodes_as(self, certificate: Certificate) -> bool:
+        """Whether answers are sampled as those that the certificate counts."""
+        fields = type(self).model_fields
+        same = all(getattr(self, name) == fields[name].default for name in _SHAPING)
+        return same and self.temperature == certificate.temperature
+
     @abstractmethod
     def _prompts(self) -> list[dict[str, Any]]:
         """Return the parameters that differ among prompts."""
@@ -241,9 +272,11 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int = Field(
         default=0, ge=0, le=MAX_ALTERNATIVES, description="Alternatives for each token."
     )
-    response_format: TextFormat = TextFormat(type="text")
-    tools: EmptyList
-    tool_choice: Literal["none", "auto"] = "none"
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    tools: Annotated[list[Tool], FailFast()] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = Field(
+        default="auto", description="Whether the answer calls tools, or which."
+    )
     parallel_tool_calls: bool = True
     metadata: dict[str, Any] = Field(default={}, description="Not used.")
     store: bool = Field(default=False, description="Not used.")
@@ -265,11 +298,37 @@ class ChatRequest(GenerationRequest):
             raise ValueError("must have a user message in messages")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("must set logprobs with top_logprobs")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in self.tool_names:
+            raise ValueError("must have the tool that tool_choice names in tools")
+        if choice == "required" and not self.tools:
+            raise ValueError("must have tools if tool_choice is required")
+        if self.tool_names and self.response_format.definition is not None:
+            raise ValueError("must not set both tools and a response_format of JSON")
         return self
+
+    def decodes_as(self, certificate: Certificate) -> bool:
+        """See :meth:`GenerationRequest.decodes_as`."""
+        free = self.response_format.definition is None and self.tool_choice in ("auto", "none")
+        return free and super().decodes_as(certificate)
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools that the answer may call."""
+        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools]
 
     def _prompts(self) -> list[dict[str, Any]]:
         logprobs = self.top_logprobs if self.logprobs else None
-        return [{"messages": to_chat(self.messages), "logprobs": logprobs}]
+        params: dict[str, Any] = {"messages": to_chat(self.messages), "logprobs": logprobs}
+        if self.response_format.definition is not None:
+            params["json_schema"] = self.response_format.definition
+        if self.tool_names:
+            choice = self.tool_choice
+            params["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+            params["tool_choice"] = (
+                choice.function.name if isinstance(choice, NamedTool) else choice
+            )
+        return [params]
 
 
 class CompletionRequest(GenerationRequest):
@@ -366,6 +425,8 @@ class ResponseBuilder:
         }
         self._last: list[JobUpdate | None] = [None] * choices
         self._texts = [""] * choices
+        names = request.tool_names if isinstance(request, ChatRequest) else []
+        self._parsers = [ToolParser(names, tokens) if names else None for _ in range(choices)]
         # Log-probabilities are kept as JSON, in small parts: as Python objects they would take many
         # times the memory, and converting all of them at once would block other responses.
         self._logprobs: list[dict[str, list[str]]] = [{} for _ in range(choices)]
@@ -377,7 +438,7 @@ class ResponseBuilder:
             for name, values in columns.items():
                 text = json.dumps(values, separators=(",", ":"))[1:-1]
                 self._logprobs[index].setdefault(name, []).extend([text] if text else [])
-        self._texts[index] += update.text
+        self._texts[index] += self._content(index, update)[0]
         self._last[index] = update
 
     def chunks(self, index: int, update: JobUpdate) -> list[dict[str, Any]]:
@@ -387,9 +448,13 @@ class ResponseBuilder:
             delta = {"role": "assistant", "content": ""}
             opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             found.append(self._chunk([opening]))
-        text, logprobs = update.text, None
-        if text or update.finish_reason or (self.logprobs and update.pieces):
-            content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        logprobs = None
+        text, calls = self._content(index, update)
+        if text or calls or update.finish_reason or (self.logprobs and update.pieces):
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                delta = {"content": text} if text else {}
+                content = {"delta": {**delta, "tool_calls": calls} if calls else delta}
             if self.logprobs:
                 logprobs = self._format_logprobs(update.pieces, len(self._texts[index]))
                 if self.chat:
@@ -398,6 +463,26 @@ class ResponseBuilder:
         self._texts[index] += text
         self._last[index] = update
         return found
+
+    def _content(self, index: int, update: JobUpdate) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text of an update, and the calls of tools that it completes."""
+        parser = self._parsers[index]
+        if parser is None:
+            return update.text, []
+        return parser.push(update.pieces, end=update.finish_reason is not None)
+
+    def _calls(self, index: int, text: str) -> dict[str, Any]:
+        """Return what a message with calls of tools has beside others; text may then be null."""
+        parser = self._parsers[index]
+        if parser is None or not parser.calls:
+            return {}
+        return {
+            "content": text or None,
+            "tool_calls": [
+                {name: value for name, value in call.items() if name != "index"}
+                for call in parser.calls
+            ],
+        }
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, which has no choices."""
@@ -410,7 +495,8 @@ class ResponseBuilder:
             assert update is not None
             content: dict[str, Any] = {"text": text}
             if self.chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                message = {"role": "assistant", "content": text, "refusal": None}
+                content = {"message": {**message, **self._calls(index, text)}}
             choice = json.dumps(self._choice(index, content, None, update), ensure_ascii=False)
             if self.logprobs:
                 parts = [
@@ -432,7 +518,10 @@ class ResponseBuilder:
         self, index: int, content: dict[str, Any], logprobs: Any, update: JobUpdate
     ) -> dict[str, Any]:
         """Return a choice; of a whole response, log-probabilities are added as JSON."""
-        choice = {"index": index, **content, "finish_reason": update.finish_reason}
+        parser, reason = self._parsers[index], update.finish_reason
+        if reason == "stop" and parser is not None and parser.calls:
+            reason = "tool_calls"
+        choice = {"index": index, **content, "finish_reason": reason}
         if logprobs is not None or not self.logprobs:
             choice["logprobs"] = logprobs
         return choice
@@ -457,9 +546,12 @@ class ResponseBuilder:
         return {**usage, "total_tokens": prompt + tokens, "tau": tokens / steps if steps else None}
 
 
-def acceptance_label(acceptance: AcceptanceConfig) -> str:
-    """Describe how tokens are accepted, for a header."""
-    return "lossless" if acceptance.lossless else acceptance.label
+def acceptance_label(acceptance: AcceptanceConfig, certificate: Certificate | None = None) -> str:
+    """Describe how tokens are accepted, in ASCII for a header."""
+    if acceptance.lossless:
+        return "lossless"
+    label = acceptance.label if certificate is None else f"{acceptance.label}; {certificate}"
+    return one_line(label).encode("ascii", "replace").decode()
 
 
 def completion_logprobs(
@@ -564,7 +656,8 @@ def answer_error(error: Exception) -> ApiError:
         return ApiError(str(error), 500)
     too_long = isinstance(error, RequestError) and error.code == RequestError.CONTEXT
     message = str(error).replace("max_new_tokens", "max_tokens")  # the client's name of it
-    return ApiError(message, code="context_length_exceeded" if too_long else None)
+    code = "context_length_exceeded" if too_long else None
+    return ApiError(message, code=code, param=getattr(error, "param", None))
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

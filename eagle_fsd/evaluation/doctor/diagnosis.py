@@ -57,6 +57,7 @@ def diagnose(
     :func:`check_training_text`. Raises ValueError if no question leaves room for an answer, or the
     chat template rejects one.
     """
+    acceptance, certificate = model.acceptance, model.certificate_for(model.acceptance)
     model = copy(model)
     model.tree = model.exact_tree
     measured = Measurements(model, questions, chat_template or RAW, max_new_tokens)
@@ -76,6 +77,8 @@ def diagnose(
     return {
         "drafter": type(model.drafter).__name__,
         "tree": model.tree.model_dump(),
+        "acceptance": "lossless" if acceptance.lossless else acceptance.label,
+        "certificate": certificate and certificate.model_dump(),
         "tokens": sum(sum(answer.accepted) for answer in measured.short),
         "tau": fmean(complete_steps(measured.short)),
         "agreement": None if agreement is None else agreement.mean,
