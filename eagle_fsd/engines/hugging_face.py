@@ -75,7 +75,8 @@ def generate(model: PreTrainedModel, **arguments: Any) -> Tensor:
     decode: Any = pairs[repository].custom_generate
     if (streamer := arguments.pop("streamer", None)) is not None:  # transformers drops it
         decode = functools.partial(decode, streamer=streamer)
-    found: Tensor = model.generate(custom_generate=decode, **arguments)
+    transformers_generate: Any = model.generate
+    found: Tensor = transformers_generate(custom_generate=decode, **arguments)
     return found
 
 

@@ -109,13 +109,12 @@ def changed_signatures(signatures: Mapping[str, str]) -> list[str]:
     The keys are ``module:name``, and the values names of parameters, separated by spaces.
     """
     return [
-        path
-        for path, expected in signatures.items()
-        if not _has_parameters(*path.split(":"), expected.split())
+        path for path, expected in signatures.items() if not _has_parameters(path, expected.split())
     ]
 
 
-def _has_parameters(module: str, name: str, expected: list[str]) -> bool:
+def _has_parameters(path: str, expected: list[str]) -> bool:
+    module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
