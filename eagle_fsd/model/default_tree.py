@@ -131,7 +131,8 @@ def measure_costs(model: EagleFSD) -> tuple[dict[int, float], dict[int, float], 
 
 def _step_seconds(model: EagleFSD) -> tuple[float, float]:
     """Return the seconds of drafting and of the rest of a step."""
-    drafts, others = [], []
+    drafts: list[float] = []
+    others: list[float] = []
     room = min(model.target.context_length - 2, (STEPS + 1) * (model.tree.depth + 2))
     with closing(model.batch(1)) as batch, torch.inference_mode():
         batch.add(model.request(torch.tensor([1, 2]), room, eos_token_id=[]))

@@ -272,10 +272,10 @@ def _compute_shards(
             yield shard
             shard, tokens = [], 0
         examples = [data[index] for index in batch]
-        batch = collate(examples)
-        computed = compute_features(target, batch.ids, states)
-        best = torch.zeros_like(batch.ids)
-        needed = F.pad(batch.loss_mask, (1, 0))  # features that the loss compares with predictions
+        padded = collate(examples)
+        computed = compute_features(target, padded.ids, states)
+        best = torch.zeros_like(padded.ids)
+        needed = F.pad(padded.loss_mask, (1, 0))  # features that the loss compares with predictions
         labels = computed[..., -target.hidden_size :]  # the last of the states
         best[needed] = most_likely_tokens(target, labels[needed.to(labels.device)]).cpu()
         for row, item in enumerate(examples):

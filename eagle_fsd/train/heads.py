@@ -61,6 +61,7 @@ def empty_copy(head: DraftHead, dtype: torch.dtype) -> DraftHead:
         if head.token_ids is not None:
             copy.set_token_ids(head.token_ids)
     else:
+        assert isinstance(head, EagleHead)
         copy = EagleHead(head.config, head.fc.bias is not None, dtype)
         copy.ranked_tokens = head.ranked_tokens
     copy.attach(head.target)

@@ -48,7 +48,7 @@ class EagleHead(DraftHead):
     reads = (LAST,)
     projects = True
     #: The draft vocabulary ``[D]``, the most frequent token first; None for all tokens.
-    ranked_tokens: Tensor | None = None
+    ranked_tokens: Tensor | None
     # The rows of the output projection that belong to token_ids. They are buffers, because CUDA
     # graphs, which read them, are valid as long as a module's parameters and buffers stay in place.
     _row_weights: Tensor | None
@@ -58,6 +58,7 @@ class EagleHead(DraftHead):
         self, config: PreTrainedConfig, bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(config)
+        self.ranked_tokens = None
         self.register_buffer("_row_weights", None, persistent=False)
         self.register_buffer("_row_bias", None, persistent=False)
         try:
