@@ -197,7 +197,7 @@ def random_head(model: PreTrainedModel, draft_vocab: int | None = None) -> Eagle
         head = EagleHead(model.config, bias=False, dtype=model.dtype)
     randomize(head)
     if draft_vocab is not None:
-        head.token_ids = torch.arange(draft_vocab)
+        head.ranked_tokens = torch.arange(draft_vocab)
     return head.eval()
 
 

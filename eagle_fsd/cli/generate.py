@@ -75,8 +75,6 @@ def generate(
             "--num-beams is exact and deterministic: leave out --temperature, --show-origins and"
             " acceptance options"
         )
-    from eagle_fsd.model.default_tree import fit_tree
-
     if speedup and (plain or as_json or config.num_beams > 1):
         raise OptionsError("--speedup excludes --plain, --json and --num-beams")
     with joined(pair.device) as is_first:
@@ -85,6 +83,8 @@ def generate(
             raise OptionsError("PROMPT is missing or empty")
         model = load_pair(pair, tree, acceptance, plain)
         if not plain:
+            from eagle_fsd.model.default_tree import fit_tree
+
             fit_tree(model)
         ids = _encode(text, model.tokenizer, pair.chat_template, raw).to(model.target.device)
         method = "ar" if plain else "fsd"

@@ -239,9 +239,10 @@ def test_readers_compute_the_heads_features(tmp_path: Path) -> None:
         target = Target(tiny_target(architecture, **changes))
         head = untrained_head(target.model, bias=bias).attach(target)
         folder = export(head, tmp_path / str(number), engine)
-        inputs = torch.randn(1, 20, 32), prompt(20), torch.arange(20)[None]
+        features = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(number))
+        inputs = features, prompt(20), torch.arange(20)[None]
         for other in (read_head(folder, engine, target), load_head(folder, target)):
-            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-5)
+            assert torch.allclose(other(*inputs), head(*inputs), rtol=1e-4, atol=1e-4)
         if architecture == llama:
             config = json.loads((folder / "config.json").read_text())
             assert config["rope_scaling"] == {"type": "linear", "factor": LINEAR_ROPE["factor"]}
