@@ -27,6 +27,12 @@ MAX_LENGTH = 65_536
 #: could fill its answer with more.
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 
+#: Keywords of a schema that compile in proportion to its length.
+SIMPLE = {
+    *("type", "properties", "required", "additionalProperties", "items", "enum", "const"),
+    *("title", "description", "default", "examples", "minimum", "maximum"),
+}
+
 
 class Grammar(AnswerProcessor):
     """Mask the tokens with which an answer cannot be completed to a string of the grammar.
@@ -78,7 +84,8 @@ def json_grammar(
     if sum(map(len, rules)) > MAX_LENGTH:
         raise ValueError(f"the schemas must have at most {MAX_LENGTH} characters of JSON")
     grammar = LLMatcher.grammar_from_lark("\n".join(rules))
-    if not _is_cheap(grammar):
+    simple = all(_is_simple(schema) for _, schema, _ in alternatives)
+    if not simple and not _is_cheap(grammar):
         raise ValueError("the schema takes too much time or memory to compile")
     vocabulary = _vocabulary(tokenizer, vocab_size, tuple(end_tokens))
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
@@ -86,6 +93,17 @@ def json_grammar(
         message = re.split(r"\n\s*\d+ \| |<state>", matcher.get_error())[0]  # without the rules
         raise ValueError(one_line(message.rpartition("failed to compile JSON schema: ")[2]))
     return Grammar(matcher)
+
+
+def _is_simple(schema: Any) -> bool:
+    """Return whether a schema has simple keywords only."""
+    if isinstance(schema, bool):
+        return True
+    if not isinstance(schema, Mapping) or not schema.keys() <= SIMPLE:
+        return False
+    members = schema.get("properties", {})
+    others = (schema.get(name, True) for name in ("items", "additionalProperties"))
+    return isinstance(members, Mapping) and all(map(_is_simple, (*members.values(), *others)))
 
 
 @lru_cache(maxsize=256)

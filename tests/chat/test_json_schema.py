@@ -103,18 +103,15 @@ def text_of(reply: Any) -> tuple[str, str]:
     return text, reason
 
 
-@pytest.mark.parametrize("temperature", [0, 1.3])
-def test_every_completed_answer_satisfies_its_schema(
-    temperature: float, client: openai.OpenAI
-) -> None:
-    """Random schemas, four at a time, exact and fuzzy, whole and streamed."""
+def test_every_completed_answer_satisfies_its_schema(client: openai.OpenAI) -> None:
+    """Random schemas, four at a time: exact and fuzzy, greedy and sampled, whole and streamed."""
     cases = [draw_schema(random.Random(seed)) for seed in range(100)]
 
     def answer(seed: int) -> str:
         schema, check = cases[seed]
         reply = ask(
             client,
-            temperature=temperature,
+            temperature=1.3 * (seed // 2 % 2),
             seed=seed,
             stream=seed % 3 == 0,
             response_format=schema_format(schema),

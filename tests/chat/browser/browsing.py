@@ -26,6 +26,7 @@ from eagle_fsd.chat.backend import HEARTBEAT_INTERVAL, BackendError, LocalBacken
 #: Marks of every module in this package.
 MARKS = [
     *chromium.MARKS,
+    pytest.mark.slow,
     # About Gradio 6; the page is pinned to Gradio 5.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

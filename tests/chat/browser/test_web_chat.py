@@ -7,8 +7,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from eagle_fsd.chat.backend import Token
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.chat.web.rendering import NONE
@@ -153,7 +151,6 @@ def test_answers_are_exported_as_a_file(page: PageObject, tmp_path: Path) -> Non
     assert {token["origin"] for token in answer["tokens"]} == {"exact", "fuzzy", "target"}
 
 
-@pytest.mark.slow
 def test_strip_shows_the_tokens_that_would_flip(page: PageObject) -> None:
     """The line follows the slider in the browser, without a request."""
     page.backend.answer = [
@@ -246,7 +243,6 @@ def test_new_chat_cancels_the_baseline(page: PageObject) -> None:
     assert page.find(".fsd-speedup b").text == NONE
 
 
-@pytest.mark.slow
 def test_failed_questions_return_to_the_empty_box(page: PageObject) -> None:
     page.backend.reply("So", error="out of memory")
     page.open()
@@ -264,7 +260,6 @@ def test_failed_questions_return_to_the_empty_box(page: PageObject) -> None:
     assert box.get_attribute("value") == "My next one"
 
 
-@pytest.mark.slow
 def test_reopening_the_page_releases_its_connections(page: PageObject) -> None:
     """Browsers allow six connections per server and may cache pages with open ones."""
     for _ in range(7):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from eagle_fsd.chat.web.page import BASELINE_DELAY
 from eagle_fsd.cli.serve import EXAMPLES
 
 from .browsing import MARKS, NARROW, QUESTION, ActionChains, Keys, PageObject
 
-pytestmark = [*MARKS, pytest.mark.slow]
+pytestmark = MARKS
 
 
 def test_inspector_describes_tokens(page: PageObject) -> None:

@@ -15,7 +15,7 @@ from eagle_fsd.cli.serve import EXAMPLES
 
 from .browsing import MARKS, NARROW, WIDE, ActionChains, PageObject, WebElement
 
-pytestmark = [*MARKS, pytest.mark.slow]
+pytestmark = MARKS
 ORIGINS = ("exact", "fuzzy", "target")
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'><b>bold</b>"
 SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])

@@ -11,7 +11,7 @@ import pytest
 
 from .browsing import MARKS, TIMEOUT, ControlledBackend
 
-pytestmark = [*MARKS, pytest.mark.slow]
+pytestmark = MARKS
 
 
 def event_ids(client: httpx.Client) -> tuple[int, int]:
