@@ -48,21 +48,23 @@ class OracleHead(LevelDrafter):
         return _RowCache(rows, length)
 
     def append(
-        self, _features: Tensor, tokens: Tensor, lengths: Tensor, _keys: Tensor, cache: _RowCache
+        self, features: Tensor, tokens: Tensor, lengths: Tensor, keys: Tensor, cache: _RowCache
     ) -> Tensor:
+        del features, keys
         positions = lengths[:, None] + torch.arange(tokens.shape[1])
         return self.extend(tokens, tokens, positions, (), tokens, cache)
 
     def extend(
         self,
-        _hidden: Tensor,
-        _tokens: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
         positions: Tensor,
-        _rotary: tuple[Tensor, ...],
-        _mask: Tensor,
+        rotary: tuple[Tensor, ...],
+        mask: Tensor,
         cache: _RowCache,
     ) -> Tensor:
         """Predict the token after one at ``positions``, or after its pair with a feature there."""
+        del hidden, tokens, rotary, mask
         index = (positions + 1 + len(self.reads)).clamp_max(self.sequences.shape[1] - 1)
         right = self.sequences[cache.order[: len(index)]].gather(1, index)
         first = right - RANKS[index % len(RANKS)]
