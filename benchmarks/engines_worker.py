@@ -1,4 +1,4 @@
-"""Decode in vLLM for ``engines.py``, in a process of an interpreter that has it.
+"""Decode in vLLM for ``engines.py`` and tests, in a process of an interpreter that has it.
 
 ``python engines_worker.py REQUEST`` reads a JSON file with ``target``, ``prompts`` (token ids),
 ``max_tokens``, ``concurrency``, and optionally ``speculative_config`` and ``settings``. It prints a

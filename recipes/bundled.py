@@ -144,14 +144,6 @@ a download, and it knows nothing else.
 Trained from scratch by `python -m recipes.bundled --stage target` on chats that
 `eagle_fsd/bundled/problems.py` generates (an endless stream; a hash of their text separates the
 test questions from it): {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
-
-{results}
-
-Configuration:
-
-```json
-{recipe}
-```
 """
 
 _HEAD_CARD = """---
@@ -168,14 +160,6 @@ Trained by `python -m recipes.bundled --stage head`, which is `eagle-fsd train` 
 its defaults on {chats} generated chats: smooth L1 on the feature, 0.1 times the cross-entropy, the
 Jensen-Shannon divergence between target and draft, and uniform noise on the input features; {steps}
 steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
-
-{results}
-
-Configuration:
-
-```json
-{recipe}
-```
 """
 
 _EAGLE3_CARD = """---
@@ -192,14 +176,6 @@ Its embedding is the target's. It is not calibrated: decoding is lossless unless
 Trained by `python -m recipes.bundled --stage eagle3` on {chats} generated chats and
 the target's stored hidden states: cross-entropy with the target's distribution, {settings[unroll]}
 runs over every chat; {steps} steps, {tokens} tokens, {minutes} minutes on {machine}, {date}.
-
-{results}
-
-Configuration:
-
-```json
-{recipe}
-```
 """
 
 

@@ -45,14 +45,6 @@ Trained by `python -m recipes.bundled --stage draft-model`: it starts from the
 target's embedding and its first and last layers, and learns the target's distributions on {chats}
 generated chats whose answers the target sampled; {steps} steps, {tokens} tokens, {minutes} minutes
 on {machine}, {date}.
-
-{results}
-
-Configuration:
-
-```json
-{recipe}
-```
 """
 
 

@@ -36,10 +36,22 @@ def train_and_save(
     (out / SETTINGS_FILE).unlink(missing_ok=True)
 
 
+#: The end of every card.
+_CARD_END = """
+{results}
+
+Configuration:
+
+```json
+{recipe}
+```
+"""
+
+
 def write_card(folder: Path, template: str, results: str, chats: int) -> None:
     """Write a model card from a template, the folder's record and measured results."""
     record = read_record(folder)
-    card = template.format(
+    card = (template + _CARD_END).format(
         **record,
         recipe=json.dumps(record["settings"], indent=2),
         parameters=f"{_count_parameters(folder) / 1e6:.2f}",

@@ -337,14 +337,6 @@ A head with {parameters} M parameters that drafts {settings[draft_vocab_size]} o
 Trained by `python -m recipes.smollm2` on {chats} chats that the target wrote; questions of
 MT-bench, Spec-Bench, IFEval and GSM8K's test set are not among them: {steps} steps, {tokens} tokens
 in {settings[epochs]} epochs, {minutes} minutes on {machine}, {date}.
-
-{results}
-
-Configuration:
-
-```json
-{recipe}
-```
 """
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from certificates import CERTIFICATE
 
 from eagle_fsd.bundled import BUNDLED_HEAD, BUNDLED_TARGET
 
@@ -65,18 +66,7 @@ def test_the_card_names_target_settings_and_certificate(
 ) -> None:
     head, out = tmp_path / "head", tmp_path / "out"
     shutil.copytree(BUNDLED_HEAD, head)
-    settings = {
-        "rule": "regret",
-        "certificate": {
-            "decoder": "eagle-fsd",
-            "measure": "accuracy on gsm8k",
-            "questions": 500,
-            "lost": 1,
-            "gained": 2,
-            "bound": 0.955,
-            "confidence": 0.95,
-        },
-    }
+    settings = {"rule": "regret", "certificate": CERTIFICATE}
     (tmp_path / "mine.json").write_text(json.dumps(settings))
     words = ("export", "custom-generate", out, "--drafter", head, "--target", "some/target")
     status, _, errors = run(*words, "--settings", tmp_path / "mine.json")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certificates import CERTIFICATE
 
 from eagle_fsd import AcceptanceConfig, OptionsError
 from eagle_fsd.bundled import BUNDLED_DRAFT_MODEL, BUNDLED_HEAD, BUNDLED_TARGET
@@ -21,16 +22,6 @@ from eagle_fsd.engines.settings import (
 )
 from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import Certificate, Settings, read_settings
-
-CERTIFICATE = {
-    "decoder": "vllm",
-    "measure": "accuracy on gsm8k",
-    "questions": 500,
-    "lost": 1,
-    "gained": 2,
-    "bound": 0.955,
-    "confidence": 0.95,
-}
 
 
 def test_settings_come_from_the_configuration_or_the_environment(
