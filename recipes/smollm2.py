@@ -7,9 +7,10 @@ measures them on questions of Spec-Bench and writes the model cards, and ``curve
 trained on fewer tokens.
 
 Every stage resumes: from its files in ``--work``, and without these from what is committed. The
-chats are in ``smollm2_chats.jsonl.xz`` with their hash beside it, and a training starts from the
-weights of the head in ``--out``, without the state of the optimizer. ``--tiny`` runs all of it on a
-handful of chats.
+chats are compressed parts in ``smollm2_chats``, with their hashes in ``parts.json``; ``--parts``
+says how many there are to be, and parts that exist are kept. A training starts from the weights of
+the head in ``--out``, without the state of the optimizer. ``--tiny`` runs all of it on a handful of
+chats.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import logging
 import lzma
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle_fsd.bundled import BUNDLED, SMOLLM2_HEADS
+from eagle_fsd.cli.train import WritingProgress
 from eagle_fsd.train.chat_file import Chat
 from eagle_fsd.train.config import (
     RegenerateConfig,
@@ -60,8 +63,8 @@ BENCHMARKS = (
     "ifeval_prompts.jsonl",
     "gsm8k_test.jsonl",
 )
-#: Chats at the end that are not trained on: their questions select the settings.
-TUNING_CHATS = 64
+#: First chats, which are not trained on: their questions select the settings.
+TUNING_CHATS = 128
 #: Heads by stage. The target's projection has 49,152 rows, which every level of a draft tree reads;
 #: an EAGLE-3 head contains its rows, and 16 MB hold 4,096.
 CONFIGS = {
@@ -81,10 +84,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is written, trained on and measured; ``curve`` lists numbers of tokens."""
+    """How much is written, trained on and measured.
 
-    chats: int = 12_000
-    answers: int = 7_473
+    A part of the chats consists of ``chats`` that the target writes from nothing and its
+    ``answers`` to given questions; ``curve`` lists numbers of tokens.
+    """
+
+    parts: int = 8
+    chats: int = 1200
+    answers: int = 600
     max_new_tokens: int = 512
     batch_size: int = 32
     max_steps: int | None = None
@@ -93,7 +101,14 @@ class Scale:
 
 
 TINY = Scale(
-    chats=6, answers=2, max_new_tokens=96, batch_size=4, max_steps=2, questions=6, curve=(500, 1000)
+    parts=1,
+    chats=6,
+    answers=2,
+    max_new_tokens=96,
+    batch_size=4,
+    max_steps=2,
+    questions=6,
+    curve=(500, 1000),
 )
 
 
@@ -107,9 +122,9 @@ class Recipe:
     scale: Scale
 
     @property
-    def packed(self) -> Path:
-        """The compressed chats."""
-        return self.data / "smollm2_chats.jsonl.xz"
+    def chats(self) -> Path:
+        """The folder of the compressed chats."""
+        return self.data / "smollm2_chats"
 
     def head(self, stage: str) -> Path:
         """Return the folder of a finished head."""
@@ -133,51 +148,61 @@ class Recipe:
     # -- chats -------------------------------------------------------------------------------------
 
     def write_chats(self) -> None:
-        """Have the target write the chats, unless they are committed."""
-        if self.packed.exists():
-            log.info("%s holds %d chats", self.packed, len(read_chats(self.packed)))
-            return
-        written = self.work / "synthesized.jsonl"
+        """Have the target write the parts of the chats that do not exist."""
+        for part in range(self.scale.parts):
+            if part_name(part) in read_hashes(self.chats):
+                continue
+            chats = [*self._synthesize(part), *self._answer_questions(part)]
+            if SHARED.is_dir():
+                overlaps = Overlaps(q for name in BENCHMARKS for q in questions(SHARED / name))
+                kept = [chat for chat in chats if overlaps.find(chat) is None]
+                log.info("%d chats share a question with a benchmark", len(chats) - len(kept))
+                chats = kept
+            else:
+                log.warning("%s is missing: the chats are not compared with benchmarks", SHARED)
+            pack_chats(chats, self.chats, part)
+
+    def _synthesize(self, part: int) -> list[Chat]:
+        """Have the target write both sides of chats."""
         limit = self.scale.max_new_tokens
         config = SynthesizeConfig(
-            max_new_tokens=limit, max_user_tokens=min(256, limit), batch_size=self.scale.batch_size
+            seed=part,
+            max_new_tokens=limit,
+            max_user_tokens=min(256, limit),
+            batch_size=self.scale.batch_size,
         )
-        request = SynthesizeRequest(target=TARGET, out=written, count=self.scale.chats)
-        chats = list(synthesize(request, config))
-        chats = [*self._answer_questions(), *chats]
-        if SHARED.is_dir():
-            overlaps = Overlaps(item for name in BENCHMARKS for item in questions(SHARED / name))
-            kept = [chat for chat in chats if overlaps.find(chat) is None]
-            log.info("%d chats share a question with a benchmark", len(chats) - len(kept))
-            chats = kept
-        else:
-            log.warning("%s is missing: the chats are not compared with benchmarks", SHARED)
-        pack_chats(chats, self.packed)
+        out = self.work / f"synthesized-{part}.jsonl"
+        request = SynthesizeRequest(target=TARGET, out=out, count=self.scale.chats)
+        shown = WritingProgress()
+        return list(synthesize(request, config, progress=shown.stage, on_tokens=shown.add_tokens))
 
-    def _answer_questions(self) -> list[Chat]:
-        """Have the target answer the training questions of GSM8K, if they are there."""
+    def _answer_questions(self, part: int) -> list[Chat]:
+        """Have the target answer training questions of GSM8K, if they are there."""
         if not (SHARED / GSM8K).exists():
             return []
-        prompts, written = self.work / "questions.jsonl", self.work / "answered.jsonl"
+        prompts, out = self.work / f"questions-{part}.jsonl", self.work / f"answered-{part}.jsonl"
         lines = []
-        for question in list(questions(SHARED / GSM8K))[: self.scale.answers]:
+        start = part * self.scale.answers
+        for question in islice(questions(SHARED / GSM8K), start, start + self.scale.answers):
             answer = {"role": "assistant", "content": "..."}  # the target's answer replaces it
             messages = [{"role": "user", "content": question}, answer]
             lines.append(json.dumps({"messages": messages}) + "\n")
+        if not lines:
+            return []
         atomic_write(prompts, "".join(lines))
         config = RegenerateConfig(
             max_new_tokens=self.scale.max_new_tokens, batch_size=self.scale.batch_size
         )
-        request = RegenerateRequest(data=prompts, out=written, target=TARGET, dtype=fastest_dtype())
-        answered = regenerate(request, config)
+        request = RegenerateRequest(data=prompts, out=out, target=TARGET, dtype=fastest_dtype())
+        shown = WritingProgress()
+        answered = regenerate(request, config, progress=shown.stage, on_tokens=shown.add_tokens)
         return [] if answered is None else list(answered)
 
     def training_file(self, tokens: float = float("inf")) -> Path:
         """Write the chats to train on, about so many tokens of them, and return the file."""
-        chats = read_chats(self.packed)
         kept: list[str] = []
         room = tokens * BYTES_PER_TOKEN
-        for chat in chats[: -min(TUNING_CHATS, len(chats) // 4)]:
+        for chat in self._split_chats()[1]:
             line = json.dumps({"messages": chat}) + "\n"
             room -= len(line)
             if room < 0:
@@ -187,6 +212,12 @@ class Recipe:
         file = self.work / f"chats{suffix}.jsonl"
         atomic_write(file, "".join(kept))
         return file
+
+    def _split_chats(self) -> tuple[list[Chat], list[Chat]]:
+        """Return the chats that select settings, and those to train on."""
+        chats = read_chats(self.chats)
+        tuning = min(TUNING_CHATS, len(chats) // 4)
+        return chats[:tuning], chats[tuning:]
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -211,9 +242,8 @@ class Recipe:
 
     def select_settings(self, command: str, name: str) -> None:
         """Run ``eagle-fsd tune`` or ``calibrate`` on the questions that are not trained on."""
-        chats = read_chats(self.packed)
         lines = []
-        for number, chat in enumerate(chats[-min(TUNING_CHATS, len(chats) // 4) :]):
+        for number, chat in enumerate(self._split_chats()[0]):
             turns = [message["content"] for message in chat if message["role"] == "user"][:1]
             line = {"question_id": number, "category": "synthesized", "turns": turns}
             lines.append(json.dumps(line) + "\n")
@@ -240,7 +270,7 @@ class Recipe:
         for method, row in rows.items():
             lines.append(f"| {method} | {describe_tree(row)} | {row['tau']:.2f} |")
         card = _CARD.replace("{kind}", name.upper().replace("EAGLE", "EAGLE-"))
-        write_card(self.head(name), card, "\n".join(lines), len(read_chats(self.packed)))
+        write_card(self.head(name), card, "\n".join(lines), len(read_chats(self.chats)))
 
     def measure_curve(self) -> None:
         """Train heads on fewer tokens, and measure tau of exact decoding with each."""
@@ -278,28 +308,36 @@ class Recipe:
         )
 
 
-def pack_chats(chats: list[Chat], path: Path) -> None:
-    """Write compressed chats, and their hash beside them."""
-    text = "".join(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
+def part_name(part: int) -> str:
+    """Return the name of the file with a part of the chats."""
+    return f"{part:02d}.jsonl.xz"
+
+
+def read_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the text of every part, by its file's name."""
+    file = folder / "parts.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def pack_chats(chats: list[Chat], folder: Path, part: int) -> None:
+    """Write a compressed part of the chats, then its hash."""
+    text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lzma.open(folder / part_name(part), "wt", encoding="utf-8", preset=9) as file:
         file.write(text)
-    content = {"chats": len(chats), "sha256": digest, "target": TARGET}
-    atomic_write(_hash_file(path), json.dumps(content, indent=2) + "\n")
+    hashes = read_hashes(folder) | {part_name(part): hashlib.sha256(text.encode()).hexdigest()}
+    atomic_write(folder / "parts.json", json.dumps(hashes, indent=2, sort_keys=True) + "\n")
 
 
-def read_chats(path: Path) -> list[Chat]:
-    """Read compressed chats; raises ValueError if they are not those of the hash."""
-    text = lzma.decompress(path.read_bytes()).decode()
-    expected = json.loads(_hash_file(path).read_text())["sha256"]
-    if hashlib.sha256(text.encode()).hexdigest() != expected:
-        raise ValueError(f"{path} is damaged: its hash is another")
-    return [json.loads(line)["messages"] for line in text.splitlines()]
-
-
-def _hash_file(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".jsonl.xz") + ".json")
+def read_chats(folder: Path) -> list[Chat]:
+    """Read all parts of the chats; raises ValueError if one does not have its hash."""
+    chats: list[Chat] = []
+    for name, expected in sorted(read_hashes(folder).items()):
+        text = lzma.decompress((folder / name).read_bytes()).decode()
+        if hashlib.sha256(text.encode()).hexdigest() != expected:
+            raise ValueError(f"{folder / name} is damaged: its hash is another")
+        chats += [json.loads(line)["messages"] for line in text.splitlines()]
+    return chats
 
 
 def main() -> None:
@@ -312,11 +350,14 @@ def main() -> None:
     parser.add_argument(
         "--stage", action="append", choices=STAGES, help="stage to run; default: all of them"
     )
+    parser.add_argument("--parts", type=int, help=f"parts of the chats; default: {Scale.parts}")
     parser.add_argument("--tiny", action="store_true", help="a handful of chats and steps")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     options.work.mkdir(parents=True, exist_ok=True)
     scale = TINY if options.tiny else Scale()
+    if options.parts is not None:
+        scale = replace(scale, parts=options.parts)
     recipe = Recipe(options.out, options.data, options.work, scale)
     for stage in options.stage or STAGES:
         log.info("stage %s", stage)

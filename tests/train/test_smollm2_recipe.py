@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from recipes.smollm2 import BENCHMARKS, Recipe, Scale, pack_chats, read_chats
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
-CHATS = ROOT / "recipes" / "smollm2_chats.jsonl.xz"
-#: Largest size in bytes of the committed chats.
+CHATS = ROOT / "recipes" / "smollm2_chats"
+#: Largest size in bytes of a part of the committed chats.
 MAX_BYTES = 20_000_000
 
 
@@ -35,19 +36,18 @@ def test_overlaps_are_found() -> None:
 
 
 def test_packed_chats_are_read_back_unless_they_are_damaged(tmp_path: Path) -> None:
-    chats = [chat("Hällo?"), chat("Really? " * 50), chat("1"), chat("2")]
-    file = tmp_path / "smollm2_chats.jsonl.xz"
-    pack_chats(chats, file)
-    assert read_chats(file) == chats
-    recipe = Recipe(tmp_path, tmp_path, tmp_path, Scale())
+    chats = [chat("Hällo\u2028?"), chat("Really? " * 50), chat("1"), chat("2")]
+    folder = tmp_path / "smollm2_chats"
+    pack_chats(chats[2:], folder, 1)
+    pack_chats(chats[:2], folder, 0)
+    assert read_chats(folder) == chats
+    recipe = Recipe(tmp_path, tmp_path, tmp_path, Scale(parts=2))
     recipe.run("chats")  # has nothing to do
     assert len(recipe.training_file().read_text().splitlines()) == 3  # one is for tuning
-    assert len(recipe.training_file(30).read_text().splitlines()) == 1
-    other = tmp_path / "other.jsonl.xz"
-    pack_chats(chats[:2], other)
-    file.write_bytes(other.read_bytes())
+    assert len(recipe.training_file(135).read_text().splitlines()) == 1
+    shutil.copy(folder / "00.jsonl.xz", folder / "01.jsonl.xz")
     with pytest.raises(ValueError, match="damaged"):
-        read_chats(file)
+        read_chats(folder)
 
 
 def test_committed_chats_contain_no_question_of_a_benchmark() -> None:
@@ -55,6 +55,6 @@ def test_committed_chats_contain_no_question_of_a_benchmark() -> None:
         pytest.skip("no chats are committed")
     if not SHARED.is_dir():
         pytest.skip("the questions of the benchmarks are not there")
-    assert CHATS.stat().st_size < MAX_BYTES
+    assert max(file.stat().st_size for file in CHATS.iterdir()) < MAX_BYTES
     overlaps = Overlaps(item for name in BENCHMARKS for item in questions(SHARED / name))
     assert [chat for chat in read_chats(CHATS) if overlaps.find(chat) is not None] == []
