@@ -90,9 +90,9 @@ class Scale:
     ``answers`` to given questions; ``curve`` lists numbers of tokens.
     """
 
-    parts: int = 8
-    chats: int = 1200
-    answers: int = 600
+    parts: int = 16
+    chats: int = 600
+    answers: int = 300
     max_new_tokens: int = 512
     batch_size: int = 32
     max_steps: int | None = None
