@@ -155,15 +155,6 @@ def test_length_dependent_rope_matches_hugging_face_up_to_its_limit(name: str, d
         _assert_rejected(pair, message, prompt(length), max_new_tokens=new, method=method)
 
 
-def test_dynamic_rope_without_a_limit_serves_the_whole_context() -> None:
-    """Its frequencies change only beyond ``max_position_embeddings``, which no call exceeds."""
-    model, ids = tiny_target(max_position_embeddings=40, rope_parameters=DYNAMIC), prompt(20, 1)
-    pair = EagleFSD(model, untrained_head(model), small_tree())
-    assert torch.equal(
-        pair.generate(ids, max_new_tokens=20).sequences, greedy_reference(model, ids, new=20)
-    )
-
-
 def test_unsupported_targets_and_heads_are_rejected() -> None:
     """GPT-Neo's local layers compute their window from slots."""
     bloom, mpt = (tiny_model(name) for name in ("bloom", "mpt"))

@@ -22,10 +22,8 @@ from eagle3_heads import target_model, untrained_eagle3
 from pairs import (
     NEEDS_COMPILER,
     aligned_pair,
-    batch,
     forget_compiled,
     greedy_reference,
-    left_padded,
     prompt,
     small_tree,
     tiny_target,
@@ -36,14 +34,13 @@ from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
-from eagle_fsd.model.compilation import StepGraphs, compile_graph, compiled
-from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
+from eagle_fsd.model.compilation import StepGraphs, compile_graph
+from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.request import Answer, Decision, Request
 from eagle_fsd.model.step import decoding_step
-from eagle_fsd.model.vocabulary import Warp, arg_max
 
 
 @pytest.fixture(autouse=True)
@@ -90,18 +87,6 @@ def both(pair: EagleFSD, ids: Tensor, mask: Tensor | None = None, **options: Any
         results.append((out.sequences.tolist(), out.origins.tolist()))
     pair.compile = False
     assert results[0] == results[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "temperature"), [("eagle3", 0.0), ("draft-model", 0.8), ("ngram", 0.0)]
-)
-def test_same_tokens(name: str, temperature: float, graphs: list[torch.fx.GraphModule]) -> None:
-    """N-grams are looked up on the host: only the target and verification are compiled."""
-    pair = PAIRS[name]()
-    both(pair, prompt(20), temperature=temperature, top_p=0.9, seed=3, threshold=0.1)
-    # An n-gram drafter may find nothing, which is another shape.
-    assert len(graphs) == 3 or (name == "ngram" and len(graphs) <= 4)
 
 
 def test_one_version_serves_all_lengths_thresholds_and_floors(
@@ -234,16 +219,12 @@ def test_changes_of_attributes_are_seen() -> None:
 
 def test_versions_belong_to_one_model_and_data_type(graphs: list[torch.fx.GraphModule]) -> None:
     """Of two models, nothing else tells apart the arguments of their passes, which take turns."""
-    prompts = left_padded(prompt(12), prompt(5))
     targets = [tiny_target(num_hidden_layers=1, seed=seed) for seed in (1, 2)]
     first, second = (EagleFSD(target, NGramDrafter(), TREE) for target in targets)
+    options = {"method": "ar", "max_new_tokens": 6, **EAGER_VERIFICATION}
     for pair, dtype in ((first, torch.float32), (second, torch.float32), (first, torch.float64)):
         pair.model.to(dtype)
-        both(pair, *prompts, method="ar", max_new_tokens=6, **EAGER_VERIFICATION)
-    count = len(graphs)
-    first.release_memory()
-    both(first, *prompts, method="ar", max_new_tokens=6, **EAGER_VERIFICATION)
-    assert len(graphs) > count
+        both(pair, prompt(12), **options)
     with pytest.raises(ValueError, match=r"^compile must be True, False or 'auto'; got 'yes'$"):
         first.compile = "yes"  # type: ignore[assignment]
     del targets, first, second, pair
@@ -298,65 +279,6 @@ def test_generated_code_gives_the_same_tokens(caplog: pytest.LogCaptureFixture) 
         options = {"temperature": 0.9, "top_p": 0.9, "threshold": 0.2, "seed": 3}
         both(PAIRS["eagle"](), prompt(20), max_new_tokens=100, **options)
     assert not [item.getMessage() for item in caplog.records]
-    forget_compiled()
-
-
-@pytest.mark.slow
-def test_one_version_of_the_target_serves_trees_of_all_sizes(
-    graphs: list[torch.fx.GraphModule],
-) -> None:
-    """Of drafting and of verification, there is one per tree."""
-    pair = PAIRS["eagle"]()
-    for total_tokens, depth in ((8, 2), (4, 1)):
-        pair.tree = TreeConfig(total_tokens=total_tokens, depth=depth, top_k=4)
-        both(pair, prompt(20), threshold=0.2)
-    assert len(graphs) == 1 + 2 * 2
-
-
-@pytest.mark.slow
-def test_vocabularies_of_any_size(
-    graphs: list[torch.fx.GraphModule], caplog: pytest.LogCaptureFixture
-) -> None:
-    """From the second size on, the size is a variable of the compiled code."""
-    warp, best = compiled(Warp(0.7, top_p=0.8)._rows), compiled(arg_max)
-    generator = torch.Generator().manual_seed(0)
-    for size in (40, 513, 1000, 7):
-        values = torch.randn(3, size, generator=generator)
-        uniform = torch.rand(3, dtype=torch.double, generator=generator)
-        assert torch.equal(best(values), values.argmax(-1))
-        for found, expected in zip(
-            warp(values, uniform), Warp(0.7, top_p=0.8)._rows(values, uniform), strict=True
-        ):
-            torch.testing.assert_close(found, expected)
-    assert graphs
-    assert not [item for item in caplog.records if item.levelno >= logging.WARNING]
-
-
-@pytest.mark.slow
-def test_batches_of_any_size(graphs: list[torch.fx.GraphModule]) -> None:
-    """Rows of different lengths that end one by one: at most one version per number of rows."""
-    pair, (ids, mask) = PAIRS["eagle"](), batch()
-    both(pair, ids, mask, max_new_tokens=24)
-    both(pair, ids[:3], mask[:3], max_new_tokens=16)
-    assert len(graphs) <= 4 * 3
-
-
-def test_a_missing_compiler_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def backend(graph: torch.fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(compilation, "compile_graph", partial(compile_graph, backend=backend))
-    compilation._warn_once.cache_clear()
-    forget_compiled()
-    pair = PAIRS["ngram"]()
-    with caplog.at_level(logging.WARNING):
-        for length in (20, 9):
-            both(pair, prompt(length), method="ar", max_new_tokens=8)
-    messages = [record.getMessage() for record in caplog.records]
-    assert 0 < len(messages) <= 2  # target, verification
-    assert all("no C++ compiler" in message and "\n" not in message for message in messages)
     forget_compiled()
 
 
@@ -423,28 +345,14 @@ class _Recorder:
         monkeypatch.setattr(compilation, "EAGER_STEPS", 1)
 
 
-def _graphs() -> StepGraphs:
-    return StepGraphs(torch.nn.Identity())
-
-
 def test_steps_are_captured_once_per_shape_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, runs = _Recorder(monkeypatch), []
-    graphs = _graphs()
+    graphs = StepGraphs(torch.nn.Identity())
     for shapes in ["a"] * 4 + ["b"] * 3 + ["a"] * 2:
         result = graphs.run(shapes, lambda shapes=shapes: runs.append(shapes) or shapes)
         assert result == shapes
     assert runs == ["a", "a", "b", "b"]  # once eagerly and once while capturing
     assert (recorder.captured, recorder.replayed) == (2, 7)
-    monkeypatch.setattr(compilation, "MAX_GRAPHS", 2)
-    before = recorder.captured  # the least recently used shape is dropped, and seen as a new one
-    for shapes in "ccbba":
-        graphs.run(shapes, lambda: None)
-    assert recorder.captured == before + 2
-    graphs.clear()
-    monkeypatch.setattr(compilation, "EAGER_STEPS", 3)
-    for _ in range(6):
-        graphs.run("a", lambda: runs.append("c"))
-    assert runs[4:] == ["c"] * 4
     assert recorder.stream is MAIN
 
 
@@ -471,7 +379,7 @@ def test_steps_that_cannot_be_captured_run_eagerly(
     assert sum(eager) == (10 if error is ValueError else 6)
     (record,) = caplog.records
     assert "without CUDA graphs" in record.getMessage()
-    other, before = _graphs(), recorder.replayed
+    other, before = StepGraphs(torch.nn.Identity()), recorder.replayed
     for _ in range(3):
         other.run("a", lambda: None)
     assert recorder.replayed == before + 2

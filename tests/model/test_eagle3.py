@@ -11,7 +11,6 @@ from eagle3_heads import (
     DRAFT_VOCAB_SIZE,
     aligned_eagle3_pair,
     draft_tokens,
-    random_eagle3_pair,
     target_model,
     untrained_eagle3,
 )
@@ -32,13 +31,13 @@ from pairs import (
     small_vocabulary_config,
     tiny_target,
 )
-from sampling_laws import MODES, assert_target_law, bound, distance, generate, histogram, target_law
+from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
 from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
 from eagle_fsd import EagleFSD, Origin, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
-from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, default_reads, layer_config
+from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, layer_config
 from eagle_fsd.model.target import Target
 
 
@@ -193,21 +192,6 @@ def test_distributions_on_trees_match_the_formulas(variant: str) -> None:
     assert compared >= 20
 
 
-def test_drafted_tokens_are_the_mapped_ones() -> None:
-    pair, rule = random_eagle3_pair(), RecordingRule()
-    pair.generate(*batch(), max_new_tokens=8, rule=rule)
-    held = set(draft_tokens().tolist())
-    for inputs in rule.steps:
-        tree = inputs.tree
-        assert torch.equal(tree.token_ids, draft_tokens())
-        assert tree.draft_log_probs.shape[-1] == DRAFT_VOCAB_SIZE
-        assert set(tree.tokens[:, 1:].flatten().tolist()) <= held
-        best = tree.draft_log_probs[:, 0].argmax(-1)  # of the root
-        children = (tree.parents == 0) & (torch.arange(tree.size) > 0)
-        for row in range(len(best)):
-            assert draft_tokens()[best[row]] in tree.tokens[row, children[row]]
-
-
 @pytest.mark.parametrize(
     ("draft_vocab_size", "total_tokens", "depth", "top_k"),
     [(VOCAB_SIZE, 12, 3, 3), (70, 6, 4, 1), (70, 60, 6, 10)],
@@ -261,14 +245,6 @@ def test_sampling_at_threshold_zero_has_the_distribution_of_the_target(
     assert_target_law(draws, target_law(tiny_pair.model, 3, temperature, top_p))
 
 
-def test_sampling_with_an_infinite_threshold_has_another_distribution(tiny_pair: EagleFSD) -> None:
-    """A control: the same comparison detects another distribution."""
-    rows = 2000
-    draws = generate(tiny_pair, rows, 2, seed=1, temperature=1.0, threshold=math.inf)
-    law = target_law(tiny_pair.model, 2, 1.0)
-    assert distance(histogram(draws.answers, law.shape), law) > 2 * bound(law, rows)
-
-
 def reduced_distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return 20 targets ``[20, V]``, drafts ``[20, D]`` and ``[20, V]``, and the tokens ``[D]``."""
     generator = torch.Generator().manual_seed(0)
@@ -291,12 +267,6 @@ def test_divergences_over_a_reduced_vocabulary() -> None:
         found = DIVERGENCES[name](*reduced)
         assert found.isfinite().all()
         torch.testing.assert_close(found / -LOG_FLOOR, share * outside, rtol=0.01, atol=1e-3)
-
-
-def test_default_reads() -> None:
-    expected = {1: (0,), 2: (1,), 5: (2,), 6: (2, 3), 7: (2, 3, 4), 14: (2, 7, 11), 32: (2, 16, 29)}
-    for layers, reads in expected.items():
-        assert default_reads(layers) == reads
 
 
 def test_unsupported_heads_are_rejected() -> None:

@@ -16,13 +16,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
-from eagle_fsd.model.batch import MAX_POOLED_ENGINES
 from eagle_fsd.model.compilation import StepGraphs
 from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.step import StepOutput
-
-CUDA = torch.device("cuda:1")
 
 
 class _Graph:
@@ -119,17 +116,6 @@ def test_calls_in_progress_never_share_an_engine(
     assert len(engines) == 3
 
 
-def test_the_least_recently_used_engines_are_dropped(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    for nodes in range(3, 3 + MAX_POOLED_ENGINES + 2):
-        pair.tree = small_tree(total_tokens=nodes)
-        pair.generate(prompt(6), max_new_tokens=12)
-    kept = [item() is not None for item in engines]
-    assert kept == [False] * 2 + [True] * MAX_POOLED_ENGINES
-
-
 def _move(pair: EagleFSD) -> None:
     weight = pair.model.get_output_embeddings().weight
     weight.data = -weight.data
@@ -210,21 +196,3 @@ def test_everything_is_freed_with_the_model(
         assert engines[-1]() is None
     finally:
         gc.enable()
-
-
-def test_a_closed_batch_gives_its_engines_back(
-    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair = fresh()
-    queue = pair.batch(2)
-    answers = [queue.add(pair.request(prompt(length)[0], 30)) for length in (4, 6, 8)]
-    queue.step()
-    queue.step()
-    seconds = queue.seconds
-    queue.close()
-    assert all(answer.finished for answer in answers)
-    assert (len(queue), queue.nbytes, queue.seconds) == (0, 0, seconds)
-    before = len(captured)
-    assert len(list(pair.generate_many([prompt(5)[0]], max_new_tokens=8))) == 1
-    assert len(engines) == 1
-    assert len(captured) <= before + 1

@@ -29,8 +29,7 @@ from pairs import (
 from torch import Tensor
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, NGramDrafter, Origin, TreeConfig
-from eagle_fsd.model.acceptance import ExactRule, FuzzyRule, PhaseRule
-from eagle_fsd.model.verify import AcceptanceRule
+from eagle_fsd.model.acceptance import FuzzyRule, PhaseRule
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -49,20 +48,6 @@ def test_greedy_output_matches_hugging_face(architecture: str, device: str) -> N
     assert torch.equal(out.sequences, reference(architecture, aligned=True))
     assert out.stats.tau > 1.5
     assert len({tuple(row) for row in out.stats.accepted}) > 1
-
-
-def test_model_without_a_head_decodes_plainly_only() -> None:
-    with pytest.raises(ValueError, match="has no drafter"):
-        EagleFSD(random_pair().model, None).generate(prompt(5), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("rule", [ExactRule(), FuzzyRule(0.0), FuzzyRule(0.0, "top_p_kl")])
-def test_rule_argument_overrides_the_threshold(rule: AcceptanceRule) -> None:
-    """A fuzzy rule with ``T = 0`` is lossless too."""
-    ids, mask = batch()
-    out = aligned_pair().generate(ids, mask, 16, threshold=ACCEPT_ALL, rule=rule)
-    expected = reference(aligned=True)[:, : ids.shape[1] + 16]
-    assert torch.equal(out.sequences, expected)
 
 
 @pytest.mark.parametrize(

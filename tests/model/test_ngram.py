@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
@@ -19,7 +18,6 @@ from pairs import (
     prompt,
     small_tree,
     small_vocabulary_config,
-    tiny_target,
 )
 from rules import RULES
 from sampling_laws import MODES, assert_target_law, generate, target_law
@@ -27,12 +25,10 @@ from transformers import LlamaForCausalLM
 
 from eagle_fsd import EagleFSD, Origin, SamplingConfig, TreeConfig
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
-from eagle_fsd.model.drafters import ngram
 from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter, grow
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
-from eagle_fsd.model.target import Target
 from eagle_fsd.model.tree import DraftTree
 from eagle_fsd.model.verify import WHOLE_PATHS, AcceptanceRule, verify
 from eagle_fsd.model.vocabulary import Distributions
@@ -94,20 +90,6 @@ def test_prompt_lookup_agrees_with_its_definition(
     assert [count for _, count in found] == sorted(counts.values(), reverse=True)
 
 
-def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup considers the latest occurrences; a table forgets the oldest and rarest."""
-    drafter = AdaptiveNGramDrafter(2, 2)
-    assert followers(drafter, [1, 2, 1, 3, 1, 4, 1, 2, 1, 3, 1]) == [(3, 2), (2, 2), (4, 1)]
-    drafter = AdaptiveNGramDrafter(2, 2, capacity=3)
-    followers(drafter, [1, 2, 3, 4, 5])
-    assert list(drafter.table) == [(2,), (3,), (4,)]
-    monkeypatch.setattr(ngram, "MAX_OCCURRENCES", 2)
-    assert followers(NGramDrafter(), [1, 2, 1, 3, 1, 4, 1]) == [(4, 1), (3, 1)]
-    monkeypatch.setattr(ngram, "MAX_FOLLOWERS", 2)
-    drafter = AdaptiveNGramDrafter(2, 2)
-    assert followers(drafter, [1, 2, 1, 2, 1, 3, 1, 4, 1]) == [(2, 2), (4, 1)]
-
-
 @given(st.lists(sequences, min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 3))
 def test_table_counts_every_ngram(rows: list[list[int]], min_order: int, more: int) -> None:
     """Over several rows, backing off to the longest context that was seen."""
@@ -141,14 +123,6 @@ def test_invalid_option_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_table_of_another_vocabulary_is_rejected() -> None:
-    drafter = AdaptiveNGramDrafter().attach(Target(tiny_target()))
-    drafter.attach(Target(tiny_target("qwen2")))
-    followers(drafter, [1, 2, 3])
-    with pytest.raises(ValueError, match="learned over 96 tokens, but the target has 80"):
-        drafter.attach(Target(tiny_target(vocab_size=80)))
 
 
 @given(
@@ -242,16 +216,6 @@ def test_drafted_trees_are_valid(rows: list[list[int]], name: str, config: TreeC
         assert {i for i in range(tree.size) if tree.draft_rows[row, i] >= 0} == inner
         used = sorted(tree.draft_rows[row, sorted(inner)].tolist())
         assert used == list(range(len(inner)))
-
-
-def test_tree_is_its_root_if_no_row_has_a_continuation() -> None:
-    """Uni-grams always have one."""
-    for name, config in itertools.product(DRAFTERS, TREES):
-        tree = draft(DRAFTERS[name](), [[1, 2, 3], [4]], config)
-        if name == "adaptive-unigram":
-            assert tree.size > 1
-        else:
-            assert (tree.size, tree.max_depth, tree.draft_log_probs.numel()) == (1, 0, 0)
 
 
 def row_alone(tree: DraftTree, row: int) -> tuple[DraftTree, list[int]]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    NEW_TOKENS,
     VOCAB_SIZE,
     RecordingRule,
     aligned_pair,
@@ -22,17 +21,11 @@ from pairs import (
     path_to,
     prompt,
     random_pair,
-    reference,
 )
 from torch import Tensor
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
     LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     SynthIDTextWatermarkLogitsProcessor,
@@ -73,27 +66,6 @@ def test_processor_of_a_generation_config_matches_hugging_face() -> None:
         assert expected.shape != plain.shape or not torch.equal(expected, plain), name
         options["custom_generate"] = pair.custom_generate
         assert torch.equal(greedy_reference(pair.model, ids, mask, new=14, **options), expected)
-
-
-def test_processors_passed_to_generate_match_hugging_face() -> None:
-    """Both loops use the same list of processors."""
-    pair = aligned_pair()
-    ids, mask = batch()
-    processors = LogitsProcessorList(
-        [
-            RepetitionPenaltyLogitsProcessor(1.4),
-            NoRepeatNGramLogitsProcessor(2),
-            SuppressTokensLogitsProcessor([3, 4, 5, 6]),
-            PrefixConstrainedLogitsProcessor(allowed_tokens, num_beams=1),
-            MinNewTokensLengthLogitsProcessor(ids.shape[1], 10, list(range(10, 40))),
-            HashProcessor(2.0),
-        ]
-    )
-    expected = greedy_reference(pair.model, ids, mask, new=16, logits_processor=processors)
-    for method in ("fsd", "ar"):
-        out = pair.generate(ids, mask, 16, logits_processor=processors, method=method)
-        assert torch.equal(out.sequences, expected)
-    assert not torch.equal(expected[:, ids.shape[1] :], reference(aligned=True)[:, -NEW_TOKENS:-8])
 
 
 class HashProcessor(LogitsProcessor):

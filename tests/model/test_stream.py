@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    DEVICES,
     aligned_pair,
     answers,
     batch,
@@ -79,25 +77,6 @@ def test_stream_decodes_one_step_per_iteration_and_can_be_closed() -> None:
     chunks.close()
     out = pair.generate(prompt(6), max_new_tokens=8)
     assert torch.equal(out.sequences, greedy_reference(pair.model, prompt(6), new=8))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_time_between_chunks_is_not_counted(device: str) -> None:
-    """A slow consumer must not make decoding look slow."""
-    pair = new_random_pair(device=device)
-    ids, mask = (item.to(device) for item in batch())
-    began = time.perf_counter()
-    stream = pair.stream(ids, attention_mask=mask, max_new_tokens=6)
-    slept = 0.0
-    for _ in stream:
-        pause = time.perf_counter()
-        time.sleep(0.02)
-        slept += time.perf_counter() - pause
-    wall = time.perf_counter() - began
-    seconds = stream.output().stats.seconds
-    assert slept > 0.1
-    assert sum(seconds.values()) < wall - slept + 0.01
-    assert min(seconds[phase] for phase in ("prefill", "target", "verify", "host")) > 0.0
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,12 +25,10 @@ from trees import (
 
 from eagle_fsd.model.acceptance import ExactRule, FuzzyRule
 from eagle_fsd.model.probe import DivergenceProbe
-from eagle_fsd.model.tree import single_node
 from eagle_fsd.model.verify import (
     Origin,
     VerificationInputs,
     verify,
-    verify_root,
 )
 from eagle_fsd.model.vocabulary import Distributions
 
@@ -80,57 +76,6 @@ def test_samples_are_followed_while_they_are_in_the_tree(selection: str) -> None
         for rule in (ExactRule(), FuzzyRule(0.0), FSD):
             kept = verify(inputs, rule, selection=selection)
             assert outcome(kept) == (tokens, [EXACT] * (len(tokens) - 1) + [TARGET], path)
-
-
-def test_single_node_emits_its_sample() -> None:
-    """Two rows; :func:`verify_root` gives the same outcome."""
-    tree = single_node(torch.tensor([A, B]))
-    law = Distributions.of(torch.tensor(P).log().expand(2, 1, -1))
-    sampled = torch.tensor([[C], [D]])
-    inputs = VerificationInputs(tree, law, law, law, None, sampled, tree.tokens)
-    outcomes = [verify_root(inputs)]
-    for rule, fallback, selection in itertools.product(
-        (ExactRule(), FuzzyRule(ALWAYS)), ("exact", "stop"), ("longest", "target", "sample")
-    ):
-        outcomes.append(verify(inputs, rule, fallback, selection))
-    for kept in outcomes:
-        assert outcome(kept, 0) == ([C], [TARGET], [0])
-        assert outcome(kept, 1) == ([D], [TARGET], [0])
-
-
-def test_equally_deep_paths_are_ranked_by_target_log_probability() -> None:
-    """Two leaves of depth 2 below open nodes: ``p(A) p(C|A)`` against ``p(B) p(D|B)``."""
-    for p1, p2, tokens in (
-        (0.1, 0.8, [B, D]),  # .6 x .1 < .3 x .8
-        (0.5, 0.8, [A, C]),  # .6 x .5 > .3 x .8
-        (0.1, 0.1, [A, C]),  # the first edge decides
-    ):
-        p = [
-            [0.6, 0.3, 0.04, 0.03, 0.03],
-            [(1 - p1) / 4] * 2 + [p1] + [(1 - p1) / 4] * 2,
-            [(1 - p2) / 4] * 3 + [p2] + [(1 - p2) / 4],
-            UNIFORM,
-            UNIFORM,
-        ]
-        # The samples favor the other path, which must not matter.
-        sampled = [B if tokens[0] == A else A, C, D, E, E]
-        tree = make_tree([0, 0, 0, 1, 2], [E, A, B, C, D], {node: p[node] for node in range(3)})
-        kept = verify(make_inputs(tree, p, sampled), FSD)
-        node = 1 if tokens[0] == A else 2
-        assert outcome(kept) == ([*tokens, E], [FUZZY, EXACT, TARGET], [0, node, node + 2])
-
-
-def test_divergence_is_finite_only_at_expanded_nodes_with_children() -> None:
-    """Root and node 1 have children; leaf 2 is expanded but has none; leaf 3 is not expanded."""
-    tree = make_tree([0, 0, 0, 1], [E, A, B, C], {0: P, 1: DISTANT, 2: P})
-    found = FuzzyRule(1.0).divergences(make_inputs(tree, [P] * 4, [A] * 4))[0]
-    middle = [(a + b) / 2 for a, b in zip(P, DISTANT, strict=True)]
-    js = sum(
-        0.5 * a * math.log(a / m) + 0.5 * b * math.log(b / m)
-        for a, b, m in zip(P, DISTANT, middle, strict=True)
-    )
-    assert found[:2].tolist() == pytest.approx([0.0, js], abs=1e-6)
-    assert found[2:].tolist() == [math.inf, math.inf]
 
 
 def test_divergence_equal_to_the_threshold_is_not_below_it() -> None:
