@@ -211,28 +211,6 @@ def test_regret_rule_allows_more_where_more_follows() -> None:
         assert _kept(RegretRule(per_position), [C]) == [A]  # C saves one position
 
 
-def _limited(
-    inputs: VerificationInputs, max_nats: float, spent: float = 0.0
-) -> tuple[list[int], float]:
-    """Tokens kept by a :class:`LimitedRule` without a gate, and the state after the step."""
-    rule = LimitedRule(AcceptanceRule(), max_nats)
-    inputs = replace(inputs, state=torch.tensor([[spent]]))
-    kept = verify(inputs, rule)
-    (after,) = rule.advance(inputs, kept)[0].tolist()
-    return outcome(kept)[0], after
-
-
-def test_limited_rule_keeps_the_deepest_path_within_the_budget() -> None:
-    """B costs ``log(.30 / .25) = .182``, C ``.405``, and exact tokens nothing."""
-    p = [UNDECIDED, UNDECIDED, CERTAIN, CERTAIN]
-    chain = _chain(p, [B, C, A], [A, A, A, A])
-    assert _limited(chain, 0.6) == ([B, C, A, A], pytest.approx(0.588, abs=1e-3))
-    assert _limited(chain, 0.5) == ([B, A], pytest.approx(0.182, abs=1e-3))
-    assert _limited(chain, 0.1) == ([A], 0.0)
-    assert _limited(chain, 1.0, spent=0.8) == ([B, A], pytest.approx(0.982, abs=1e-3))
-    assert _limited(chain, 1.0, spent=1.0) == ([A], 1.0)
-
-
 def _phase(
     inputs: VerificationInputs, prompt: list[int], begin: int | None = D, end: int = E
 ) -> tuple[list[int], float]:

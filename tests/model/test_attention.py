@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import target_model, untrained_eagle3
-from pairs import MODEL_SIZES, VOCAB_SIZE, prompt, small_tree, tiny_target, untrained_head
+from pairs import (
+    MODEL_SIZES,
+    VOCAB_SIZE,
+    greedy_reference,
+    prompt,
+    small_tree,
+    tiny_target,
+    untrained_head,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.model.attention import (
@@ -87,6 +96,40 @@ def test_models_that_reject_folded_masks_keep_the_attention_of_transformers() ->
     shapes.clear()
     pair.generate(prompt(6), max_new_tokens=12)
     assert shapes
+
+
+class Louder(LlamaMLP):
+    """Another module in the place of a layer's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * super().forward(x)
+
+
+def replace(model: Any, name: str, part: nn.Module) -> None:
+    model.model.layers[0].set_submodule(name, part)
+
+
+CHANGES: list[Callable[[Any], object]] = [
+    lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: 0.5 * x),
+    lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: 3.0 * args[2]),
+    lambda model: replace(model, "mlp", Louder(model.config)),
+    lambda model: replace(model, "mlp.act_fn", nn.GELU()),
+    lambda model: replace(model, "input_layernorm", nn.LayerNorm(32)),
+    lambda model: replace(model, "self_attn.q_proj", nn.Sequential(nn.Linear(32, 32), nn.Tanh())),
+]
+
+
+def test_changed_layers_are_decoded_as_they_are() -> None:
+    """Layers of Llama are computed by their parts unless somebody has changed them."""
+    ids = prompt(9)
+    for change in CHANGES:
+        model = tiny_target(num_hidden_layers=1)
+        pair = EagleFSD(model, untrained_head(model), small_tree())
+        before = pair.generate(ids, max_new_tokens=12).sequences
+        change(model)
+        expected = greedy_reference(model, ids, new=12)
+        assert not torch.equal(before, expected)
+        assert torch.equal(pair.generate(ids, max_new_tokens=12).sequences, expected)
 
 
 def eagle_head() -> DraftHead:

@@ -102,15 +102,6 @@ def test_named_rules_decode_or_are_rejected() -> None:
             assert out.stats.tokens == 4 * len(batch()[0])
 
 
-def test_named_rules_are_stored_and_read(tmp_path: Path) -> None:
-    for name, rule in RULES.items():
-        acceptance = AcceptanceConfig(rule=name)
-        assert rule_for(acceptance) == rule
-        path = _write(tmp_path, settings_dict(TreeConfig(), acceptance))
-        assert AcceptanceConfig().updated(**read_settings(path).acceptance) == acceptance
-    assert "rule" not in AcceptanceConfig().model_dump()
-
-
 def test_reverse_kl_is_another_name_of_kl_reversed(tmp_path: Path) -> None:
     """Accepted wherever a divergence is named, and stored under the divergence's own name."""
     pair = aligned_pair()

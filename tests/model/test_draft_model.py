@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pairs import (
-    DEVICES,
     MODEL_SIZES,
     NEW_TOKENS,
     VOCAB_SIZE,
@@ -82,30 +81,19 @@ DRAFTS = {
 }
 
 
-@lru_cache
-def pair(draft: str, chain: bool, device: str = "cpu") -> EagleFSD:
-    """The default target with a draft model."""
-    return EagleFSD(tiny_target().to(device), DraftModel(DRAFTS[draft]()), CHAIN if chain else TREE)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("draft", "chain"),
-    [
-        ("small", False),
-        ("windowed", True),
-        ("gemma2", False),
-        ("fewer-tokens", False),
-        ("more-tokens", True),
-    ],
+    [("windowed", True), ("gemma2", False), ("fewer-tokens", False), ("more-tokens", True)],
 )
-def test_greedy_output_matches_hugging_face(draft: str, chain: bool, device: str) -> None:
+def test_greedy_output_matches_hugging_face(draft: str, chain: bool) -> None:
     """A batch of mixed lengths, whose rows end at different steps."""
-    ids, mask = batch()
-    model = pair(draft, chain, device)
-    out = model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=NEW_TOKENS)
-    assert torch.equal(out.sequences.cpu(), reference())
-    plain = model.generate(ids.to(device), mask.to(device), NEW_TOKENS, method="ar")
+    model, (ids, mask) = (
+        EagleFSD(tiny_target(), DraftModel(DRAFTS[draft]()), CHAIN if chain else TREE),
+        batch(),
+    )
+    out = model.generate(ids, mask, NEW_TOKENS)
+    assert torch.equal(out.sequences, reference())
+    plain = model.generate(ids, mask, NEW_TOKENS, method="ar")
     assert torch.equal(plain.sequences, out.sequences)
 
 

@@ -21,11 +21,10 @@ from eagle_fsd.model.config import read_settings
 from eagle_fsd.model.draft_vocabulary import select_tokens
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
-from eagle_fsd.model.drafters.interface import Drafter, NoDrafter
+from eagle_fsd.model.drafters.interface import Drafter
 from eagle_fsd.model.drafters.loading import load_drafter
-from eagle_fsd.model.drafters.ngram import AdaptiveNGramDrafter, NGramDrafter
 from eagle_fsd.model.eagle3_checkpoint import save_eagle3
-from eagle_fsd.model.identity import differs, fingerprint
+from eagle_fsd.model.identity import differs
 from eagle_fsd.model.target import Target
 
 
@@ -106,17 +105,6 @@ def assert_rejected(name: Path | str, message: str, model: PreTrainedModel) -> N
 
 def draft_model(seed: int) -> DraftModel:
     return DraftModel(tiny_target(seed=seed, num_hidden_layers=1))
-
-
-def test_every_drafter_has_its_own_fingerprint() -> None:
-    drafters: list[Drafter] = [
-        *(NoDrafter(), NGramDrafter(), NGramDrafter(4), AdaptiveNGramDrafter()),
-        AdaptiveNGramDrafter(order=8),
-        *(draft_model(seed=1), draft_model(seed=2), untrained_head(tiny_target())),
-    ]
-    found = [fingerprint(drafter) for drafter in drafters]
-    assert len(set(found)) == len(drafters)
-    assert [fingerprint(drafter) for drafter in drafters] == found
 
 
 def test_recorded_fingerprints_of_the_bundled_pair_are_valid() -> None:

@@ -15,11 +15,9 @@ from eagle3_heads import (
     untrained_eagle3,
 )
 from pairs import (
-    ACCEPT_ALL,
     LINEAR_ROPE,
     VOCAB_SIZE,
     RecordingRule,
-    answers,
     batch,
     drafted_trees,
     greedy_reference,
@@ -29,16 +27,14 @@ from pairs import (
     randomize,
     small_tree,
     small_vocabulary_config,
-    tiny_target,
 )
 from sampling_laws import MODES, assert_target_law, generate, target_law
 from torch import Tensor
 from transformers import Gemma2Config, LlamaForCausalLM, Qwen3Config
 
-from eagle_fsd import EagleFSD, Origin, TreeConfig
+from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.model.divergence import DIVERGENCES, LOG_FLOOR, on_draft_vocabulary
 from eagle_fsd.model.drafters.eagle3 import Eagle3Flags, Eagle3Head, layer_config
-from eagle_fsd.model.target import Target
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -211,18 +207,6 @@ def test_greedy_output_matches_hugging_face_when_many_tokens_are_accepted(
     assert len({tuple(row) for row in out.stats.accepted}) > 1
 
 
-def test_head_of_a_single_token_is_decoded_exactly() -> None:
-    """The trees are chains of that token, whatever ``top_k``."""
-    model = target_model()
-    pair = EagleFSD(model, untrained_eagle3(model, draft_vocab_size=1), small_tree())
-    ids, mask = batch()
-    out = pair.generate(ids, mask, max_new_tokens=8)
-    assert torch.equal(out.sequences, greedy_reference(model, ids, mask, new=8))
-    fuzzy = pair.generate(ids, mask, max_new_tokens=8, threshold=ACCEPT_ALL)
-    drafted = answers(fuzzy)[fuzzy.origins == Origin.FUZZY]
-    assert drafted.unique().tolist() == draft_tokens(1).tolist()
-
-
 @pytest.fixture(scope="module")
 def tiny_pair() -> EagleFSD:
     """A vocabulary of 8 tokens, of which the head drafts 5."""
@@ -285,18 +269,3 @@ def test_unsupported_heads_are_rejected() -> None:
             Eagle3Head(config, 32, size, reads)
     with pytest.raises(ValueError, match="norm_before_fc and fc_norm"):
         Eagle3Flags(norm_before_fc=True, fc_norm=True)
-
-
-def test_head_of_another_target_is_rejected() -> None:
-    head = untrained_eagle3(target_model())
-    for change, message in (
-        ({"hidden_size": 64}, "hidden size is 32, the target's is 64"),
-        ({"vocab_size": 128}, "vocabulary has 96 tokens, the target's has 128"),
-        ({"num_hidden_layers": 4}, "reads the input of layer 4, the target has layers 0 to 3"),
-    ):
-        other = tiny_target(**{"num_hidden_layers": 7, **change})
-        with pytest.raises(ValueError, match=message):
-            head.attach(Target(other))
-    for missing in ({"embedding": False}, {"draft_vocab_size": None}):
-        with pytest.raises(ValueError, match="its hidden size is 48, the target's is 32"):
-            untrained_eagle3(target_model(), **{"hidden_size": 48, "embedding": True, **missing})

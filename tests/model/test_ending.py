@@ -74,16 +74,16 @@ def test_eos_tokens_end_rows_as_in_hugging_face(method: str, aligned: bool, coun
     assert (out.origins[0] == Origin.PADDING).any()
 
 
-def test_pad_token_of_the_target_marks_prompts_and_fills_ended_rows() -> None:
+def test_tokens_of_the_target_mark_prompts_end_rows_and_fill_them() -> None:
     """Without an attention mask, padding tokens are not part of a prompt, as in Hugging Face."""
     model = tiny_target(pad_token_id=0)
     model.generation_config.pad_token_id = 0
     pair = EagleFSD(model, untrained_head(model), small_tree())
     ids, mask = batch()
     free = greedy_reference(model, ids, mask, new=NEW_TOKENS)
-    eos = int(free[0, ids.shape[1] + 4])
-    expected = greedy_reference(model, ids, mask, new=NEW_TOKENS, eos_token_id=eos)
-    out = pair.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
+    model.generation_config.eos_token_id = [int(free[0, ids.shape[1] + at]) for at in (4, 15)]
+    expected = greedy_reference(model, ids, mask, new=NEW_TOKENS)
+    out = pair.generate(ids, max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, expected)
     assert (out.sequences[0, -5:] == 0).all()
 

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from pairs import aligned_pair, batch, greedy_reference, new_random_pair, prompt, small_tree
-from transformers import RepetitionPenaltyLogitsProcessor
 
-from eagle_fsd import EagleFSD, PrefixCache
+from eagle_fsd import EagleFSD
 from eagle_fsd.model import compilation
 from eagle_fsd.model.compilation import StepGraphs
-from eagle_fsd.model.drafters.ngram import NGramDrafter
 from eagle_fsd.model.engine import Engine
 from eagle_fsd.model.step import StepOutput
 
@@ -147,32 +145,6 @@ def test_graphs_are_captured_again_when_something_they_depend_on_changes(
         found = pair.generate(prompt(6), max_new_tokens=12)
         assert torch.equal(found.sequences, expected)
     assert len(captured) > before
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"capture": False},
-        {"prefix_cache": PrefixCache()},
-        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
-        {"drafter": NGramDrafter()},
-    ],
-    ids=["not captured", "prefix cache", "processors", "n-grams"],
-)
-def test_engines_without_lasting_graphs_are_not_kept(
-    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
-) -> None:
-    pair, options = fresh(), dict(options)
-    if drafter := options.pop("drafter", None):
-        pair = EagleFSD(pair.model, drafter, pair.tree)
-    else:
-        pair.generate(prompt(6), max_new_tokens=12)
-    pair.capture = options.pop("capture", True)
-    before = len(engines)
-    pair.generate(prompt(6), max_new_tokens=12, **options)
-    gc.collect()
-    assert not any(item() for item in engines[before:])
-    assert pair.capture or not any(item() for item in engines)
 
 
 def test_everything_is_freed_with_the_model(

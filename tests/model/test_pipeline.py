@@ -11,8 +11,7 @@ import pytest
 import torch
 from pairs import (
     ACCEPT_ALL,
-    ARCHITECTURES,
-    DEVICES,
+    DEFAULT_ARCHITECTURE,
     RecordingRule,
     aligned_pair,
     batch,
@@ -32,19 +31,19 @@ from eagle_fsd.model.config import MIN_TEMPERATURE
 from eagle_fsd.model.step import TokenDetail
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [DEFAULT_ARCHITECTURE, "llama-linear-rope-tied", "qwen3", "mistral-wide-window"]
+)
 def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
-    architecture: str, device: str
+    architecture: str,
 ) -> None:
     """Whole paths are accepted at every step, so a wrong slot in either cache would show."""
-    pair = random_pair(architecture, device)
+    pair = random_pair(architecture)
     ids, mask = left_padded(prompt(6, 1), prompt(1, 3), prompt(11, 2))
-    ids, mask = ids.to(device), mask.to(device)
     rule = RecordingRule()
     prefixes = [[row[kept.bool()]] for row, kept in zip(ids, mask, strict=True)]  # of each step
     for chunk in pair.stream(ids, attention_mask=mask, max_new_tokens=12, rule=rule):
-        new = torch.tensor(chunk.tokens, device=device)
+        new = torch.tensor(chunk.tokens)
         prefixes[chunk.row].append(torch.cat([prefixes[chunk.row][-1], new]))
     assert len(rule.steps) >= 3
     assert 12 / len(rule.steps) > 1.5
@@ -52,7 +51,7 @@ def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
         tree = inputs.tree
         for row, node in itertools.product(range(3), range(tree.size)):
             prefix = prefixes[row][step]
-            path = torch.tensor(path_to(tree, row, node)[1:], dtype=torch.long, device=device)
+            path = torch.tensor(path_to(tree, row, node)[1:], dtype=torch.long)
             logits, features = plain_logits(pair.model, torch.cat([prefix, path]))
             expected = logits[-1].log_softmax(-1)
             torch.testing.assert_close(

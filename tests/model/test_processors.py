@@ -30,10 +30,8 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     SynthIDTextWatermarkLogitsProcessor,
 )
-from transformers.generation import logits_process
 
 from eagle_fsd import AcceptanceConfig
-from eagle_fsd.model.sampling import ACROSS_ROWS, STATEFUL
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.6},
@@ -201,46 +199,3 @@ def test_unsupported_processor_raises_one_line() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name} is not supported"):
             greedy_reference(pair.model, prompt(5), custom_generate=pair.custom_generate, **options)
-
-
-#: Processors whose result depends on nothing but a row's prefix and logits.
-PURE = {
-    "AlternatingCodebooks",
-    "BarkEosPrioritizer",
-    "EncoderNoRepeatNGram",
-    "EncoderRepetitionPenalty",
-    "Epsilon",
-    "Eta",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSToken",
-    "ForcedEOSToken",
-    "InfNanRemove",
-    "LogitNormalization",
-    "MinLength",
-    "MinNewTokensLength",
-    "MinP",
-    "NoBadWords",
-    "NoRepeatNGram",
-    "PrefixConstrained",
-    "RepetitionPenalty",
-    "SequenceBias",
-    "SuppressTokens",
-    "SuppressTokensAtBegin",
-    "Temperature",
-    "TopH",
-    "TopK",
-    "TopP",
-    "Typical",
-    "Watermark",
-    "WhisperTimeStamp",
-}
-
-
-def test_every_processor_of_transformers_is_classified() -> None:
-    """A new processor must be added to one of the lists, after reading how it works."""
-    rejected = {*STATEFUL, *ACROSS_ROWS}
-    for name, item in vars(logits_process).items():
-        if isinstance(item, type) and issubclass(item, LogitsProcessor):
-            short = name.removesuffix("LogitsProcessor").removesuffix("LogitsWarper")
-            if item is not LogitsProcessor:
-                assert (item in rejected) != (short in PURE), name

@@ -257,18 +257,6 @@ def test_blocks_never_keep_fewer_tokens_on_average() -> None:
         assert _mean_kept(block) >= _mean_kept(tokens) - 1e-12
 
 
-def test_example_of_the_paper() -> None:
-    """Sun et al., section 2: two tokens, independent of their context, and chains of two."""
-    rows, generator = 300_000, torch.Generator().manual_seed(2)
-    p = torch.tensor([1 / 3, 2 / 3]).log().expand(rows, 2, 2)
-    q = torch.tensor([2 / 3, 1 / 3]).log().expand(rows, 2, 2)
-    drafted = torch.multinomial(torch.tensor([2 / 3, 1 / 3]), 2 * rows, True, generator=generator)
-    drafted = drafted.view(rows, 2)
-    for verify_chain, kept in ((verify_tokens, 10 / 9), (verify_block, 11 / 9)):
-        found = _verify_chain(verify_chain, p, q, drafted, generator) == drafted
-        assert found.cumprod(1).sum(1).float().mean() == pytest.approx(kept, abs=0.01)
-
-
 def _verify_chain(
     verify_chain: VerifyChain, log_p: Tensor, log_q: Tensor, drafted: Tensor, generator: Generator
 ) -> Tensor:

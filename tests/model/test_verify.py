@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from eagle_fsd.model.verify import (
     VerificationInputs,
     verify,
 )
-from eagle_fsd.model.vocabulary import Distributions
 
 #   0 --A-- 1 --C-- 3 --B-- 6
 #   |       +---D-- 4
@@ -57,49 +55,12 @@ def _inputs(
     return make_inputs(make_tree(PARENTS, TOKENS, q), table, sampled, drawn, masked)
 
 
-@pytest.mark.parametrize("selection", ["longest", "target", "sample"])
-def test_samples_are_followed_while_they_are_in_the_tree(selection: str) -> None:
-    """Every gate is closed: by the rule, by ``T = 0``, or by divergences above ``T``."""
-    for sampled, tokens, path in (
-        # Nothing is accepted: the root's sample is not in the tree.
-        ([D, C, A, B, E, E, E], [D], [0]),
-        # An inner node: A is in the tree, what follows it is not. Below B everything would match.
-        ([A, B, A, B, E, E, E], [A, B], [0, 1]),
-        # An inner node one level down.
-        ([A, C, A, A, E, E, E], [A, C, A], [0, 1, 3]),
-        # A leaf that is not the deepest.
-        ([B, C, A, B, E, D, E], [B, A, D], [0, 2, 5]),
-        # The longest path, and the bonus token after its leaf.
-        ([A, C, A, B, E, D, C], [A, C, B, C], [0, 1, 3, 6]),
-    ):
-        inputs = _inputs(sampled, drawn=[B, D, A, B, E, E, E])
-        for rule in (ExactRule(), FuzzyRule(0.0), FSD):
-            kept = verify(inputs, rule, selection=selection)
-            assert outcome(kept) == (tokens, [EXACT] * (len(tokens) - 1) + [TARGET], path)
-
-
 def test_divergence_equal_to_the_threshold_is_not_below_it() -> None:
     """The total variation here is exactly 0.25."""
     p, q = [0.5, 0.5, 0, 0, 0], [0.75, 0.25, 0, 0, 0]
     inputs = make_inputs(make_tree([0, 0], [E, A], {0: q}), [p, UNIFORM], [B, C])
     assert outcome(verify(inputs, FuzzyRule(0.25, "tv")))[0] == [B]
     assert outcome(verify(inputs, FuzzyRule(0.2500001, "tv")))[0] == [A, C]
-
-
-def test_divergence_on_warped_compares_the_warped_distributions() -> None:
-    """The distributions are far apart and equal once warped."""
-    inputs = make_inputs(make_tree([0, 0], [E, A], {0: DISTANT}), [P, UNIFORM], [B, C])
-    peaked = torch.tensor([[[0.6, 0.4, 0.0, 0.0, 0.0]]]).log()
-    inputs = replace(
-        inputs,
-        warped=Distributions.of(torch.cat([peaked, inputs.raw.dense()[:, 1:]], 1)),
-        warped_draft=Distributions.of(peaked),
-    )
-    rule = FuzzyRule(0.1, divergence_on="warped")
-    assert outcome(verify(inputs, FuzzyRule(0.1)))[0] == [B]
-    assert outcome(verify(inputs, rule))[0] == [A, C]
-    with pytest.raises(ValueError, match="needs the warped draft"):
-        verify(replace(inputs, warped_draft=None), rule)
 
 
 #: Samples of the target, open nodes, and what is kept.
