@@ -4,10 +4,7 @@ A checkpoint is a folder or a Hub repository with ``config.json`` and ``model.sa
 ``pytorch_model.bin``, or shards of either. The weights of an EAGLE-1/2 head are ``fc.weight``,
 ``fc.bias`` if ``config.bias`` is true (the default when absent) and in heads for SGLang,
 ``layers.0.*`` without an input norm, and in most checkpoints a copy of the target's
-``embed_tokens.weight``. RoPE settings and data type are saved under their names in transformers 5
-and in transformers 4.
-
-:mod:`eagle_fsd.model.eagle3_checkpoint` loads and saves EAGLE-3 heads.
+``embed_tokens.weight``.
 """
 
 from __future__ import annotations
@@ -69,11 +66,7 @@ class CheckpointError(ValueError):
 def load_head(
     path: str | Path, target: Target, dtype: torch.dtype | None = None, token: str | None = None
 ) -> EagleHead:
-    """Load a draft head and attach it to its target; ``dtype`` is the target's by default.
-
-    Raises :class:`CheckpointError` if files are missing or damaged, or tensors do not match the
-    configuration, and ``ValueError`` if the head belongs to another target.
-    """
+    """Load a draft head and attach it to its target, whose data type it has by default."""
     config = parse_config(path, read_config(path, token))
     weights = read_weights(path, token)
     bias = getattr(config, "bias", True) or FC_BIAS in weights
@@ -92,10 +85,7 @@ def load_head(
 def save_head(
     head: EagleHead, path: str | Path, dtype: torch.dtype | None = None, binary: bool = False
 ) -> None:
-    """Save a draft head as ``config.json`` and ``model.safetensors``.
-
-    ``binary`` writes ``pytorch_model.bin`` instead, which EAGLE's own code reads.
-    """
+    """Save a head; ``binary`` writes ``pytorch_model.bin``, which EAGLE's own code reads."""
     dtype = dtype or head.dtype
     write_head(path, head_config(head, dtype), head.state_dict(), dtype=dtype, binary=binary)
     if head.ranked_tokens is not None:
@@ -151,10 +141,8 @@ def layer_fields(config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> d
 def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return RoPE settings and data type under their names in transformers 4.
 
-    Readers that know only those names would otherwise use defaults without an error. The result has
-    ``torch_dtype``; if the model has a RoPE, also ``rope_theta``, ``rope_scaling`` and, if only a
-    part of each attention head is rotated, ``partial_rotary_factor``. Of a RoPE for each layer
-    type, that of full attention is returned.
+    Readers that know only those would otherwise use defaults. Of a RoPE for each layer type, that
+    of full attention is returned.
     """
     fields: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -172,10 +160,7 @@ def transformers4_fields(config: PreTrainedConfig, dtype: torch.dtype) -> dict[s
 
 
 def drafter_file(path: str | Path, name: str, token: str | None = None) -> str | None:
-    """Return the local path of a drafter's file, or None if there is none.
-
-    Raises :class:`CheckpointError` if ``path`` is neither a folder nor an accessible repository.
-    """
+    """Return the local path of a drafter's file, or None if there is none."""
     if Path(path).is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that holds the drafter")
     try:
@@ -196,9 +181,7 @@ def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
 
 
 def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Convert the description of a head's decoder layers to a configuration of transformers.
-
-    ``values`` has the names of transformers 5 or 4; ``model_type`` is llama by default.
+    """Convert the fields of a head's decoder layers, by either version's names, to a configuration.
     """
     with building_head(path):
         values = dict(values)
@@ -265,9 +248,7 @@ def _damage_reported() -> Iterator[None]:
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:
     """Attach a head to its target and set its weights, in evaluation mode and without gradients.
 
-    An embedding is kept only if it differs from the target's. Raises :class:`CheckpointError` for
-    tensors that are missing, unexpected or of the wrong shape, and ``ValueError`` if the head
-    belongs to another target.
+    An embedding is kept only if it differs from the target's.
     """
     embedding = weights.get(EMBEDDING)
     if embedding is not None:
@@ -297,11 +278,7 @@ def write_head(
     dtype: torch.dtype,
     binary: bool = False,
 ) -> None:
-    """Write a head's ``config.json`` and weights.
-
-    Floating-point weights are converted to ``dtype``. ``binary`` writes ``pytorch_model.bin``
-    instead of ``model.safetensors``.
-    """
+    """Write ``config.json`` and weights, those in floating point as ``dtype``."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

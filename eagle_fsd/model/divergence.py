@@ -108,11 +108,7 @@ def tv(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _top_k_buckets(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all but the target's ``TOP_K`` likeliest tokens: ``[..., TOP_K + 1]``.
-
-    Which of several equally likely tokens ``topk`` returns is not defined, so these are ranked by
-    the draft, below the likelier ones.
-    """
+    """Merge all but the target's ``TOP_K`` likeliest tokens, of equal ones by the draft's."""
     count = min(TOP_K, log_p.shape[-1])
     least = top_k(log_p, count)[0][..., -1:]
     rank = torch.where(log_p > least, torch.inf, log_q).masked_fill_(log_p < least, -torch.inf)
@@ -147,10 +143,8 @@ def _log_mass(log_probs: Tensor) -> Tensor:
 def on_draft_vocabulary(log_p: Tensor, log_q: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Express both distributions over the draft's tokens ``[D]`` and one bucket: ``[..., D + 1]``.
 
-    The draft gives the bucket of all other tokens no mass, so ``js``, ``tv`` and ``kl`` of the
-    result are those over the whole vocabulary. ``kl_reversed`` and ``js_reference`` over the whole
-    vocabulary are infinite if the target gives the bucket mass; only :data:`LOG_FLOOR` keeps them
-    finite here.
+    The draft gives the bucket no mass. So ``js``, ``tv`` and ``kl`` are those over the whole
+    vocabulary, where the other two would be infinite; :data:`LOG_FLOOR` keeps them finite here.
     """
     rest = _log_mass(log_p.index_fill(-1, token_ids, -torch.inf))
     log_p = torch.cat([log_p.index_select(-1, token_ids), rest], -1)

@@ -104,9 +104,7 @@ def load_eagle3(
     """Load an EAGLE-3 head of either layout and attach it to its target.
 
     If ``config.json`` is ambiguous about the hidden states that the head reads, both readings are
-    measured; see :func:`~eagle_fsd.model.drafters.layer_detection.detect_layers`. Raises
-    :class:`CheckpointError` for damaged files, tensors that do not match the configuration, a wrong
-    vocabulary map or a P-EAGLE head, and ``ValueError`` if the head belongs to another target.
+    measured.
     """
     values = read_config(path, token)
     weights = _canonical(path, read_weights(path, token))
@@ -156,11 +154,9 @@ def save_eagle3(
 ) -> None:
     """Save an EAGLE-3 head that is attached to its target.
 
-    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge, ``"speculators"`` that
-    of vLLM and speculators, which records the target's Hub name and declares an acceptance rule.
-    ``binary`` writes ``pytorch_model.bin`` instead of ``model.safetensors``. Raises ``ValueError``
-    if the layout has no place for the rule, a bias of ``fc``, layers other than Llama's, or a head
-    without an output projection.
+    The layout ``"eagle"`` is that of EAGLE's own code, SGLang and SpecForge; ``"speculators"``, of
+    vLLM and speculators, records the target's Hub name and an acceptance rule. Raises
+    ``ValueError`` for what a layout has no place for.
     """
     dtype = dtype or head.dtype
     weights = dict(head.state_dict())
@@ -226,14 +222,9 @@ def _speculators_layout(
 def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None:
     """Return the acceptance rule that a head in the speculators layout declares; None if lossless.
 
-    The default proposal method may declare ``verifier_accept_k`` and ``accept_tolerance``: a
-    drafted token is accepted if it is among the target's ``k`` most likely ones and its
-    log-probability is within the tolerance of the largest. With ``k = 1`` or the tolerance 0, the
-    defaults, that is lossless. Nothing applies the rule unless it is passed to
-    ``EagleFSD.generate(rule=...)``.
-
-    Raises :class:`CheckpointError` if ``config.json`` is missing or damaged, or the declaration is
-    invalid.
+    The default proposal method accepts a token among the target's ``verifier_accept_k`` most likely
+    ones whose log-probability is within ``accept_tolerance`` of the largest. Nothing applies the
+    rule unless it is passed to ``EagleFSD.generate(rule=...)``.
     """
     declared = read_config(path, token).get("speculators_config") or {}
     try:

@@ -1,8 +1,4 @@
-"""Turn the target's logits on a tree into the distributions that verification needs.
-
-This module applies Hugging Face's logits processors. A processor that reads previous tokens gets
-each node's own prefix: the row up to the root, then the path from the root down to the node.
-"""
+"""Turn the target's logits on a tree into the distributions that verification needs."""
 
 from __future__ import annotations
 
@@ -77,8 +73,8 @@ class AnswerProcessor(LogitsProcessor):
 class Prefix:
     """The tokens of a row so far, prompt padding included, for processors that read them.
 
-    The prompt ``[S]`` is number ``row`` of the ``rows`` of its call, at most ``capacity`` tokens
-    are added to it, and processors are not called after a token in ``ends``.
+    The prompt is number ``row`` of the ``rows`` of its call; processors are not called after
+    ``ends``.
     """
 
     def __init__(
@@ -108,11 +104,9 @@ class Sampler:
     """Compute the processed distributions and the target's sample at every node.
 
     ``processors`` apply before temperature, in order; ``warpers``, which must not read previous
-    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft`` also samples
-    a token from the draft's distribution at every expanded node, ``warp_draft`` also warps the
-    draft's distributions, and ``draw_uniform`` also draws a uniform random number at every node.
-    ``block`` verifies sampled chains as a block instead of token by token, which is only for rules
-    that relax nothing. Raises ``ValueError`` if a processor keeps state or combines rows.
+    tokens, replace those of ``sampling`` at temperatures above 0. ``draw_from_draft``,
+    ``warp_draft`` and ``draw_uniform`` request optional inputs of verification. ``block`` verifies
+    sampled chains as a block, which is only for rules that relax nothing.
     """
 
     def __init__(
@@ -158,11 +152,7 @@ class Sampler:
         random: RandomNumbers | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> VerificationInputs:
-        """Process the target's logits ``[B, N, V]`` and sample.
-
-        ``random`` is required at temperatures above 0, and ``prefixes``, the tokens of every row,
-        if :attr:`needs_prefix`.
-        """
+        """Process the target's logits ``[B, N, V]`` and sample."""
         raw = processed = Distributions.of(logits)
         faults = None
         if self.processors or self.warp is None:
@@ -233,11 +223,7 @@ class Sampler:
         return drawn.gather(1, tree.draft_rows.clamp_min(0))
 
     def draw_draft(self, log_probs: Tensor, points: Tensor) -> Tensor:
-        """Sample from the draft's distributions after temperature, top-k and top-p.
-
-        ``log_probs`` are ``[B, D]`` float32, ``points`` ``[B]`` float64 random numbers in ``[0,
-        1)``, and the result is ``[B]`` indices into the draft's vocabulary.
-        """
+        """Sample from warped log-probabilities ``[B, D]`` with numbers ``[B]``: ``[B]`` indices."""
         return self._warp(log_probs[:, None], points[:, None])[1][:, 0]
 
     def _warp(
@@ -278,10 +264,8 @@ class Sampler:
     ) -> Tensor:
         """Process one row's ``[N, V]`` logits, each node with its own prefix.
 
-        Levels are processed in order, because masked tokens, tokens that end the row and the nodes
-        below them must be skipped: no token is emitted there, and a constraint may have no
-        continuation for such a prefix. The processors read tokens, so each level synchronizes with
-        the host.
+        Level by level, because masked tokens, tokens that end the row and nodes below them are
+        skipped: a constraint may have no continuation there. Each level synchronizes with the host.
         """
         processors = [
             (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
@@ -359,10 +343,7 @@ def _as_warp(warpers: Sequence[LogitsProcessor]) -> Warp | None:
 
 
 def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor:
-    """Return a processor for one of ``rows`` prompts, given one that may hold values for each.
-
-    It holds them once for all copies of a prompt if the call asks for several answers to it.
-    """
+    """Return a processor for one of ``rows`` prompts, given one that may hold values for each."""
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return type(processor)(lambda _node, ids: allowed(row, ids), num_beams=1)

@@ -23,9 +23,7 @@ INDEX = ".index.json"
 
 
 def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the name of the file of every tensor of a checkpoint; nothing if it has no weights.
-
-    ``find`` returns the path of a file by its name. Raises ``ValueError`` if a file is damaged.
+    """Return the file of every tensor of a checkpoint; ``find`` returns the path of a file by name.
     """
     for name in WEIGHT_FILES:
         if path := find(name):
@@ -36,10 +34,7 @@ def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Read some tensors of a file by their names; by default all.
-
-    Others are not read, except from ``.bin`` files in the format before torch 1.6. Raises
-    ``ValueError`` if the file is damaged.
+    """Read some tensors of a file by their names, by default all; ``ValueError`` if it is damaged.
     """
     try:
         if path.endswith(".safetensors"):
@@ -75,18 +70,12 @@ def read_json(path: str) -> dict[str, object]:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight in full if its rows or columns are split over processes, else itself.
-
-    All of these processes must call this.
-    """
+    """Return a weight in full; if it is split over processes, all of them must call this."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def plain_tensors(weight: Tensor) -> list[Tensor]:
-    """Return the tensors that a weight consists of: several if it is quantized, such as scales.
-
-    Split weights are gathered as by :func:`whole`.
-    """
+    """Return the whole tensors that a weight consists of: several if it is quantized."""
     weight = whole(weight)
     if not is_traceable_wrapper_subclass(weight):
         return [weight]
