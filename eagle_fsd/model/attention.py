@@ -80,8 +80,7 @@ _not_foldable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def query_groups(model: PreTrainedModel) -> int:
-    """Return the number of times to repeat masks of tree passes; 0 for attention other than SDPA.
-    """
+    """Return the number of times to repeat masks of tree passes; 0 without SDPA attention."""
     config = model.config.get_text_config(decoder=True)
     if model in _not_foldable or config._attn_implementation not in ("sdpa", TREE_ATTENTION):
         return 0

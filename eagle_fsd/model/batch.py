@@ -303,8 +303,7 @@ class Batch:
         self._remove(engine, [answer for answer in engine.rows if answer.finished])
 
     def _admit(self, found: list[tuple[Answer, StreamChunk]]) -> None:
-        """Add waiting requests to engines while there is room; ``found`` gets those that never fit.
-        """
+        """Add waiting requests while there is room; ``found`` gets those that will never fit."""
         new: dict[Engine, list[Answer]] = {}
         freed = False
         while self._waiting and self.rows < self.max_rows:

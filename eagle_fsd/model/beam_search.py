@@ -182,8 +182,7 @@ class BeamEngine(Engine):
     """An engine whose rows are beams: call :meth:`score` and :meth:`advance` in turn."""
 
     def score(self, count: int) -> tuple[DraftTree, Tensor, ScoredTrees]:
-        """Score a tree for every row: trees, features ``[R, N, F]``, and ``C = count`` candidates.
-        """
+        """Score a tree for every row: trees, features ``[R, N, F]``, and ``C`` candidates."""
         execution, slots = self.execution, self._visible_slots()
         with execution.folded(self.state):
             tree, scored = draft_and_score(

@@ -36,21 +36,14 @@ class PlaneKind(NamedTuple):
 Layout = Counter[PlaneKind]
 
 
-def view_step(device: torch.device) -> int:
-    """Return the smallest difference between the numbers of slots that passes read."""
-    return CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
-
-
 def cache_slots(needed: int, device: torch.device) -> int:
-    """Return the number of slots to allocate: on CUDA, whole steps, so that similar lengths agree.
-    """
+    """Return the number of slots to allocate: on CUDA whole steps, for few different caches."""
     step = CUDA_VIEW_STEP if device.type == "cuda" else 1
     return -(-needed // step) * step
 
 
 def _separate(plane: Tensor) -> Tensor:
-    """Return the same memory in a storage of its own: compiled code copies all of one it writes to.
-    """
+    """Return the same memory in a storage of its own, all of which compiled code may copy."""
     if plane.device.type not in ("cpu", "cuda"):
         return plane
     with using_device(plane.device):  # torch exports tensors of the current device only
@@ -103,7 +96,8 @@ class TreeCache(Cache):
 
         All results share their memory, which CUDA graphs read.
         """
-        step = max(view_step(device), 1 << max(0, (needed - 1).bit_length() - 4))
+        step = CUDA_VIEW_STEP if device.type == "cuda" else VIEW_STEP
+        step = max(step, 1 << max(0, (needed - 1).bit_length() - 4))
         view = min(-(-needed // step) * step, self.length)
         if self._positions is None:
             self._positions = torch.arange(self.length, device=device)

@@ -28,14 +28,22 @@ from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.heads import DraftHead
 from eagle_fsd.model.hub import find_file
 from eagle_fsd.model.target import Target
-from eagle_fsd.model.weights import WEIGHT_FILES, read_json, read_tensors, tensor_files, whole
+from eagle_fsd.model.weights import (
+    WEIGHT_FILES,
+    CheckpointError,
+    read_json,
+    read_tensors,
+    tensor_files,
+    whole,
+)
 from eagle_fsd.utils.files import atomic_path
 from eagle_fsd.utils.text import one_line
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-#: Tokens by frequency, see :mod:`~eagle_fsd.model.draft_vocabulary`.
+#: Tokens by frequency, of which a head may draft some (FR-Spec, arXiv 2502.14856): the tensor
+#: ``tokens`` is ``[R]`` int64, the most frequent first. ``eagle-fsd train ranks`` writes it.
 RANKS_FILE = "token_ranks.safetensors"
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
@@ -57,10 +65,6 @@ _INVALID_CONFIG = (
 )
 
 Head = TypeVar("Head", bound=DraftHead)
-
-
-class CheckpointError(ValueError):
-    """The files of a drafter are missing or damaged, or do not match its configuration."""
 
 
 def load_head(
@@ -113,6 +117,29 @@ def read_ranks(path: str | Path, vocab_size: int) -> Tensor:
             f" {vocab_size}"
         )
     return tokens
+
+
+def select_tokens(
+    vocabulary: int | str | Path, drafter: str | Path, vocab_size: int, token: str | None = None
+) -> Tensor:
+    """Return the tokens ``[D]`` of a draft vocabulary, the most frequent first.
+
+    ``vocabulary`` is the number of most frequent tokens by the file beside the drafter, or a file
+    of ranked tokens, all of which are used.
+    """
+    if not isinstance(vocabulary, int):
+        return read_ranks(vocabulary, vocab_size)
+    found = drafter_file(drafter, RANKS_FILE, token)
+    if found is None:
+        raise CheckpointError(
+            f"{drafter} has no ranking of tokens; write one with eagle-fsd train ranks"
+        )
+    tokens = read_ranks(found, vocab_size)
+    if not 1 <= vocabulary <= len(tokens):
+        raise ValueError(
+            f"draft_vocabulary must be an integer in [1, {len(tokens)}]; got {vocabulary}"
+        )
+    return tokens[:vocabulary]
 
 
 def head_config(head: EagleHead, dtype: torch.dtype) -> dict[str, Any]:
@@ -176,13 +203,11 @@ def read_config(path: str | Path, token: str | None = None) -> dict[str, Any]:
     found = drafter_file(path, CONFIG_FILE, token)
     if found is None:
         raise CheckpointError(f"{path} has no {CONFIG_FILE}")
-    with _damage_reported():
-        return read_json(found)
+    return read_json(found)
 
 
 def parse_config(path: str | Path, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Convert the fields of a head's decoder layers, by either version's names, to a configuration.
-    """
+    """Convert the fields of a head's decoder layers, by old or new names, to a configuration."""
     with building_head(path):
         values = dict(values)
         scaling = values.get("rope_scaling")
@@ -218,8 +243,7 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
         file = drafter_file(path, name, token)
         if file is None:
             raise CheckpointError(f"{path} has no {name}, which its index lists")
-        with _damage_reported():
-            weights |= read_tensors(file)
+        weights |= read_tensors(file)
     return {
         name.removeprefix("model."): tensor
         for name, tensor in weights.items()
@@ -229,20 +253,10 @@ def read_weights(path: str | Path, token: str | None = None) -> dict[str, Tensor
 
 def _tensor_files(path: str | Path, token: str | None) -> dict[str, str]:
     """Return the name of the file of every tensor."""
-    with _damage_reported():
-        files = tensor_files(partial(drafter_file, path, token=token))
+    files = tensor_files(partial(drafter_file, path, token=token))
     if not files:
         raise CheckpointError(f"{path} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}")
     return files
-
-
-@contextmanager
-def _damage_reported() -> Iterator[None]:
-    """Raise :class:`CheckpointError` for files that cannot be read."""
-    try:
-        yield
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def fill_head(path: str | Path, head: Head, target: Target, weights: Mapping[str, Tensor]) -> Head:

@@ -143,8 +143,7 @@ def _decode(
 
 
 def decode_many(batch: Batch, requests: Iterator[Request]) -> Iterator[Completion]:
-    """Decode requests, read as rows become free; the first error is raised after all other answers.
-    """
+    """Decode requests, read as rows become free; raise the first error after all answers."""
     source = enumerate(requests)
     running: dict[Answer, tuple[int, list[TokenDetail]]] = {}
     error: Exception | None = None

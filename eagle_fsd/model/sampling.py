@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,15 +161,25 @@ class Sampler:
         if self.processors:
             assert faults is not None
             processed = Distributions.of(self._process(tree, logits, prefixes, faults))
+        inputs = partial(VerificationInputs, tree, raw, processed, faults=faults)
+        expanded = tree.draft_log_probs.shape[1] > 0
+        drawn: Tensor | None = tree.tokens
         if self.greedy:
-            return self._greedy_inputs(tree, raw, processed, faults)
+            if self.draw_from_draft and expanded:
+                drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
+            return inputs(
+                processed,
+                Distributions.normalized(tree.draft_log_probs),
+                # Two different logits can be equal after subtracting the normalizer.
+                arg_max(processed.logits),
+                drawn if self.draw_from_draft else None,
+            )
         assert random is not None
         keys = random.node_keys(tree)
         warped, sampled = self._warp(processed.logits, uniform(keys, Purpose.TARGET), faults)
         # There can be more expanded nodes than tree nodes: warp them only where needed.
         draft: Distributions | None = None
-        drawn: Tensor | None = tree.tokens
-        if (self.warp_draft or tree.sampled) and tree.draft_log_probs.shape[1]:
+        if (self.warp_draft or tree.sampled) and expanded:
             points = uniform(tree.to_expanded(keys), Purpose.DRAFT)
             draft, drawn = self._warp(tree.draft_log_probs, points)
             drawn = self._at_nodes(tree, drawn)
@@ -184,38 +195,7 @@ class Sampler:
             sampled = torch.cat([followed, sampled[:, -1:]], 1)
         uniforms = uniform(keys, Purpose.RULE).float() if self.draw_uniform else None
         drawn = drawn if self.draw_from_draft else None
-        return VerificationInputs(
-            tree=tree,
-            raw=raw,
-            processed=processed,
-            warped=warped,
-            warped_draft=draft,
-            sampled=sampled,
-            drawn=drawn,
-            uniform=uniforms,
-            faults=faults,
-        )
-
-    def _greedy_inputs(
-        self, tree: DraftTree, raw: Distributions, processed: Distributions, faults: Tensor | None
-    ) -> VerificationInputs:
-        draft = Distributions.normalized(tree.draft_log_probs)
-        drawn = tree.tokens if self.draw_from_draft else None
-        if self.draw_from_draft and tree.draft_log_probs.shape[1]:
-            drawn = self._at_nodes(tree, arg_max(tree.draft_log_probs))
-        # Compare the logits themselves: after subtracting the normalizer two different ones can
-        # round to the same value.
-        sampled = arg_max(processed.logits)
-        return VerificationInputs(
-            tree=tree,
-            raw=raw,
-            processed=processed,
-            warped=processed,
-            warped_draft=draft,
-            sampled=sampled,
-            drawn=drawn,
-            faults=faults,
-        )
+        return inputs(warped, draft, sampled, drawn, uniforms)
 
     def _at_nodes(self, tree: DraftTree, drawn: Tensor) -> Tensor:
         """Convert ``[B, M]`` draws from the draft to ``[B, N]`` tokens of the target."""
@@ -268,7 +248,10 @@ class Sampler:
         skipped: a constraint may have no continuation there. Each level synchronizes with the host.
         """
         processors = [
-            (_for_row(item, prefix.row, prefix.rows), _first_token(item, prefix))
+            (
+                _for_row(item, prefix.row, prefix.rows),
+                prefix.prompt_length if isinstance(item, AnswerProcessor) else 0,
+            )
             for item in self.processors
         ]
         paths, parents, tokens = _paths(tree, row), tree.parents[row], tree.tokens[row]
@@ -359,11 +342,6 @@ def _for_row(processor: LogitsProcessor, row: int, rows: int) -> LogitsProcessor
         first = row * processor.batch_size // rows
         own.generated_ngrams, own.batch_size = [processor.generated_ngrams[first]], 1
     return own
-
-
-def _first_token(processor: LogitsProcessor, prefix: Prefix) -> int:
-    """Return the position of the first token that a processor gets."""
-    return prefix.prompt_length if isinstance(processor, AnswerProcessor) else 0
 
 
 def _paths(tree: DraftTree, row: int) -> Tensor:

@@ -200,8 +200,7 @@ def _advance(
 
 
 def commit(state: StepState, tree: DraftTree, features: Tensor, kept: Verification) -> None:
-    """Compact the target's cache to the kept path, and pass features ``[B, N, F]`` to the drafter.
-    """
+    """Compact the target's cache to the kept path; features ``[B, N, F]`` are the drafter's."""
     if tree.size > 1:
         source = state.lengths[:, None] + kept.path
         slots = torch.arange(kept.path.shape[1], device=source.device)

@@ -138,8 +138,7 @@ def arg_max(values: Tensor) -> Tensor:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest of ``[..., V]`` and their indices, found in the ``k`` best blocks.
-    """
+    """Return the ``k`` largest of ``[..., V]`` and their indices, by way of the best blocks."""
     if values.shape[-1] <= SMALL_VOCABULARY:
         found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
         return found.values, found.indices
@@ -262,8 +261,7 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _block_size(size: int) -> int:
-    """Return the divisor of a size, perhaps a variable of ``torch.compile``, up to :data:`BLOCK`.
-    """
+    """Return the largest divisor up to :data:`BLOCK`; ``torch.compile`` takes no ``gcd``."""
     block = BLOCK
     while size % block:
         block //= 2

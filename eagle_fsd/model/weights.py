@@ -22,9 +22,12 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
 
 
+class CheckpointError(ValueError):
+    """The files of a drafter are missing or damaged, or do not match its configuration."""
+
+
 def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the file of every tensor of a checkpoint; ``find`` returns the path of a file by name.
-    """
+    """Return the file of every tensor of a checkpoint; ``find`` returns a file's path."""
     for name in WEIGHT_FILES:
         if path := find(name):
             return dict.fromkeys(_tensor_names(path), name)
@@ -34,8 +37,7 @@ def tensor_files(find: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Read some tensors of a file by their names, by default all; ``ValueError`` if it is damaged.
-    """
+    """Read some tensors of a file by their names, by default all; raise if it is damaged."""
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -46,26 +48,26 @@ def read_tensors(path: str, names: Collection[str] | None = None) -> dict[str, T
         )
     except pickle.UnpicklingError as error:
         # torch's own message suggests disabling weights_only.
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is damaged or holds more than tensors; only plain state dicts are loaded"
         ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     ):
-        raise ValueError(f"{path} is not a state dict of tensors by name")
+        raise CheckpointError(f"{path} is not a state dict of tensors by name")
     return tensors if names is None else {name: tensors[name] for name in names}
 
 
 def read_json(path: str) -> dict[str, object]:
-    """Read a file that holds a JSON object; raise ``ValueError`` if it does not."""
+    """Read a file that holds a JSON object; raise if it does not."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     return values
 
 
@@ -90,11 +92,11 @@ def _tensor_names(path: str) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def _read_index(path: str) -> dict[str, str]:
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise ValueError(f"{path} has no weight_map from tensors to files")
+        raise CheckpointError(f"{path} has no weight_map from tensors to files")
     return shards

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eagle_fsd import CheckpointError, EagleFSD, EagleHead
 from eagle_fsd.bundled import BUNDLED_HEAD
-from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, write_ranks
+from eagle_fsd.model.checkpoint import RANKS_FILE, save_head, select_tokens, write_ranks
 from eagle_fsd.model.config import read_settings
-from eagle_fsd.model.draft_vocabulary import select_tokens
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.eagle3 import Eagle3Head
 from eagle_fsd.model.drafters.interface import Drafter

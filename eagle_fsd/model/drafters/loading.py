@@ -6,8 +6,13 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eagle_fsd.model.checkpoint import CheckpointError, load_head, read_config, tensor_names
-from eagle_fsd.model.draft_vocabulary import select_tokens
+from eagle_fsd.model.checkpoint import (
+    CheckpointError,
+    load_head,
+    read_config,
+    select_tokens,
+    tensor_names,
+)
 from eagle_fsd.model.drafters.draft_model import load_draft_model
 from eagle_fsd.model.drafters.eagle import EagleHead
 from eagle_fsd.model.drafters.interface import Drafter

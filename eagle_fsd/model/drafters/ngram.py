@@ -263,8 +263,7 @@ class _TableRow:
 
 @dataclass
 class _Node:
-    """A node on the host: tokens below the root, index of the parent, and log-probabilities ``q``.
-    """
+    """A node on the host: tokens below the root, the parent's index, and log-probabilities."""
 
     path: list[int]
     parent: int
