@@ -1,19 +1,16 @@
 """Compiled steps: one graph per shape, the same tokens, and what happens without a compiler.
 
 The fast tests compile with a backend that runs the traced graph as it is: what they check, tracing
-and guards, comes before the code generator. CUDA graphs are replaced by a recorder.
+and guards, comes before the code generator.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +31,7 @@ from transformers import InfNanRemoveLogitsProcessor
 
 from eagle_fsd import EagleFSD, PrefixCache
 from eagle_fsd.model import compilation
-from eagle_fsd.model.compilation import StepGraphs, compile_graph
+from eagle_fsd.model.compilation import compile_graph
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig
 from eagle_fsd.model.drafters.draft_model import DraftModel
 from eagle_fsd.model.drafters.ngram import NGramDrafter
@@ -143,40 +140,6 @@ def test_a_whole_step_is_a_single_graph(
                 for row, (count, *_) in zip(steps.rows, packed.tolist(), strict=True):
                     row.length += count
     assert results[0] == results[1]
-
-
-class Louder(torch.nn.Module):
-    """A layer that a user puts in the place of another one."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return 3.0 * self.layer(hidden)
-
-
-@pytest.mark.slow
-def test_changed_modules_are_compiled_again(graphs: list[torch.fx.GraphModule]) -> None:
-    """What is inside of them is not checked at every step, but between calls."""
-    pair = copy.deepcopy(PAIRS["eagle"]())
-    for seed in (0, 1):
-        both(pair, prompt(20, seed=seed))
-    assert len(graphs) == 3
-    target, head = pair.model.model.layers[0], pair.drafter.layers[0]
-    head.mlp.down_proj = Louder(head.mlp.down_proj)
-    both(pair, prompt(20))
-    assert len(graphs) == 4
-    target.mlp.down_proj = Louder(target.mlp.down_proj)
-    both(pair, prompt(20))
-    assert len(graphs) == 7  # the head runs modules of the target
-    handle = head.mlp.register_forward_hook(lambda *_: _[2] * 0.5)
-    both(pair, prompt(20))
-    handle.remove()
-    assert len(graphs) == 8
-    with torch.no_grad():
-        pair.model.lm_head.weight.mul_(-1.0)
-    both(pair, prompt(20))
 
 
 @pytest.mark.usefixtures("graphs")
@@ -305,81 +268,3 @@ def test_what_is_missing_is_found_before_tracing(
     words = {"compiler": "needs a C++ compiler: install", "headers": "needs Python's headers"}
     assert words[missing] in message
     assert "\n" not in message
-
-
-MAIN, SIDE = (SimpleNamespace(device=torch.device("cpu:0"), name=name) for name in ("main", "side"))
-
-
-class _Recorder:
-    """Stands in for ``torch.cuda``: counts captures and replays, and knows the current stream."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.captured, self.replayed, self.stream = 0, 0, MAIN
-        recorder = self
-
-        class Graph:
-            def replay(self) -> None:
-                recorder.replayed += 1
-
-        @contextmanager
-        def capture(_graph: Graph, **options: Any) -> Iterator[None]:
-            assert options["stream"] is SIDE
-            assert options["capture_error_mode"] == "thread_local"
-            before, recorder.stream = recorder.stream, SIDE
-            recorder.captured += 1
-            yield  # an exception leaves the thread on the stream of the capture
-            recorder.stream = before
-
-        replaced = {
-            "CUDAGraph": Graph,
-            "graph": capture,
-            "graph_pool_handle": lambda: 1,
-            "current_stream": lambda: recorder.stream,
-            "set_stream": lambda stream: setattr(recorder, "stream", stream),
-            "Stream": lambda _: SIDE,
-        }
-        for name, value in replaced.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
-        monkeypatch.setattr(compilation, "EAGER_STEPS", 1)
-
-
-def test_steps_are_captured_once_per_shape_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, runs = _Recorder(monkeypatch), []
-    graphs = StepGraphs(torch.nn.Identity())
-    for shapes in ["a"] * 4 + ["b"] * 3 + ["a"] * 2:
-        result = graphs.run(shapes, lambda shapes=shapes: runs.append(shapes) or shapes)
-        assert result == shapes
-    assert runs == ["a", "a", "b", "b"]  # once eagerly and once while capturing
-    assert (recorder.captured, recorder.replayed) == (2, 7)
-    assert recorder.stream is MAIN
-
-
-@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
-def test_steps_that_cannot_be_captured_run_eagerly(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That is found once per target; a capture without memory says nothing about the target."""
-    recorder, eager = _Recorder(monkeypatch), []
-
-    def step() -> int:
-        if recorder.stream is SIDE and recorder.captured == 1:
-            raise error("no step while capturing")
-        eager.append(recorder.stream is MAIN)
-        return len(eager)
-
-    target = torch.nn.Identity()
-    with caplog.at_level(logging.WARNING):
-        for graphs in (StepGraphs(target), StepGraphs(target)):
-            for _ in range(5):
-                graphs.run("a", step)
-                assert recorder.stream is MAIN
-    assert recorder.replayed == (0 if error is ValueError else 4)
-    assert sum(eager) == (10 if error is ValueError else 6)
-    (record,) = caplog.records
-    assert "without CUDA graphs" in record.getMessage()
-    other, before = StepGraphs(torch.nn.Identity()), recorder.replayed
-    for _ in range(3):
-        other.run("a", lambda: None)
-    assert recorder.replayed == before + 2

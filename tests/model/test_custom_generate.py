@@ -28,7 +28,6 @@ from transformers import (
     TypicalLogitsWarper,
 )
 from transformers.generation import EncoderNoRepeatNGramLogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 from eagle_fsd import AcceptanceConfig, EagleFSD, SamplingConfig
 
@@ -212,27 +211,3 @@ def test_num_return_sequences_repeats_every_prompt() -> None:
     assert len(found.unique(dim=0)) == 6
     new = found[:, ids.shape[1] :]
     assert not any(torch.isin(new[row], rows[row]).any() for row in range(6))
-
-
-class Recorder(BaseStreamer):
-    """Record what a streamer receives."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_bound_streamer_receives_the_prompt_and_the_answer() -> None:
-    pair, ids = aligned_pair(), prompt(6, 3)
-    streamer, expected = Recorder(), Recorder()
-    decode = functools.partial(pair.custom_generate, streamer=streamer)
-    found = greedy_reference(pair.model, ids, new=16, custom_generate=decode)
-    greedy_reference(pair.model, ids, new=16, streamer=expected)
-    assert streamer.ended
-    assert streamer.tokens == expected.tokens == found[0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -147,6 +148,10 @@ class Collector(BaseStreamer):
 def test_streamer_receives_the_prompt_and_then_each_step() -> None:
     pair, ids, collector = aligned_pair(), prompt(6, 3), Collector()
     out = pair.generate(ids, max_new_tokens=15, streamer=collector)
+    bound = Collector()  # Hugging Face does not pass a streamer on
+    decode = functools.partial(pair.custom_generate, streamer=bound)
+    greedy_reference(pair.model, ids, new=15, custom_generate=decode)
+    assert (bound.puts, bound.ended) == (collector.puts, 1)
     assert collector.ended == 1
     assert collector.puts[0] == ids[0].tolist()
     assert joined(collector.puts[1:]) == answers(out)[0].tolist()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +9,16 @@ import numpy as np
 import pytest
 import torch
 from pairs import (
-    NEEDS_COMPILER,
-    forget_compiled,
     random_pair,
 )
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from eagle_fsd.model import vocabulary
-from eagle_fsd.model.acceptance import FuzzyRule, rule_for, thresholds
+from eagle_fsd.model.acceptance import rule_for
 from eagle_fsd.model.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from eagle_fsd.model.random_numbers import RandomNumbers
 from eagle_fsd.model.sampling import Sampler
@@ -197,22 +192,3 @@ def test_verification_needs_little_memory_beyond_the_logits(
         verify(Sampler(sampling)(tree, logits, RandomNumbers.seeded(0, 1)), rule)
     # A chunk of masses, their bins and a copy of them take 8 bytes per value.
     assert 3 * 4 * size < memory.peak < 24 * 4 * size, memory.peak / size / 4
-
-
-@pytest.mark.slow
-@NEEDS_COMPILER
-@pytest.mark.parametrize("name", ["js", "js_reference"])
-def test_compiled_divergences_equal_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, but for the CPU; the compiled code allocates nothing of the vocabulary's size."""
-    tree, logits = _tree(1000, rows=2), _random(2, 60, 1000, seed=4)
-    inputs, rule = Sampler()(tree, logits), FuzzyRule(0.1, name)
-    expected = rule.divergences(inputs)
-    monkeypatch.setattr(thresholds, "FUSED_DEVICES", ("cpu",))
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    forget_compiled()
-    with thresholds.fused_divergences(True):
-        found, codes = run_and_get_code(rule.divergences, inputs)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "".join(codes))
-    assert shapes
-    assert max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes) < 1000
