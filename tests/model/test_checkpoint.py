@@ -438,13 +438,14 @@ def test_damaged_and_missing_files_are_named(
     ):
         torch.save(content, path)
         assert str(path.parent) in rejected(path.parent, model)
-    published(tmp_path, model)
+    folder = tmp_path / "head"
+    published(folder, model)
     for text in CONFIGS:
-        (tmp_path / "config.json").write_text(text)
-        assert "config.json" in rejected(tmp_path, model)
-    (tmp_path / "config.json").unlink()
-    assert f"{tmp_path} has no config.json" in rejected(tmp_path, model)
-    assert "folder" in rejected(tmp_path / "model.safetensors", model)
+        (folder / "config.json").write_text(text)
+        assert "config.json" in rejected(folder, model)
+    (folder / "config.json").unlink()
+    assert f"{folder} has no config.json" in rejected(folder, model)
+    assert "folder" in rejected(folder / "model.safetensors", model)
     monkeypatch.chdir(tmp_path)
     for name in ("no-such-folder", "no-such/head", "./no/such/one", "two words"):
         assert name in rejected(name, model)
