@@ -74,19 +74,15 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 def js_reference(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Reversed, unbounded form of ``js``; ``js_div`` in the FSD authors' code.
 
-    Evidence: ``_speculative_backoff_sampling`` in ``fsd_utils.py`` of github.com/maxholsman/fsd, in
-    every commit up to e92a157 (2025-03-03), averages ``F.kl_div`` with the log-probabilities of
-    target and draft as ``input`` and their mean as ``target``, and sums over the vocabulary.
-    ``F.kl_div`` computes ``KL(target || input)``, so that the divergences from the mean became
-    divergences of the mean. Thresholds used with that code belong to this function.
+    ``_speculative_backoff_sampling`` in ``fsd_utils.py`` of github.com/maxholsman/fsd, in every
+    commit up to e92a157 (2025-03-03), averages ``F.kl_div(log p, m)`` and ``F.kl_div(log q, m)``,
+    which are ``KL(m||p)`` and ``KL(m||q)``. Thresholds used with that code belong to this function.
 
     The author states that "the empirical results in the paper therefore correspond to
-    ``reverse_kl``" because of "a minor bug in the calculation of JS divergence in our experiment
-    code" (pull request 12853 of NVIDIA/TensorRT-LLM, 2026-04-08). There, ``reverse_kl`` is
-    ``KL(target || draft)`` (``acceptDraftTokensKernel``), which is :func:`kl_reversed`. The
-    released code does not compute that as ``js_div`` in any commit. Where the distributions nearly
-    agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no factor converts one to
-    the other.
+    ``reverse_kl``" (pull request 12853 of NVIDIA/TensorRT-LLM, 2026-04-08), which is
+    :func:`kl_reversed` there. The released code computes that as ``js_div`` in no commit. Where the
+    distributions nearly agree, ``js_reference`` and :func:`js` are a quarter of it; elsewhere no
+    factor converts them.
     """
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return 0.5 * (_kl(log_m, log_p) + _kl(log_m, log_q))

@@ -206,13 +206,25 @@ def _speculators_layout(
     if head.draft_vocab_size is None:
         raise ValueError("the speculators layout needs a head with an output projection")
     layers.pop("architectures", None)
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,  # the default
+        "verifier_accept_k": rule.top if rule else 1,
+        "accept_tolerance": -math.log(rule.ratio) if rule else 0.0,
+    }
+    architectures = [type(head.target.model).__name__]
     return {
         **flags,
         "architectures": ["Eagle3Speculator"],
         SPECULATORS_TYPE: "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": layers,
-        "speculators_config": _speculators_config(head, target_name, rule),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": target_name, "architectures": architectures},
+        },
         LAYER_IDS: list(head.reads),
         "dtype": layers["dtype"],
         "torch_dtype": layers["torch_dtype"],
@@ -239,24 +251,6 @@ def declared_rule(path: str | Path, token: str | None = None) -> TopKRule | None
             f"{path}: speculators_config in {CONFIG_FILE} is invalid: {one_line(error)}"
         ) from error
     return None if top == 1 or gap == 0.0 else TopKRule(top, ratio=math.exp(-gap))
-
-
-def _speculators_config(
-    head: Eagle3Head, target_name: str | None, rule: TopKRule | None
-) -> dict[str, Any]:
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": 5,  # the default
-        "verifier_accept_k": rule.top if rule else 1,
-        "accept_tolerance": -math.log(rule.ratio) if rule else 0.0,
-    }
-    architecture = type(head.target.model).__name__
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [method],
-        "verifier": {"name_or_path": target_name, "architectures": [architecture]},
-    }
 
 
 def _canonical(path: str | Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

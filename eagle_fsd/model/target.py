@@ -81,6 +81,10 @@ class Target:
                 f"{type(model).__name__} is not supported: its configuration has no"
                 " max_position_embeddings"
             )
+        self.vocab_size = int(self.lm_head.weight.shape[0])  # V, including any padding
+        self.hidden_size = int(self.config.hidden_size)  # H
+        #: Maximum number of tokens in a sequence.
+        self.context_length = int(self.config.max_position_embeddings)
         self.attention_types = _attention_types(self.config)
         others = sorted(self.attention_types - set(ATTENTION_TYPES))
         if others:
@@ -100,21 +104,6 @@ class Target:
         self.layout = _layouts.setdefault(model, Layout())
         _record_input(self.lm_head, LAST)
         self.renew(())
-
-    @property
-    def vocab_size(self) -> int:
-        """``V``, including any padding of the output projection."""
-        return int(self.lm_head.weight.shape[0])
-
-    @property
-    def hidden_size(self) -> int:
-        """``H``."""
-        return int(self.config.hidden_size)
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens in a sequence."""
-        return int(self.config.max_position_embeddings)
 
     @property
     def dtype(self) -> torch.dtype:
