@@ -67,13 +67,11 @@ def fresh() -> EagleFSD:
     return EagleFSD(shared.model, shared.drafter, shared.tree)
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "ar"}, {"temperature": 0.8, "seed": 4, "threshold": 0.1}], ids=str
-)
 def test_calls_share_graphs_and_nothing_else(
-    options: dict[str, Any], captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
+    captured: list[StepGraphs], engines: list[weakref.ref[Engine]]
 ) -> None:
     """Prompts of other lengths, one that was just decoded, batches, and an abandoned answer."""
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 4, "threshold": 0.1}
     ids, mask = batch()
     inputs = [(prompt(30, 1), None), (prompt(30, 1), None), (ids, mask), (prompt(7, 2), None)]
     kept, plain = fresh(), fresh()
