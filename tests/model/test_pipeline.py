@@ -32,7 +32,7 @@ from eagle_fsd.model.step import TokenDetail
 
 
 @pytest.mark.parametrize(
-    "architecture", [DEFAULT_ARCHITECTURE, "llama-linear-rope-tied", "qwen3", "mistral-wide-window"]
+    "architecture", [DEFAULT_ARCHITECTURE, "llama-linear-rope-tied", "mistral-wide-window"]
 )
 def test_distributions_at_tree_nodes_match_recomputation_without_a_cache(
     architecture: str,
